@@ -123,7 +123,7 @@ PARTS: Mapping[str, Callable[[bool], Figures]] = {"dense": dense, "moe": moe, "t
 def _stages(data: Figures) -> Figures:
     """Return the seconds of each stage, asked as `flag estimate` and `flag tune` ask them."""
     from flagcore import plugins
-    from flagcore.api.common.warnings import loaded_plugins
+    from flagcore.api.common.inputs import loaded_plugins
     from flagcore.domain.experience import Past
     from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec

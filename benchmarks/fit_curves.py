@@ -22,7 +22,7 @@ import yaml
 from scipy.optimize import least_squares
 
 from flagcore import plugins
-from flagcore.api.common.warnings import loaded_plugins
+from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray

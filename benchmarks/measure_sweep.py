@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from flagcore import plugins
-from flagcore.api.common.warnings import loaded_plugins
+from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Role, Trial, TrialState

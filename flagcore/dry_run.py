@@ -9,6 +9,7 @@ import numpy as np
 from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice
+from flagcore.i18n import N_, _
 from flagcore.problem import Problem, fastest
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
@@ -18,7 +19,8 @@ from flagcore.stages.predict import record
 def require_predicted_time(problem: Problem) -> None:
     """Raise NoDevice unless the time of some candidate is predicted: a probe needs that of communication, too."""
     if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
-        raise NoDevice(f"no time can be predicted: {no_time(problem.platform.task, problem.platform.costs)}")
+        why = no_time(problem.platform.task, problem.platform.costs)
+        raise NoDevice(_("no time can be predicted: {why}", why=why))
 
 
 def dry_run(problem: Problem) -> Plan:
@@ -42,7 +44,7 @@ def dry_run(problem: Problem) -> Plan:
     gains: tuple[float, ...] = ()
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
-    because = "fidelity = estimate runs no trials"
+    because = N_("fidelity = estimate runs no trials")
     plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), because, problem.knobs)
     return replace(
         plan,

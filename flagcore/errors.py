@@ -47,7 +47,6 @@ class SpecError(UsageError):
         return f"{where}{self._text()}"
 
     def _text(self) -> str:
-        """Return the problem without the name of the file."""
         shown = "" if self.value is None else f" = {_short(self.value)}"
         fix = f"; {self.fix}" if self.fix else ""
         return f"{self.key}{shown} {self.problem}{fix}".strip()
@@ -111,7 +110,6 @@ class Interrupted(FlagError):
 
 
 def _short(value: object, limit: int = 80) -> str:
-    """Return `value` as one line of at most `limit` characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""Reading files that somebody else has written: never a pipe or a device, which may never end."""
+"""Reading files that other programs have written: never a pipe or a device, which may never end."""
 
 from __future__ import annotations
 

@@ -37,8 +37,6 @@ class _Rank:
 
 
 class _Stopped(BaseException):
-    """This process was asked to end."""
-
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
@@ -48,7 +46,7 @@ def run_ranks(world_size: int, work: Callable[[int, socket.socket], int]) -> int
     """Fork `world_size` ranks, wait for all of them and return the trial's exit code.
 
     Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket
-    that listens on a free port of 127.0.0.1; it was opened before the ranks, so nobody can take the port in
+    that listens on a free port of 127.0.0.1; it was opened before the ranks, so no other program can take the port in
     between. When a rank fails the others are ended at once, and only that rank's stderr is passed on.
     SIGTERM, SIGINT and SIGHUP end all ranks (exit code 128 + signal); the death of this process, by any
     signal, ends them too. This process must have no other children.
@@ -133,7 +131,6 @@ def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Kill the ranks that still run and wait for them."""
     running = [rank for rank in ranks if rank.status is None]
     for rank in running:
         os.kill(rank.pid, signal.SIGKILL)
@@ -176,12 +173,12 @@ def _signals_raise() -> Iterator[None]:
     """Turn the first ending signal into `_Stopped` in the main thread; later ones are ignored."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        for each in heard:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise _Stopped(signum)
 
-    heard = [signum for signum in _ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    before = {signum: signal.signal(signum, stop) for signum in heard}
+    handled = [signum for signum in _ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, stop) for signum in handled}
     try:
         yield
     finally:

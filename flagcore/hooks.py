@@ -9,7 +9,7 @@ names, the one that has the chip last, so that an add-on can override it. Each p
 pluggy's wrappers, tryfirst and trylast have no effect.
 
 `engine` is the name of an installed engine, `kind` what that engine does: "train" or "serve". A plugin that answers by
-`kind` needs no change for an engine that it has never heard of. An implementation may leave out any argument.
+`kind` needs no change for an engine that it does not know. An implementation may leave out any argument.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CostHooks:
 
     @hookspec(firstresult=True)
     def flagcore_collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | CollectiveTable | None:
-        """Return measured curves, or an object with times of its own, or None for the topology's latency and bandwidth.
+        """Return measured curves, or an object with its own times, or None for the topology's latency and bandwidth.
 
         Seconds; NaN for what is unknown, for which the topology is used. Curves hold among neighbouring devices;
         the core puts them on the topology. Called once a task; an object is called with columns.

@@ -19,11 +19,15 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
+from flagcore.i18n import N_, _
 from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
-from flagcore.run_trial import TrialRunner
+from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.discover import present, side_by_side
+from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
+from flagcore.stages.measure import measure
 from flagcore.stages.predict import record
+from flagcore.stages.probe import probe
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
 
@@ -80,7 +84,7 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
         stopped = search.run()
         search.repeat(stopped)
     except KeyboardInterrupt:
-        stopped, error = "interrupted", Interrupted("interrupted")
+        stopped, error = N_("interrupted"), Interrupted(_("interrupted"))
     except LaunchError as failure:
         stopped, error = str(failure), failure
     plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
@@ -92,7 +96,7 @@ class _Search:
 
     def __init__(self, problem: Problem, uses: Dependencies, devices: int) -> None:
         self.problem, self.uses, self.store = problem, uses, uses.open_store(problem)
-        self.runner = TrialRunner(problem, uses.workload, uses.launcher, self.store, devices)
+        self.devices = devices
         control = problem.platform.task.spec.control
         self.fidelity = control.fidelity
         self.control = control if self.fidelity == RUN else replace(control, repeats=0)
@@ -189,7 +193,6 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> None:
-        """Run or probe one trial, store it and learn from it. An interrupted trial is stored, too."""
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
         planned = Trial(
@@ -210,7 +213,7 @@ class _Search:
         try:
             done = self._measure(trial) if trial.fidelity == RUN else self._probe(trial)
         except (KeyboardInterrupt, LaunchError) as error:
-            reason = str(error) or "interrupted by the user"
+            reason = str(error) or N_("interrupted by the user")
             self._finish(
                 replace(trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=time.monotonic() - began)
             )
@@ -220,14 +223,34 @@ class _Search:
         self._finish(done)
 
     def _measure(self, trial: Trial) -> Trial:
+        """Run a candidate. In the search it is stopped early if it is clearly slower than the best."""
         best = self.state.best if trial.role is Role.SEARCH else None
-        return self.runner.measure(trial, trial_timeout(self.control, self.elapsed), best)
+        platform, workload, folder = self.problem.platform, self.uses.workload, self.store.folder(trial)
+        timeout = trial_timeout(self.control, self.elapsed)
+        running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, timeout)
+        return measure(running, platform, workload, trial, folder, best)
 
     def _probe(self, trial: Trial) -> Trial:
+        """Probe a candidate rank by rank. Ranks that an interrupted probe of it finished are not probed again."""
         timeout = trial_timeout(self.control, self.elapsed)
         if self.fidelity == RUN:
             timeout = max(1.0, min(timeout, self._seconds_for_probes()))
-        return self.runner.probe(trial, timeout)
+        platform, row = self.problem.platform, self.problem.space.find(trial.candidate)
+        assert row is not None, "every candidate that is probed is in the space"
+        probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
+        probed = probe(
+            platform,
+            self.uses.workload,
+            self.uses.launcher,
+            trial.candidate,
+            self.store.folder(trial),
+            timeout,
+            earlier=[self.store.folder(each) for each in probes if each.state is TrialState.INTERRUPTED],
+            to_the_end=False,
+            devices=self.devices,
+        )
+        combined = combine(self.problem.predictions.row(row), probed, platform.costs.memory)
+        return trial_of_probe(platform.task, trial, probed, combined)
 
     def _finish(self, done: Trial) -> None:
         self.store.finish(done)

@@ -20,6 +20,7 @@ from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
 from flagcore.errors import NothingFits, SpecError
+from flagcore.i18n import _
 from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover
 from flagcore.stages.legality import legality
@@ -77,9 +78,9 @@ def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobV
 
 
 def engine_version(spec: Spec, workload: Workload) -> str | None:
-    """Return the release of the engine that trials of `spec` run: what it says, or what is installed here.
+    """Return the release of the engine that trials of `spec` run: the given one, or what is installed here.
 
-    None for a command of the user's own of which it does not say, and where nothing is installed.
+    None for the user's own command without a given release, and where nothing is installed.
     """
     work = spec.work
     if work.engine_version or work.command is not None:
@@ -121,7 +122,7 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
 
 
 def require_launchable(problem: Problem) -> None:
-    """Raise SpecError if no trial can use a value of a plugin's knob, or if this shell sets a variable of its own."""
+    """Raise SpecError if no trial can use a value of a plugin's knob, or if this shell sets one of its variables."""
     task = problem.platform.task
     for knob in task.knobs:
         key = f"auto_tuner.space.{knob.name}"
@@ -142,7 +143,6 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 
 
 def _check_knob(spec: Spec, knob: Knob) -> None:
-    """Raise SpecError for an invalid value of a knob, and for what the spec sets a second time elsewhere."""
     asked, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
     for value in () if isinstance(asked, str) else asked:
         knob.parse(value, f"auto_tuner.space.{knob.name}")
@@ -220,11 +220,11 @@ def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candid
 
 
 def _nothing_legal(space: Space, legal: Legality) -> str:
-    """Return one line: how many combinations each rule removed, and its message."""
     messages = {rule.name: rule.message for rule in legal.rules}
     removed = sorted(space.illegal.items(), key=lambda pair: -pair[1])
-    counts = ", ".join(f"{name} {number:,} ({messages[name]})" for name, number in removed) or "the space is empty"
-    return f"no legal candidate among {space.combinations:,} combinations: {counts}"
+    counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
+    why = counts or _("the space is empty")
+    return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=why)
 
 
 def _why_nothing_fits(problem: Problem) -> str:
@@ -232,15 +232,20 @@ def _why_nothing_fits(problem: Problem) -> str:
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
     if limits := _limits_broken(problem):
-        return f"none of {len(space):,} candidates is left: {counts}; {limits}"
+        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
     need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
     given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
-    return (
-        f"none of {len(space):,} candidates is left: {counts}; the smallest needs ~{need:.2f} GiB a device "
-        f"of {have:.2f} GiB{_budget_from(problem.platform.task)}: {given}{_other_hardware(problem.platform.task)}"
+    smallest = _(
+        "the smallest needs ~{need:.2f} GiB a device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
+        need=need,
+        have=have,
+        budget=_budget_from(problem.platform.task),
+        candidate=given,
+        fix=_other_hardware(problem.platform.task),
     )
+    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
 
 
 def _limits_broken(problem: Problem) -> str:
@@ -253,24 +258,30 @@ def _limits_broken(problem: Problem) -> str:
     missed = np.max([predictions.figures[name][rows] / most for name, most in limits.items()], axis=0)
     row = int(rows[np.argmin(np.nan_to_num(missed, nan=np.inf))])
     given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
-    told = ", ".join(f"{name} ~{predictions.figures[name][row]:.4g} s of {most:g} s" for name, most in limits.items())
-    return f"nothing is predicted to keep the limits; the nearest would have {told}: {given}"
+    figures = [f"{name} ~{predictions.figures[name][row]:.4g} s of {most:g} s" for name, most in limits.items()]
+    return _(
+        "nothing is predicted to keep the limits; the nearest would have {figures}: {candidate}",
+        figures=", ".join(figures),
+        candidate=given,
+    )
 
 
 def _budget_from(task: Task) -> str:
-    """Return where the memory of a device is from; nothing for several node groups, which differ."""
-    wanted, groups = task.spec.cluster, task.cluster.groups
-    if len(groups) > 1:
-        return ""
-    chip, here = groups[0].chip.name, groups[0].memory_bytes is not None
-    if wanted.memory_bytes_per_device:
-        return " (cluster.memory_per_device)"
-    return f" (what this machine has for each of {groups[0].devices_per_node} {chip})" if here else f" (that of {chip})"
+    """Return where the memory of a device is from."""
+    group = task.cluster.groups[0]
+    if len(task.cluster.groups) > 1:
+        return task.cluster.chips
+    if task.spec.cluster.memory_bytes_per_device:
+        return "cluster.memory_per_device"
+    here = _("what this machine has for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
+    return here if group.memory_bytes is not None else _("that of {chip}", chip=group.chip.name)
 
 
 def _other_hardware(task: Task) -> str:
     """Return which chip was taken where the spec left that to this machine, and how to plan for other hardware."""
     if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
-        return "; give cluster more devices or nodes, or a chip with more memory"
-    found = task.cluster.chips
-    return f"; cluster.chip: auto found {found} here; `flag estimate --chip NAME` plans for other hardware"
+        return _("give cluster more devices or nodes, or a chip with more memory")
+    return _(
+        "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
+        chip=task.cluster.chips,
+    )

@@ -78,7 +78,7 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     assert "| Made up (from model flops) | 1 | 1 |" in page
     assert "| source | ranks | static memory | compute time |" in page
     assert "| Made up, dense | 1 |" in page
-    assert "| strange | Made up | no installed plugin knows the chip" in page
+    assert "| strange | Made up | no installed plugin lists the chip" in page
     assert "| Made up | 3 | 10.0% | 25.0% | 0.90 to 1.10 |" in page
     (worst,) = [line for line in page.splitlines() if line.startswith("| Made up | ") and " | tiny, 4 x cpu | " in line]
     assert worst.split(" | ")[1] in ("one", "two", "three")

@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_and_what_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"No space left .* finished trials are kept"):
+    with pytest.raises(RunError, match=r"No space left .* finished trials are saved"):
         _write_to_full_disk(tmp_path)
 
 

@@ -137,7 +137,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     ]
     heads = ["rule", "engines", "applies to", "value", "reason", "source"]
     yield from _section("Rejected and forced values", heads, rejected)
-    notes = [[*_scope(each.scope), each.value, source(each.source)] for each in quirks.notes]
+    notes = [[*_scope(each.scope), each.value.note, source(each.source)] for each in quirks.notes]
     yield from _section("Notes", ["engines", "applies to", "note", "source"], notes)
     knobs = ["knob", "value", "time", "peak memory", "enabled by", "description"]
     yield from _section("Knobs", knobs, list(_knobs(package, source)))
@@ -155,7 +155,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     failures = [
         [f"`{pattern.pattern}`", pattern.state.value, pattern.advice, source(each.source)]
         for each in quirks.failures
-        for pattern in [each.value.pattern]
+        for pattern in [each.value]
     ]
     yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
 

@@ -3,7 +3,7 @@
 from flagcore.api.common.runs import Run, load_run
 from flagcore.api.explaining.candidate_report import CandidateReport, explain_candidate
 from flagcore.api.explaining.compare import Comparison, compare
-from flagcore.api.explaining.explain import Explanation, explain
+from flagcore.api.explaining.elimination import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
 from flagcore.api.importing.history import ImportedTrials, import_history, read_tree

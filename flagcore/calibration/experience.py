@@ -120,31 +120,19 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
 
 
 def _train_fields(work: TrainSpec) -> dict[str, Any]:
-    return {
-        "seq_length": work.seq_length,
-        "global_batch_size": work.global_batch_size,
-        "precision": work.precision,
-        "attention": work.attention,
-        "implementation": work.implementation,
-        "settings": dict(work.settings),
-        "engine": work.engine,
-        "command": work.command,
-    }
+    names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
+    return {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
 
 
 def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
     load = work.loads[0]
+    names = ("input_len", "output_len", "prefix_len", "range_ratio", "concurrency", "num_prompts")
     return {
         "engine": work.engine,
         "engine_version": measured.versions.get(work.engine) or work.engine_version,
         "precision": work.precision,
         "engine_args": dict(work.engine_args),
         "weights": work.weights if work.weights and Path(work.weights).is_file() else None,
-        "input_len": load.input_len,
-        "output_len": load.output_len,
-        "prefix_len": load.prefix_len,
-        "range_ratio": load.range_ratio,
-        "concurrency": load.concurrency,
+        **{name: getattr(load, name) for name in names},
         "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
-        "num_prompts": load.num_prompts,
     }

@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.chip import Chip
-from flagcore.errors import RunError
+from flagcore.errors import RunError, SpecError
 from flagcore.files import read_regular
+from flagcore.vendorkit.fields import build
 
 HOME_VARIABLE = "FLAGCORE_HOME"
 """Environment variable with the folder in which flagcore stores data between runs."""
@@ -137,20 +138,13 @@ def read(path: Path) -> Calibration:
     """Return the calibration in a file. Raises RunError."""
     try:
         data = json.loads(read_regular(path))
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']!r} is not {SCHEMA}")
-        rows = tuple(dict(row) for row in data["rows"])
-        return Calibration(
-            aliases=tuple(map(str, data["aliases"])),
-            devices=int(data["devices"]),
-            rows=rows,
-            others=None if data.get("others") is None else float(data["others"]),
-            facts=None if data.get("facts") is None else dict(data["facts"]),
-            **{name: str(data[name]) for name in ("chip", "driver", "torch", "date", "how")},
-        )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        if data.pop("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        calibration: Calibration = build(Calibration, data, str(path))
+        return calibration
+    except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "measure again with `flag calibrate`, or delete the file"
-        raise RunError(f"{path} is no calibration that can be read ({error!r}); {fix}") from None
+        raise RunError(f"{path} is not a calibration that can be read ({error}); {fix}") from None
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -193,13 +187,10 @@ def _slug(name: str) -> str:
 
 def _text(calibration: Calibration) -> str:
     """Return a calibration as JSON, a line a row."""
-    head = {"schema": SCHEMA} | {
-        name: getattr(calibration, name) for name in ("chip", "aliases", "driver", "torch", "devices", "date", "how")
-    }
+    present = {name: value for name, value in asdict(calibration).items() if value is not None}
+    head = {"schema": SCHEMA, **{name: value for name, value in present.items() if name != "rows"}}
     if calibration.others is not None:
         head["others"] = round(calibration.others, 4)
-    if calibration.facts is not None:
-        head["facts"] = dict(calibration.facts)
     rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)
     start = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
     return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -36,7 +34,6 @@ def explain_command(
     from flagcore.errors import NothingFits
     from flagcore.report.explanation import knobs_text, notes_text
     from flagcore.report.formats import render
-    from flagcore.report.text import funnel, repeats_text
 
     if candidate:
         _print(api.explain_candidate(spec, " ".join(candidate), chip=chip, without=without), form)
@@ -45,18 +42,18 @@ def explain_command(
     eliminated = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         rules = [{"rule": name, "says": found.says.get(name, "")} for name in eliminated]
-        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.lost_repeats)]))
+        options.show(str(found))
         options.show("\n" + render(rules, "table", RULE_COLUMNS))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:
                 options.show(f"\n{text}")
         if found.ended_because:
             options.show("\n" + _("Stopped: {reason}.", reason=found.ended_because))
-    elif form == "json":
-        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
-    else:
+    elif form == "csv":
         rows = [{"rule": rule, "took": eliminated.get(rule, 0), "says": says} for rule, says in found.says.items()]
-        options.show(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS), form)
+        options.show_records(rows, form, EXPLAIN_COLUMNS)
+    else:
+        options.show_record(asdict(found), form)
     if found.nothing_fits:
         raise NothingFits(found.nothing_fits)
 
@@ -78,34 +75,19 @@ def compare_command(
     from flagcore import api
 
     if len(two) != 2:
-        usage = _usage(two)
+        usage = "`flag compare RUN:best RUN:baseline`, `flag compare --spec SPEC 1 2`"
         raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(two), usage=usage))
     a, b = two
     _print(api.compare(a, b, spec=spec, chip=chip, without=without), form)
 
 
-def _usage(words: tuple[str, ...]) -> str:
-    """Return the command that the user probably meant."""
-    if len(words) == 3 and Path(words[0]).exists():
-        place, a, b = words
-        return f"`flag compare {place}:{a} {place}:{b}`" if Path(place).is_dir() else _of_spec(place, a, b)
-    return f"`flag compare RUN:best RUN:baseline`, {_of_spec('SPEC', '1', '2')}"
-
-
-def _of_spec(spec: str, a: str, b: str) -> str:
-    return f"`flag compare --spec {spec} {a} {b}`"
-
-
 def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:
-    from flagcore.report.formats import render
-
     if form == "csv":
         raise click.UsageError(_("--format csv is not available for a report of candidates"))
-    data = found.as_data()
     if form == "table":
         options.show(str(found))
     else:
-        click.echo(json.dumps(data, indent=2, ensure_ascii=False) if form == "json" else render([data], form, {}))
+        options.show_record(found.as_data(), form)
 
 
 RULE_COLUMNS = {"rule": "rule", "description": "says"}

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from flagcore.cli import options
-from flagcore.i18n import _, ngettext
+from flagcore.i18n import _, did_you_mean, ngettext
 
 if TYPE_CHECKING:
     from flagcore.domain.knob import Knobs
@@ -70,8 +69,7 @@ def _is_set(option: str) -> bool:
 
 def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
-    from flagcore.api.common.knobs import knobs_of_spec
-    from flagcore.report.formats import render
+    from flagcore.api.common.inputs import knobs_of_spec
 
     records = _records(jobs)
     if explain is not None:
@@ -79,9 +77,8 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         matching = list(_of_id(records, explain, ids))
         found = next(api.estimate_jobs(matching, without=without, at_once=1, with_model=True), None)
         if found is None:
-            close = get_close_matches(explain, dict.fromkeys(ids), n=1)
-            hint = " " + _("Did you mean {name!r}?", name=close[0]) if close else ""
-            raise click.UsageError(_("--explain: no job record in {file} has id {id!r}.", file=jobs, id=explain) + hint)
+            problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
+            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, ids)])))
         _show(found, _("Job {id}", id=explain), form, knobs_of_spec(matching[0]))
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
@@ -93,15 +90,10 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         answers = list(predictions)
         if form in ("table", "csv"):
             answers = [{**each, "reason": _remark(each)} for each in answers]
-        serve = any("objective" in each for each in answers)
-        columns = (
-            JOB_COLUMNS if not serve else {**JOB_COLUMNS, **SERVED_COLUMNS} if _trains(answers) else SERVED_JOB_COLUMNS
-        )
-        options.show(render(answers, form, columns), form)
-
-
-def _trains(answers: list[dict[str, Any]]) -> bool:
-    return any("mfu" in each or "limit" in each for each in answers)
+        serves = any("objective" in each for each in answers)
+        trains = not serves or any("mfu" in each or "limit" in each for each in answers)
+        figures = (PREDICTED_COLUMNS if trains else {}) | (SERVED_COLUMNS if serves else {})
+        options.show_records(answers, form, {**JOB_COLUMNS, **figures, **FITS_COLUMNS})
 
 
 def _remark(answer: dict[str, Any]) -> str | None:
@@ -119,8 +111,7 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.formats import render
-    from flagcore.report.text import candidate_columns, candidate_line, candidates_table, funnel
+    from flagcore.report.text import candidate_columns, candidate_line, funnel
 
     number = _number(explain)
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
@@ -140,14 +131,8 @@ def _estimate_spec(
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
-    options.show(
-        candidates_table(found.candidates, figures, found.knobs)
-        if form == "table"
-        else render(
-            found.candidates, form, {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
-        ),
-        form,
-    )
+    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
+    options.show_records(found.candidates, form, columns)
     if form == "table":
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
@@ -175,11 +160,10 @@ def _number(explain: str | None) -> int:
 def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
     """Print one prediction in detail, as text or as a record."""
     from flagcore.report.explanation import notes_text, prediction_text
-    from flagcore.report.formats import render
     from flagcore.report.text import values_text
 
     if form != "table":
-        click.echo(json.dumps(record, indent=2, ensure_ascii=False) if form == "json" else render([record], form, {}))
+        options.show_record(record, form)
         return
     if "candidate" in record:
         values = filter(None, [values_text(record["candidate"], knobs), _settings_text(record.get("settings", {}))])
@@ -222,9 +206,8 @@ SERVED_COLUMNS = {
     "of GiB": "memory.capacity_gib",
 }
 MAX_EXPLAINED = 100_000
+JOB_COLUMNS = {"id": "id", "status": "status"}
 FITS_COLUMNS = {"fits": "memory.fits", "reason": "reason"}
-JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, **FITS_COLUMNS}
-SERVED_JOB_COLUMNS = {"id": "id", "status": "status", **SERVED_COLUMNS, **FITS_COLUMNS}
 
 
 def _records(file: str) -> Iterator[Any]:

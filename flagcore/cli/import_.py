@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from flagcore.cli import options
-from flagcore.cli.translated import translated
+from flagcore.cli.main import translated
 from flagcore.i18n import _
 
 HISTORY = "-history"
@@ -85,7 +85,6 @@ def history_command(
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
     from flagcore import api
-    from flagcore.report.formats import render
     from flagcore.report.result import trial as trial_record
     from flagcore.report.text import candidate_columns
 
@@ -97,7 +96,7 @@ def history_command(
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in found.trials]
     columns = {"trial": "number", **candidate_columns(records, found.knobs), **HISTORY_COLUMNS}
-    options.show(render(records, form, columns), form)
+    options.show_records(records, form, columns)
     count, folder = len(found.trials), found.run_dir
     if same_machine:
         options.say(_("Saved {count} trials of this machine to {folder}.", count=count, folder=folder))

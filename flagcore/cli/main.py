@@ -5,24 +5,26 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
+from copy import copy
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
+from click import core, decorators, exceptions, formatting, parser, types
 
 from flagcore import __version__
 from flagcore.cli.options import say
-from flagcore.cli.translated import translated
 from flagcore.errors import FlagError
-from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, language
+from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, did_you_mean, language
+from flagcore.i18n.width import wrapped
 
 COMMANDS = {
-    "calibrate": "flagcore.cli.calibrate",
+    "calibrate": "flagcore.cli.inspect",
     "compare": "flagcore.cli.compare",
     "completion": "flagcore.cli.inspect",
     "devices": "flagcore.cli.inspect",
@@ -32,7 +34,7 @@ COMMANDS = {
     "import": "flagcore.cli.import_",
     "plugins": "flagcore.cli.plugins",
     "probe": "flagcore.cli.probe",
-    "report": "flagcore.cli.report",
+    "report": "flagcore.cli.tune",
     "run": "flagcore.cli.tune",
     "schema": "flagcore.cli.inspect",
     "tune": "flagcore.cli.tune",
@@ -57,9 +59,9 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command of the arguments. Raises UsageError with a close match for an unknown name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            hint = " " + _("Did you mean {name!r}?", name=near[0]) if near else ""
-            ctx.fail(_("No such command {name!r}.", name=args[0]) + hint)
+            ctx.fail(
+                "; ".join(filter(None, [_("no such command {name!r}", name=args[0]), did_you_mean(args[0], COMMANDS)]))
+            )
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -161,3 +163,69 @@ def _discard_stdout() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+CLICK = (
+    N_("Usage:"),
+    N_("Options"),
+    N_("Commands"),
+    N_("Missing command."),
+    N_("Missing argument"),
+    N_("Missing option"),
+    N_("Missing parameter"),
+    N_("Error: {message}"),
+    N_("Try '{command} {option}' for help."),
+    N_("No such option {name!r}."),
+    N_("Option {name!r} requires an argument."),
+    N_("Invalid value: {message}"),
+    N_("Invalid value for {param_hint}: {message}"),
+    N_("{value!r} is not a valid {number_type}."),
+    N_("{value} is not in the range {range}."),
+    N_("Show the version and exit."),
+    N_("Show this message and exit."),
+    N_("default: {default}"),
+    N_("required"),
+)
+"""Messages of click itself."""
+SENTENCE = re.compile(r"[^。.]*[。.]")
+
+
+def translated(command: click.Command) -> click.Command:
+    """Return a command with its help in the selected language."""
+    if language() == "en":
+        return command
+    for module in (core, decorators, exceptions, formatting, parser, types):
+        vars(module)["_"] = _
+    formatting.wrap_text = _wrap_text
+    return _command(command)
+
+
+def _command(command: click.Command) -> click.Command:
+    made = copy(command)
+    paragraphs = map(_one_line, (command.help or "").split("\n\n"))
+    made.help = "\n\n".join(map(_, paragraphs))
+    first = SENTENCE.match(made.help)
+    made.short_help = first[0].rstrip("。.") if first else None
+    made.params = [_parameter(each) for each in command.params]
+    if isinstance(made, click.Group):
+        made.commands = {name: _command(each) for name, each in made.commands.items()}
+    return made
+
+
+def _parameter(parameter: click.Parameter) -> click.Parameter:
+    made = copy(parameter)
+    if isinstance(made, click.Option) and made.help:
+        made.help = _(made.help)
+    return made
+
+
+def _one_line(paragraph: str) -> str:
+    return " ".join(paragraph.split())
+
+
+def _wrap_text(
+    text: str, width: int = 78, initial_indent: str = "", subsequent_indent: str = "", preserve_paragraphs: Any = False
+) -> str:
+    paragraphs = text.split("\n\n") if preserve_paragraphs else [text]
+    lines = [wrapped(initial_indent + _one_line(each), width, subsequent_indent) for each in paragraphs]
+    return "\n\n".join("\n".join(each) for each in lines)

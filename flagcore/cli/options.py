@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flagcore.i18n import N_, _
-from flagcore.i18n.width import columns, wrapped
+from flagcore.i18n.width import wrapped
 
 if TYPE_CHECKING:
     from flagcore.contracts import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LEAD = re.compile(r" *(?P<mark>[-*] )?")
-"""Indent and bullet of a line."""
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
@@ -148,25 +146,32 @@ def say(text: str) -> None:
         click.echo(text, err=True)
 
 
+def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:
+    """Print records in a format; `columns` maps the headings of tables to dotted keys."""
+    from flagcore.report.formats import render
+
+    show(render(records, form, columns), form)
+
+
+def show_record(record: Mapping[str, Any], form: str) -> None:
+    """Print one record with all its fields, as JSON an object and not a list."""
+    if form == "json":
+        click.echo(json.dumps(record, indent=2, ensure_ascii=False))
+    else:
+        show_records([record], form, {})
+
+
 def show(text: str, form: str = "table") -> None:
     """Print a result to stdout; text and tables fit the terminal."""
     click.echo(_fitted(text) if form in ("table", "text") else text)
 
 
 def _fitted(text: str) -> str:
+    """Wrap long lines to the width of the terminal; a path is never cut."""
     from flagcore.report.formats import WIDTH
 
     width = WIDTH.get()
     if width is None:
         return text
-    return "\n".join(each for line in text.split("\n") for each in _wrapped(line, width))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Wrap a line with a hanging indent; a path is never cut."""
-    if columns(line) <= width:
-        return [line]
-    lead = LEAD.match(line)
-    start = len(lead[0]) if lead else 0
-    indent = " " * (start if lead and lead["mark"] else start + 2 if start else 4)
-    return wrapped(line, max(width, 2 * len(indent)), indent, cut=False)
+    lines = text.split("\n")
+    return "\n".join(each for line in lines for each in wrapped(line, max(width, 8), "    ", cut=False))

@@ -51,13 +51,12 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
     Maturity is the strongest evidence of a plugin: runs on hardware, recorded output of tools, or documents.
     """
     from flagcore import api
-    from flagcore.report.formats import render
 
     records = api.plugin_table(without)
     warned = any(record["warnings"] for record in records)
     columns = {**PLUGIN_COLUMNS, **WARNING_COLUMNS} if warned else PLUGIN_COLUMNS
     rows = options.joined(options.joined(records, form, "chips", " "), form, "warnings", "; ")
-    options.show(render(rows, form, columns), form)
+    options.show_records(rows, form, columns)
 
 
 @plugins_command.command("chips")
@@ -66,9 +65,8 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
 def plugins_chips(form: str, without: tuple[str, ...]) -> None:
     """List supported chips with their specifications and aliases."""
     from flagcore import api
-    from flagcore.report.formats import render
 
-    options.show(render(options.joined(api.chip_table(without), form, "aliases"), form, CHIP_COLUMNS), form)
+    options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, CHIP_COLUMNS)
 
 
 @plugins_command.command("check")

@@ -60,7 +60,6 @@ def probe_command(
     communication is predicted, not measured.
     """
     from flagcore import api
-    from flagcore.report.formats import render
 
     if candidate is not None and top != 1:
         raise click.UsageError(_("--candidate and --top are mutually exclusive"))
@@ -76,11 +75,11 @@ def probe_command(
         on_rank=None if quiet else lambda line: options.say(f"flag: {line}"),
     )
     if form not in ("table", "csv"):
-        options.show(render([each.as_data() for each in found], form, {}), form)
+        options.show_records([each.as_data() for each in found], form, {})
         return
     rows = [{"number": number, **rank} for number, each in enumerate(found, start=1) for rank in each.ranks]
     columns = PROBE_COLUMNS if len(found) > 1 else {name: key for name, key in PROBE_COLUMNS.items() if name != "#"}
-    options.show(render(rows, form, columns), form)
+    options.show_records(rows, form, columns)
     if form == "table":
         for number, each in enumerate(found, start=1):
             options.say("\n" + "\n".join(_summary(number if len(found) > 1 else None, each.as_data(), each.knobs)))

@@ -10,8 +10,7 @@ from typing import TextIO
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role
 from flagcore.i18n import _
-from flagcore.report.serving_text import objective_text, short_line
-from flagcore.report.text import candidate_text, role_text, state_text
+from flagcore.report.text import candidate_text, objective_text, role_text, short_line, state_text
 
 
 @contextmanager

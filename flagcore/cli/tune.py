@@ -1,4 +1,4 @@
-"""flag tune and run."""
+"""flag tune, run and report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tune_command(
     """
     from flagcore import api
     from flagcore.cli.progress import progress
-    from flagcore.report.formats import fitted, render
+    from flagcore.report.formats import fitted
     from flagcore.report.text import candidate_columns
 
     spec, data = source
@@ -73,7 +73,7 @@ def tune_command(
         trials = found.data["trials"]
         figures = SERVED_COLUMNS if any((each["measured"] or {}).get("figures") for each in trials) else TRIAL_COLUMNS
         columns = {"trial": "number", **candidate_columns(trials, found.plan.knobs), **figures}
-        options.show(render([found.data] if form == "yaml" else trials, form, columns), form)
+        options.show_records([found.data] if form == "yaml" else trials, form, columns)
     if not quiet:
         _print_next_steps(found.run_dir, found.reported, found.can_start)
     if found.run_best:
@@ -93,6 +93,37 @@ def run_command(run: str) -> None:
     from flagcore import api
 
     api.run_best(run, on_ready=_ready)
+
+
+@click.command("report")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(("html", "markdown")), default="html", help="[default: html]")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Output file, - for stdout [default: report.html in RUN; stdout for Markdown].",
+)
+@options.plugins
+def report_command(run: Path, form: str, output: str | None, without: tuple[str, ...]) -> None:
+    """Write the report of RUN (the directory of a run) as one page that opens offline.
+
+    It shows the best configuration and its uncertainty, the search space, the search, predicted against measured,
+    memory, time, the bottleneck and the knobs that help, every trial with the end of its logs, and the facts of the
+    chip. Works during a run, too.
+    """
+    from flagcore import api
+
+    text = api.report(run, form, without=without)
+    file = output or (str(run / api.REPORT) if form == "html" else "-")
+    if file == "-":
+        click.echo(text, nl=False)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise click.UsageError(_("cannot write {file}: {reason}", file=file, reason=error.strerror or error)) from None
+    click.echo(file)
 
 
 def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:

@@ -11,13 +11,16 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.errors import SpecError
 
 
-class ImportNote(Protocol):
-    """What happened to a key of the other tuner that is dropped or means something else."""
+@dataclass(frozen=True, slots=True)
+class ImportNote:
+    """What happened to a key of the other tuner. `at` is the key of the spec that it is about; empty: none."""
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def text(self) -> str: ...
+    key: str
+    text: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
 
 
 class ImportedSpec(Protocol):

@@ -24,7 +24,7 @@ class Costs:
     much kernels are longer in a run on many devices than `kernels` says.
 
     They are those of the first node group. `further` are those of the others by the rank of their first device, in the
-    order of ranks, and `between` tells the time of a message from one group to the next; without others it is None.
+    order of ranks, and `between` has the time of a message from one group to the next; without others it is None.
     """
 
     memory: MemoryModel
@@ -118,4 +118,4 @@ class Launcher(Protocol):
     name: str
 
     def start(self, launch: Launch) -> Running:
-        """Start `launch` in a process group of its own. Raises FlagError if it cannot be started."""
+        """Start `launch` in its own process group. Raises FlagError if it cannot be started."""

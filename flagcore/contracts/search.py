@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from flagcore.domain.experience import Features, Past
 from flagcore.domain.knob import Knobs
@@ -89,8 +89,5 @@ class Event:
     knobs: Knobs = field(default_factory=dict)
 
 
-class OnEvent(Protocol):
-    """Receives events."""
-
-    def __call__(self, event: Event) -> None:
-        """Take one event; what it raises ends the run."""
+OnEvent: TypeAlias = Callable[[Event], None]
+"""Receives one event; what it raises ends the run."""

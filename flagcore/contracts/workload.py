@@ -148,7 +148,7 @@ class Pipelined(Protocol):
 
 @runtime_checkable
 class JobRecords(Protocol):
-    """Optional: job records, runs that somebody published, can be predicted."""
+    """Optional: job records, which are published runs, can be predicted."""
 
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
@@ -162,10 +162,10 @@ class JobRecords(Protocol):
 
 @runtime_checkable
 class InstalledVersion(Protocol):
-    """Optional: the release that trials would run can be asked, to check flags against it."""
+    """Optional: the release that trials would run can be queried, to check flags against it."""
 
     def installed_version(self, spec: Spec) -> str:
-        """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be asked."""
+        """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be queried."""
 
 
 @runtime_checkable

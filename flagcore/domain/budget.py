@@ -6,6 +6,7 @@ from flagcore.domain.noise import EXTRA_ROUNDS, contenders, rivals
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
+from flagcore.i18n import Message
 
 MAX_FAILED_AT_START = 5
 """If the first trials, so many, all ended in FAILED_STATES, the task is wrong and not the candidates."""
@@ -16,15 +17,15 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> 
     """Return why the search stops, or None. Time is reserved for repeats and for one more trial."""
     trials = _ended(search_state)
     if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
-        return f"the first {len(trials)} trials all failed"
+        return Message("the first {count} trials all failed", count=len(trials))
     if len(trials) >= control.max_trials:
-        return f"max_trials = {control.max_trials} reached"
+        return Message("max_trials = {count} reached", count=control.max_trials)
     if control.max_time is None:
         return None
     measured = [trial.duration_s for trial in trials if trial.state is TrialState.MEASURED]
     needed = max(measured, default=0.0) + repeats_seconds(control, search_state)
     left = control.max_time - elapsed
-    return f"max_time = {control.max_time:g} s reached" if left <= needed else None
+    return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= needed else None
 
 
 def trial_timeout(control: Control, elapsed: float) -> float:

@@ -77,6 +77,19 @@ class Chip:
     nic_bytes_per_second: Fact | None = None
     notes: str = ""
 
+    @property
+    def figures(self) -> dict[str, Fact]:
+        """The figures that are present, by key; those of mappings by their path, such as `link.bytes_per_second`."""
+        single = {
+            "memory_bytes": self.memory_bytes,
+            "memory_bandwidth_bytes_per_second": self.memory_bandwidth_bytes_per_second,
+            "link.bytes_per_second": self.link.bytes_per_second if self.link else None,
+            "host_bytes_per_second": self.host_bytes_per_second,
+            "nic_bytes_per_second": self.nic_bytes_per_second,
+        }
+        peaks = {f"dense_flops_per_second.{name}": fact for name, fact in self.dense_flops_per_second.items()}
+        return {**{key: fact for key, fact in single.items() if fact is not None}, **peaks}
+
     def has_name(self, name: str) -> bool:
         """Return whether `name` is the chip's name or an alias, up to the differences that `spellings` ignores."""
         return bare(name) in self.spellings

@@ -58,6 +58,13 @@ TAIL_BYTES = 256 * 1024
 LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
+_ENDED_BY = {
+    "disk": (TrialState.FAILED, "it exceeded the disk limit of its folder, or filled the disk"),
+    "guard": (TrialState.FAILED, "its guard process was killed"),
+    "request": (TrialState.INTERRUPTED, "ended on request"),
+}
+
+
 def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
     """Return the state of a failed trial and its reason in one line."""
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
@@ -68,12 +75,8 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
-    if ended.ended_by == "disk":
-        return TrialState.FAILED, "it exceeded the disk limit of its folder, or filled the disk"
-    if ended.ended_by == "guard":
-        return TrialState.FAILED, "its guard process was killed"
-    if ended.ended_by == "request":
-        return TrialState.INTERRUPTED, "ended on request"
+    if ended.ended_by in _ENDED_BY:
+        return _ENDED_BY[ended.ended_by]
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
         for line in lines:
             if re.search(known.pattern, line):
@@ -85,7 +88,6 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
 
 
 def _printable(line: str) -> str:
-    """Return a log line without control characters, of bounded length."""
     return "".join(letter if letter.isprintable() else " " for letter in line[:LONGEST_LINE]).strip()
 
 

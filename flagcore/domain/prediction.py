@@ -18,7 +18,7 @@ class Prediction:
     """One candidate's figures: seconds, bytes, flops. A figure that the model cannot give is None or absent.
 
     `step_time_s` is what the search makes small: where an engine serves, the seconds of the objective (of an output
-    token, say). `low` and `high` bound an 80% interval of it. `figures` are what else is told of a server, by the names
+    token, say). `low` and `high` bound an 80% interval of it. `figures` are the other figures of a server, by the names
     of `flagcore.domain.serving`. `time_s` splits the step into the parts named
     in the job format (`compute_s`, `tp_comm_s`, ...). `memory_bytes` is by component of the worst stage.
     """
@@ -52,7 +52,7 @@ class Predictions:
 
     `step_time_s`, `low_s`, `high_s` are NaN and `capacity_bytes` is None where the chip's facts do not
     allow an answer. The capacity is one figure for all where all devices are equal, else one a candidate, NaN where
-    nobody knows it: that of the devices of its worst stage. `model_flops` is the model flops of one step (no
+    it is unknown: that of the devices of its worst stage. `model_flops` is the model flops of one step (no
     recompute), the same for all.
     """
 

@@ -14,14 +14,7 @@ MIN_LENGTH = 6
 """Values with fewer characters are only redacted next to their name, since they may be common words."""
 
 _ENDS = (
-    "password",
-    "passwort",
-    "passwd",
-    "passphrase",
-    "secret",
-    "apikey",
-    "credential",
-    "credentials",
+    *("password", "passwort", "passwd", "passphrase", "secret", "apikey", "credential", "credentials"),
     "authorization",
 )
 _KEYS = frozenset(("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license"))
@@ -55,7 +48,7 @@ def is_secret(name: str) -> bool:
     last, before = words[-1].lower(), words[-2].lower() if len(words) > 1 else ""
     if last == "token":
         return before not in _TEXT_WORDS
-    return last.endswith(_ENDS) or last == "authorization" or (last == "key" and before in _KEYS)
+    return last.endswith(_ENDS) or (last == "key" and before in _KEYS)
 
 
 def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ class Measurement:
     `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
     range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
     ended early. Where an engine serves, a step is the seconds of the objective in one run of the load, `figures` are
-    those of the load point that is told, `points` are all load points, and `broken` says in words which limits were
+    those of the load point that is shown, `points` are all load points, and `broken` says in words which limits were
     not kept. `devices` are figures of single ones, each with its number `device` over all nodes: what the management
     tool showed, and the speed test of a rank; `slow` names those that stand out. Of a probe, `modelled_s` of the step
     are modelled, and `low_s` to `high_s` is an 80% interval of the step.

@@ -7,6 +7,8 @@ A catalogue is loaded by the first message, for another language than English on
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cache
 from gettext import GNUTranslations, NullTranslations
 from pathlib import Path
@@ -41,8 +43,22 @@ def language() -> str:
 
 def _(message: str, /, **values: object) -> str:
     """Return a message in the selected language, its `{name}` fields filled with `values`."""
+    if isinstance(message, Message):
+        return _(message.template, **message.values)
     text = _catalogue(language()).gettext(message) if message else ""
     return text.format(**values) if values else text
+
+
+class Message(str):
+    """English text for a record, which `_` translates where it is printed."""
+
+    def __new__(cls, template: str, /, **values: object) -> Message:
+        made = super().__new__(cls, template.format(**values) if values else template)
+        made.template, made.values = template, values
+        return made
+
+    template: str
+    values: dict[str, object]
 
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
@@ -54,6 +70,13 @@ def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
 def N_(message: str) -> str:
     """Mark a message for translation where it is defined; `_` translates it where it is used."""
     return message
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question with the known name that is most like `name`, whatever its case; empty if none is."""
+    names = {each.casefold(): each for each in known}
+    near = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
+    return _("did you mean {name!r}?", name=names[near[0]]) if near else ""
 
 
 @cache

@@ -53,11 +53,9 @@ class LocalRunning:
         self._exit: Exit | None = None
 
     def poll(self) -> Exit | None:
-        """Return how it ended, or None while it runs."""
         return self.wait(0)
 
     def wait(self, seconds: float) -> Exit | None:
-        """Wait at most `seconds` and return like `poll`."""
         if self._exit is None:
             with contextlib.suppress(TimeoutError):
                 verdict = self._read_line(seconds)
@@ -66,7 +64,6 @@ class LocalRunning:
         return self._exit
 
     def stop(self) -> Exit:
-        """End all processes (SIGTERM, two seconds later SIGKILL) and return how it ended."""
         if self._exit is None:
             with contextlib.suppress(OSError):
                 os.write(self._control, b"stop")
@@ -122,12 +119,12 @@ class LocalRunning:
         return ended
 
     def _survivors(self) -> list[int]:
-        marker = f"{MARKER}={self._marker}\0".encode()
-        return [pid for pid in guard.all_processes() if self._is_ours(pid, marker)]
-
-    def _is_ours(self, pid: int, marker: bytes) -> bool:
-        _, _, session, zombie = guard.family(pid) or (0, 0, 0, True)
-        return not zombie and (session == self.pid or marker in guard.read_proc(pid, "environ"))
+        marker, found = f"{MARKER}={self._marker}\0".encode(), []
+        for pid in guard.all_processes():
+            _, _, session, zombie = guard.family(pid) or (0, 0, 0, True)
+            if not zombie and (session == self.pid or marker in guard.read_proc(pid, "environ")):
+                found.append(pid)
+        return found
 
 
 class LocalLauncher:
@@ -156,16 +153,7 @@ class LocalLauncher:
             except OSError as error:
                 reason = error.strerror or error
                 raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-            try:
-                running = _start_guard(stdout, stderr, folder, marker, order)
-            except OSError as error:
-                raise LaunchError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
-        try:
-            running.confirm_start(launch.argv[0])
-        except BaseException:
-            running.close()
-            raise
-        return running
+            return _start(stdout, stderr, folder, marker, order, launch.argv[0])
 
 
 LAUNCHER: Launcher = LocalLauncher()
@@ -183,13 +171,7 @@ def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
     free = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: marker, **launch.environment}
     order = _encode_order(free, environment, NO_FOLDER, os.path.abspath(launch.directory or launch.folder))
-    running = _start_guard(stdout, stderr, NO_FOLDER, marker, order)
-    try:
-        running.confirm_start(launch.argv[0])
-    except BaseException:
-        running.close()
-        raise
-    return running
+    return _start(stdout, stderr, NO_FOLDER, marker, order, launch.argv[0])
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
@@ -205,13 +187,11 @@ def _encode_order(launch: Launch, environment: Mapping[str, str], folder: str, d
     if not launch.argv:
         raise LaunchError("cannot start a trial without a program: argv is empty")
     argv = [_encode(text, f"argument {index}") for index, text in enumerate(launch.argv)]
-    added = {
-        _encode(key, f"the name {key!r}"): _encode(value, f"the environment variable {key}")
-        for key, value in environment.items()
-    }
-    for key in environment:
+    added = {}
+    for key, value in environment.items():
         if not key or "=" in key:
             raise LaunchError(f"cannot start {launch.argv[0]!r}: {key!r} is not a name of an environment variable")
+        added[_encode(key, f"the name {key!r}")] = _encode(value, f"the environment variable {key}")
     limits = (launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
     where = (_encode(directory, "the directory"), _encode(folder, "the folder"))
     order = marshal.dumps((argv, {**os.environb, **added}, *where, *limits))
@@ -246,6 +226,22 @@ def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, direct
         "started_at": datetime.now(timezone.utc).isoformat(),
     }
     guard.write_json(os.path.join(folder, "launch.json"), record)
+
+
+def _start(
+    stdout: BinaryIO | int, stderr: BinaryIO | int, folder: str, marker: str, order: bytes, program: str
+) -> LocalRunning:
+    """Start a guard and wait until it runs the program. Raises LaunchError."""
+    try:
+        running = _start_guard(stdout, stderr, folder, marker, order)
+    except OSError as error:
+        raise LaunchError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
+    try:
+        running.confirm_start(program)
+    except BaseException:
+        running.close()
+        raise
+    return running
 
 
 def _start_guard(

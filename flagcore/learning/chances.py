@@ -29,7 +29,7 @@ ROUNDS = 50
 def chance_to_end(context: SearchContext, rows: IntArray) -> FloatArray:
     """Return the chance that a trial of each row comes to its end, if it fits. 1 while none has failed.
 
-    Each value of a knob, and something that all trials share, fails a trial with a chance of its own, whatever the
+    Each value of a knob, and something that all trials share, fails a trial with its own chance, whatever the
     others do (a noisy or; Pearl 1988). The chances are those of expectation-maximisation with a beta prior: of a trial
     that failed those values are suspected that no trial ended with.
     """

@@ -67,7 +67,7 @@ class Points:
 
 
 def covariance(scales: Scales, here: Points, there: Points) -> FloatArray:
-    """Return the covariance of each of `here` with each of `there`, errors of their own left out."""
+    """Return the covariance of each of `here` with each of `there`, their own errors left out."""
     same = here.task == there.task.T
     found: FloatArray = scales.chip**2 + scales.task**2 * same
     if here.parts.shape[1] and scales.part:
@@ -89,7 +89,6 @@ def variance(scales: Scales, here: Points) -> FloatArray:
 
 
 def _near(here: FloatArray, there: FloatArray, length: float) -> FloatArray:
-    """Return exp(-d^2 / 2 length^2) of the distances d between rows."""
     squares = (here**2).sum(axis=1)[:, None] + (there**2).sum(axis=1) - 2.0 * (here @ there.T)
     near: FloatArray = np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2))
     return near

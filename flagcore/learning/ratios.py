@@ -2,7 +2,7 @@
 
 How rough the errors are is not known before, and what earlier runs teach may not hold for the task at hand: so several
 processes stand side by side, each with another error of candidates' own, with and without the past. They count by how
-well they foretold the trials of the task (Bayesian model averaging; Hoeting et al. 1999).
+well they predicted the trials of the task (Bayesian model averaging; Hoeting et al. 1999).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Ground:
     fit: _Fit | None = None
 
     def about(self, points: Points) -> tuple[FloatArray, FloatArray]:
-        """Return the mean of `points`, and a root of what the past tells of their covariance."""
+        """Return the mean of `points`, and a root of the part of their covariance that the past explains."""
         if self.past is None or self.fit is None:
             return np.zeros(len(points)), np.zeros((0, len(points)))
         cross = covariance(self.scales, self.past, points)
@@ -194,7 +194,7 @@ def _grounds(scales: Scales, past: Points, measured: FloatArray, noise: FloatArr
 def _processes(
     scales: Scales, grounds: list[_Ground], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return every ground with every error of candidates' own, by how well they foretold what was measured."""
+    """Return every ground with every error of candidates' own, by how well they predicted what was measured."""
     prior, found, likely = covariance(scales, own, own), [], []
     for ground in grounds:
         middle, root = ground.about(own)

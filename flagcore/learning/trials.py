@@ -38,7 +38,7 @@ more than predicted at the most, or longer than believed: beyond, something else
 def observed_times(context: SearchContext) -> Observed:
     """Return measured over predicted step times. Without a prediction the ratio is to a second.
 
-    What a trial measured that failed, or ran other values than it was to, says nothing. One that timed out is a bound:
+    What a trial measured that failed, or ran other values than it was to, is ignored. One that timed out is a bound:
     its steps took at least what the limit left for each of them. It counts as that, or as what is believed of it
     without, whichever is the larger; one that would have to be much slower than believed hung, and is no bound.
     """
@@ -54,9 +54,12 @@ def observed_times(context: SearchContext) -> Observed:
 
 
 def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
-    """Return what trials that timed out say. That of a probe says nothing: it runs few micro-batches of a step."""
+    """Return the bounds of trials that timed out, probes aside: a probe runs few micro-batches of a step."""
     control, beside = context.task.spec.control, overhead_seconds(context)
-    late = [(trial.duration_s - beside, row) for trial, row in seen(context) if _late(trial)]
+    out = [
+        (trial, row) for trial, row in seen(context) if trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
+    ]
+    late = [(trial.duration_s - beside, row) for trial, row in out]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
         return Observed.empty()
@@ -85,9 +88,7 @@ def observed_memory(context: SearchContext) -> Observed:
     predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
     ran = [(trial, row) for trial, row in seen(context) if trial.state is TrialState.MEASURED]
     found = [(row, used) for trial, row in ran if (used := _used(trial.measurement))]
-    rows = np.array([row for row, _ in found], dtype=np.int64)
-    ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
-    known = _observed(context, rows, ratio, np.full(len(rows), MEMORY_NOISE))
+    known = _observed_values(context, found, predicted, MEMORY_NOISE)
     failed = [row for trial, row in seen(context) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
     if not failed:
         return known
@@ -106,13 +107,19 @@ def observed_figure(context: SearchContext, name: str) -> Observed:
         if trial.state is TrialState.MEASURED and trial.measurement
         if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
     ]
+    return _observed_values(context, found, predicted, FIGURE_NOISE)
+
+
+def _observed_values(
+    context: SearchContext, found: Sequence[tuple[int, float]], predicted: FloatArray, noise: float
+) -> Observed:
     rows = np.array([row for row, _ in found], dtype=np.int64)
-    ratio = np.log(np.array([figure for _, figure in found], dtype=np.float64)) - np.log(predicted[rows])
-    return _observed(context, rows, ratio, np.full(len(rows), FIGURE_NOISE))
+    ratio = np.log(np.array([value for _, value in found], dtype=np.float64)) - np.log(predicted[rows])
+    return _observed(context, rows, ratio, np.full(len(rows), noise))
 
 
 def unit_where_unknown(context: SearchContext) -> FloatArray:
-    """Return the predicted step times; where none is known, one second for all, so that trials alone tell them."""
+    """Return the predicted step times; where none is known, one second for all, so that only trials decide."""
     step = context.predictions.step_time_s
     known = np.isfinite(step)
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
@@ -129,10 +136,6 @@ def seen(context: SearchContext) -> Sequence[tuple[Trial, int]]:
     ran = {trial.candidate for trial in context.trials if trial.state is not TrialState.INTERRUPTED}
     several = (*context.trials, *(probe for probe in context.probes if probe.candidate not in ran))
     return [(trial, row) for trial in several if (row := context.space.find(trial.candidate)) is not None]
-
-
-def _late(trial: Trial) -> bool:
-    return trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
 
 
 def _timed(trial: Trial) -> bool:
@@ -185,5 +188,4 @@ def expected_seconds(
 
 
 def _median(context: SearchContext, states: Collection[TrialState]) -> float | None:
-    """Return the median duration of the trials that ended in one of some ways."""
     return median([trial.duration_s for trial in context.trials if trial.state in states] or [0.0]) or None

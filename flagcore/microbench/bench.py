@@ -17,7 +17,7 @@ SAMPLE_SECONDS = 1e-3
 MOST_SAMPLES, LEAST_SAMPLES = 25, 3
 
 QUIET = 0.1
-"""The quantile of samples that tells a call's own time: what disturbs it only ever makes it slower."""
+"""The quantile of samples that is a call's own time: what disturbs it only ever makes it slower."""
 
 QUEUE = 200
 """Calls that the host may be ahead of an accelerator."""

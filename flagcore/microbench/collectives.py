@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def collectives(bench: Bench, devices: int, ranks: int, most_bytes: float) -> li
         if kind != "send" or ranks == 2:
             for size in (size for size in BYTES if size <= most_bytes):
                 row = {"collective": kind, "ranks": ranks, "bytes": int(size)}
-                items.append(Item(row, size * ranks, _bound(kind, int(size), ranks, group, bench.device)))
+                items.append(Item(row, size * ranks, partial(call, kind, int(size), ranks, group, bench.device)))
     return items
 
 
@@ -55,10 +56,6 @@ def work() -> Callable[[], object]:
     """Return a call that keeps a core busy for about a millisecond."""
     side = torch.ones(WORK_SIDE, WORK_SIDE)
     return lambda: torch.mm(side, side)
-
-
-def _bound(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], Callable[[], object]]:
-    return lambda: call(kind, size, ranks, group, device)
 
 
 def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:

@@ -31,17 +31,7 @@ class Job:
 
 
 def load(path: Path) -> Job:
-    """Read a job. Raises OSError, ValueError, KeyError or TypeError."""
+    """Read a job, whose keys are the fields. Raises OSError, ValueError, KeyError or TypeError."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Job(
-        kind=data["kind"],
-        backend=data["backend"],
-        preload=tuple(data["preload"]),
-        devices=int(data["devices"]),
-        shared=bool(data["shared"]),
-        threads=int(data["threads"]),
-        precisions=tuple(data["precisions"]),
-        memory_bytes=int(data["memory_bytes"]),
-        seconds=float(data["seconds"]),
-        output=Path(data["output"]),
-    )
+    lists = {name: tuple(data[name]) for name in ("preload", "precisions")}
+    return Job(**{**data, **lists, "output": Path(data["output"])})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
 
 def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
     """Return products of the usual sizes in one precision; none where torch does not multiply in it."""
-    if not works(bench, lambda: product(bench.device, 64, 64, 64, precision)):
+    if not works(bench, partial(product, bench.device, 64, 64, 64, precision)):
         return []
     items = []
     for side in SIDES:
@@ -104,7 +105,7 @@ def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
                 fits = 4.0 * (m * n + m * k + n * k) < job.memory_bytes / 4 and k <= SIDES[-1]
                 if fits and (precision != "fp8" or m >= 16.0):  # torch's 8-bit product wants multiples of 16
                     row = {"kernel": "gemm", "precision": precision, "m": int(m), "n": int(n), "k": int(k)}
-                    make = _bound(product, bench.device, m, n, k, precision)
+                    make = partial(product, bench.device, m, n, k, precision)
                     items.append(Item(row, m * n * k + 20.0 * (m * n + m * k + n * k), make))
     return items
 
@@ -133,7 +134,7 @@ def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
 def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
     """Return causal attention, forward or backward, in one precision."""
     name = "attention_backward" if backward else "attention"
-    if not works(bench, lambda: attention(bench.device, (1, 2, 1, 64, 64), precision, backward)):
+    if not works(bench, partial(attention, bench.device, (1, 2, 1, 64, 64), precision, backward)):
         return []
     items = []
     for batch, heads, groups, width in HEADS:
@@ -143,7 +144,7 @@ def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> lis
                 shape = (int(batch), int(heads), int(groups), int(length), int(width))
                 sizes = dict(zip(("batch", "heads", "groups", "queries", "head_dim"), shape, strict=True))
                 row = {"kernel": name, "precision": precision, **sizes, "keys": int(length)}
-                make = _bound(attention, bench.device, shape, precision, backward)
+                make = partial(attention, bench.device, shape, precision, backward)
                 items.append(Item(row, batch * heads * width * length**2, make))
     return items
 
@@ -178,7 +179,7 @@ def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
             count = int(size / each)
             kind = "copy" if name == "copy" else "elementwise"
             row = {"kernel": kind, "name": name, "bytes": count * each}
-            items.append(Item(row, size, _bound(moving, bench.device, name, count, precision)))
+            items.append(Item(row, size, partial(moving, bench.device, name, count, precision)))
     return items
 
 
@@ -208,14 +209,10 @@ def host_copies(bench: Bench) -> list[Item]:
         into, out_of = (there, host) if to_device else (host, there)
         return lambda: into.copy_(out_of, non_blocking=True)
 
-    if not works(bench, lambda: make(1024.0, True)):
+    if not works(bench, partial(make, 1024.0, True)):
         return []
     return [
-        Item({"kernel": "host_copy", "name": name, "bytes": int(size)}, size, _bound(make, size, name == "to device"))
+        Item({"kernel": "host_copy", "name": name, "bytes": int(size)}, size, partial(make, size, name == "to device"))
         for size in (2.0**20, 2.0**24, 2.0**28)
         for name in ("to device", "to host")
     ]
-
-
-def _bound(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[], Callable[[], object]]:
-    return lambda: make(*arguments)

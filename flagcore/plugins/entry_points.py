@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint
 from typing import Any
 
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
-from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
+from flagcore.plugins.installed import installed, load_only, one_line, origins
 from flagcore.plugins.validation import check_protocol
 
 WORKLOADS = "flagcore.engines"
@@ -115,18 +114,10 @@ def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
         known = ", ".join(sorted(points)) or "none"
         fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
-    origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points[name]))
     try:
-        return _load(points[name], origins, protocol)
+        return check_protocol(protocol, load_only(points[name]))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise NoDevice(f"the {kind} {name} (from {origins}) cannot be used: {one_line(error)}") from error
-
-
-def _load(points: list[EntryPoint], origins: str, protocol: Any) -> Any:
-    if len(points) > 1:
-        raise BadPlugin(f"several distributions have one of this name: {origins}; uninstall all but one")
-    if reason := incompatible(origin(points[0])):
-        raise BadPlugin(reason)
-    return check_protocol(protocol, load(points[0]))
+        where = origins(points[name])
+        raise NoDevice(f"the {kind} {name} (from {where}) cannot be used: {one_line(error)}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -23,7 +23,11 @@ from flagcore import __version__
 
 
 class BadPlugin(Exception):
-    """An imported plugin that does not follow the hooks. The message has the reason."""
+    """A plugin that does not follow the hooks. The message has the reason."""
+
+
+class Clash(BadPlugin):
+    """Several distributions have a plugin of one name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,13 @@ def origin(point: EntryPoint) -> Distribution:
     return point.dist
 
 
-def incompatible(distribution: Distribution) -> str | None:
-    """Return why `distribution` does not go with this flagcore, from its own `Requires-Dist`, or None."""
+def origins(points: Iterable[EntryPoint]) -> str:
+    """Return the names of the distributions that the entry points come from."""
+    return ", ".join(sorted(origin(point).metadata["Name"] for point in points))
+
+
+def _incompatible(distribution: Distribution) -> str | None:
+    """Return why `distribution` does not work with this flagcore, from its own `Requires-Dist`, or None."""
     for requirement in map(Requirement, distribution.requires or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -101,8 +110,16 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
         return [self._point]
 
 
-def load(point: EntryPoint) -> object:
-    """Import what `point` names and return it. Raises whatever the import raises."""
+def load_only(points: Sequence[EntryPoint]) -> object:
+    """Import what the entry points of one name have, of which there may be only one.
+
+    Raises Clash, BadPlugin for one that was made for another flagcore, and whatever the import raises.
+    """
+    point, *others = points
+    if others:
+        raise Clash(f"several distributions have one of this name: {origins(points)}; uninstall all but one")
+    if reason := _incompatible(origin(point)):
+        raise BadPlugin(reason)
     with stdout_to_stderr():
         (extension,) = _OneEntryPoint(point)
     return extension.plugin
@@ -115,18 +132,18 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
     """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
-    kept = None
+    copy = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
         sys.stdout.flush()
-        kept = os.dup(1)
+        copy = os.dup(1)
         os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        if kept is not None:
-            os.dup2(kept, 1)
-            os.close(kept)
+        if copy is not None:
+            os.dup2(copy, 1)
+            os.close(copy)
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:

@@ -24,14 +24,17 @@ from flagcore.plugins import validation
 from flagcore.plugins.entry_points import kind_of
 from flagcore.plugins.installed import (
     BadPlugin,
+    Clash,
     PluginFailure,
     capture_warnings,
     installed,
+    load_only,
     one_line,
     origin,
+    origins,
     stdout_to_stderr,
 )
-from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
+from flagcore.plugins.loader import Plugin, make_plugin
 from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
 GROUP = "flagcore.plugins"
@@ -111,12 +114,11 @@ class LoadedPlugins:
         return found
 
     def chips(self) -> tuple[Chip, ...]:
-        """Return all chips. Asked once. Of two chips with one name or alias the first plugin's is kept."""
+        """Return all chips. Asked once. Of two chips with one name or alias, the first plugin's counts."""
         self._known_chips()
         return tuple(self._chips)
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
-        """Return what a plugin says about its maturity, if anything."""
         return self._ask(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def topology(self, group: NodeGroup) -> Topology | None:
@@ -126,7 +128,6 @@ class LoadedPlugins:
         )
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
-        """Return the first plugin's answer."""
         about = {"group": group, "engine": engine, "kind": kind_of(engine)}
         return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **about)
 
@@ -153,14 +154,8 @@ class LoadedPlugins:
     ) -> Mapping[str, str]:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""
         joined: dict[str, str] = {}
-        about = {
-            "chip": chip,
-            "engine": engine,
-            "engine_version": engine_version,
-            "task": task,
-            "kind": kind_of(engine),
-        }
-        for found in self._all([chip], "flagcore_environment", validation.environment, **about):
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
+        for found in self._all([chip], "flagcore_environment", validation.environment, task=task, **about):
             joined = {**found, **joined}
         return joined
 
@@ -182,7 +177,6 @@ class LoadedPlugins:
         return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        """Return all plugins' rules."""
         chips = [group.chip for group in task.cluster.groups]
         found = self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, task=task)
         return tuple(rule for rules in found for rule in rules)
@@ -209,7 +203,6 @@ class LoadedPlugins:
         return tuple(pattern for patterns in found for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
-        """Return the first plugin's answer."""
         chip = self.find_chip(device.chip)
         return self._first([chip] if chip else [], "flagcore_telemetry", validation.telemetry, device=device)
 
@@ -218,7 +211,7 @@ class LoadedPlugins:
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._ask(plugin, "flagcore_chips", validation.several(Chip)) or ():
+                for chip in self._ask(plugin, "flagcore_chips", validation.chips) or ():
                     self._enter(plugin, chip, self._catalogue)
         return self._catalogue
 
@@ -253,7 +246,7 @@ class LoadedPlugins:
             return None
 
     def _try(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
-        """Ask one plugin and check its answer. Raises _Failed, with the failure already kept, and KeyboardInterrupt."""
+        """Ask one plugin and check its answer. Raises _Failed, after recording the failure, and KeyboardInterrupt."""
         stage = "ask"
         try:
             with stdout_to_stderr():
@@ -282,18 +275,18 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     plugins = []
     for name in sorted(set(found.points) - off):
         points = found.points[name]
-        origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points))
-        stage = "discover"
+        stage = "load"
         try:
-            if len(points) > 1:
-                raise BadPlugin(f"several distributions have a plugin of this name: {origins}; uninstall all but one")
-            stage = "load"
-            plugins.append(load_plugin(points[0]))
+            hooks = load_only(points)
+            stage = "check"
+            plugins.append(make_plugin(name, hooks, origin(points[0])))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            stage = "check" if isinstance(error, BadPlugin) and stage == "load" else stage
-            failures.append(PluginFailure(name=name, distribution=origins, stage=stage, reason=one_line(error)))
+            if isinstance(error, BadPlugin):
+                stage = "discover" if isinstance(error, Clash) else "check"
+            reason = one_line(error)
+            failures.append(PluginFailure(name=name, distribution=origins(points), stage=stage, reason=reason))
     return LoadedPlugins(plugins, failures)
 
 

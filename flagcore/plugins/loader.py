@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution
 from types import SimpleNamespace
 
 import pluggy
 from packaging.version import Version
 
 from flagcore import __version__, hooks
-from flagcore.plugins.installed import BadPlugin, incompatible, load, origin
+from flagcore.plugins.installed import BadPlugin
 
 HOOK_GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
 HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.startswith("flagcore_"))
@@ -42,20 +42,13 @@ class Plugin:
         return answer[0] if answer else None
 
 
-def load_plugin(point: EntryPoint) -> Plugin:
-    """Import and check the plugin that `point` names. Raises whatever the import raises, or BadPlugin."""
-    distribution = origin(point)
-    if reason := incompatible(distribution):
-        raise BadPlugin(reason)
-    return make_plugin(point.name, load(point), distribution.metadata["Name"], distribution.version)
-
-
-def make_plugin(name: str, module: object, distribution: str = "", version: str = "") -> Plugin:
+def make_plugin(name: str, module: object, distribution: Distribution | None = None) -> Plugin:
     """Check that `module` (or object) implements the hooks. Raises BadPlugin with the reason."""
     if isinstance(module, type):
         raise BadPlugin(f"names the class {module.__name__}; name a module, or an object")
     for member in dir(module):
-        if member.startswith("flagcore_") and not _is_marked(module, member):
+        value = getattr(module, member) if member.startswith("flagcore_") else None
+        if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
             raise BadPlugin(f"{member} lacks @hookimpl, so it would never be asked; add the decorator")
     _written_for(module)
     module, warnings = _with_new_names(module)
@@ -65,7 +58,7 @@ def make_plugin(name: str, module: object, distribution: str = "", version: str 
     try:
         manager.register(module, name)
     except pluggy.PluginValidationError as error:
-        raise BadPlugin(_arguments_wrong(module) or str(error)) from error
+        raise BadPlugin(str(error)) from error
     callers = manager.get_hookcallers(module) or []
     for caller in callers:
         if not caller.has_spec():  # what manager.check_pending() refuses, with a suggestion
@@ -75,9 +68,13 @@ def make_plugin(name: str, module: object, distribution: str = "", version: str 
             raise BadPlugin(f"{caller.name} is no hook; {hint}")
     if not callers:
         raise BadPlugin("implements no hook; mark its functions with @hookimpl")
-    implemented = tuple(sorted(caller.name for caller in callers))
     return Plugin(
-        name=name, distribution=distribution, version=version, hooks=implemented, manager=manager, warnings=warnings
+        name=name,
+        distribution=distribution.metadata["Name"] if distribution else "",
+        version=distribution.version if distribution else "",
+        hooks=tuple(sorted(caller.name for caller in callers)),
+        manager=manager,
+        warnings=warnings,
     )
 
 
@@ -85,7 +82,9 @@ def _written_for(module: object) -> None:
     """Raise BadPlugin for a plugin that was written for hooks that this flagcore does not have."""
     api = getattr(module, "HOOKS_API", hooks.HOOKS_API)
     if isinstance(api, bool) or not isinstance(api, int) or api < 1:
-        raise BadPlugin(f"says HOOKS_API = {api!r}, which is no number of hooks; write HOOKS_API = {hooks.HOOKS_API}")
+        raise BadPlugin(
+            f"has HOOKS_API = {api!r}, which is not a version of the hooks; write HOOKS_API = {hooks.HOOKS_API}"
+        )
     if api > hooks.HOOKS_API:
         fix = "install a newer flagcore, or an older version of the plugin"
         raise BadPlugin(f"was written for hooks {api}, but this flagcore has hooks {hooks.HOOKS_API}; {fix}")
@@ -110,22 +109,3 @@ def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:
         members[renamed.now] = members.pop(name)
         warnings.append(f"{name} is called {renamed.now} now; the old name works before {renamed.until}")
     return SimpleNamespace(**members), tuple(warnings)
-
-
-def _is_marked(module: object, member: str) -> bool:
-    value = getattr(module, member)
-    return not inspect.isroutine(value) or hasattr(value, "flagcore_impl")
-
-
-def _arguments_wrong(module: object) -> str | None:
-    """Return which hook's arguments are wrong, if that is what pluggy refused."""
-    for group in HOOK_GROUPS:
-        for hook, spec in vars(group).items():
-            if hook not in HOOKS or not hasattr(module, hook):
-                continue
-            known = [name for name in inspect.signature(spec).parameters if name != "self"]
-            taken = inspect.signature(getattr(module, hook)).parameters
-            wrong = [name for name in taken if name not in known]
-            if wrong:
-                return f"{hook} takes {', '.join(wrong)}; it may take {', '.join(known) or 'no arguments'}"
-    return None

@@ -1,6 +1,6 @@
 """Whether an answer is what its hook promises. A plugin's mistake is found here, not in the middle of a run.
 
-Plain data is compared with the annotations of its dataclass, down to every field; an object that the hot loop will
+Plain data is compared with the annotations of its dataclass, down to every field. An object that the hot loop will
 call is tried on two small columns.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Fact
+from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -28,25 +27,35 @@ from flagcore.plugins.installed import BadPlugin
 
 T = TypeVar("T")
 
-_hints = cache(get_type_hints)
-
 
 def one(kind: type[T]) -> Callable[[object], T]:
     """Return a check that an answer is a `kind`."""
-    return lambda answer: cast(T, data(kind, answer))
+    return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 
 def several(kind: type[T]) -> Callable[[object], tuple[T, ...]]:
     """Return a check that an answer is a sequence of `kind`."""
-    return lambda answer: tuple(data(Sequence[kind], answer))  # type: ignore[valid-type]
+    return lambda answer: tuple(data(Sequence[kind], answer, kind.__name__))  # type: ignore[valid-type]
+
+
+def chips(answer: object) -> tuple[Chip, ...]:
+    """Return `answer` as chips, all of whose figures are finite and above 0."""
+    found = several(Chip)(answer)
+    for chip in found:
+        for key, fact in chip.figures.items():
+            if not 0 < fact.value < math.inf:
+                raise BadPlugin(
+                    f"answered {chip.name}: {key} = {fact.value}, not a finite number above 0; leave unknown facts out"
+                )
+    return found
 
 
 def environment(answer: object) -> dict[str, str]:
     """Return `answer` as variables that a process can be given."""
     variables = dict(data(Mapping[str, str], answer))
     for name, value in variables.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise BadPlugin(f"answered the variable {name!r}: a name is not empty and has no '=', neither has a NUL")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or "\0" in value:
+            raise BadPlugin(f"answered the variable {name!r}: a name has letters, digits and '_', a value no NUL")
     return variables
 
 
@@ -87,12 +96,20 @@ def topology(answer: object, group: NodeGroup) -> Topology:
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
         raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at all {group.devices}")
-    if any(not level.bytes_per_second > 0 or level.latency_seconds < 0 for level in found.levels):
-        raise BadPlugin("answered a level without bandwidth or with a negative latency")
-    if any(not (level.efficiency > 0 and 0 < level.pair_share <= 1 and level.hop >= 0) for level in found.levels):
-        raise BadPlugin("answered a level whose efficiency or pair_share is no share above 0, or with a negative hop")
-    if any(not (level.crowding >= 0 and 0 <= level.compute_share <= 1) for level in found.levels):
-        raise BadPlugin("answered a level with a negative crowding, or with a compute_share that is no share")
+    for level in found.levels:
+        for field, valid, rule in (
+            ("bytes_per_second", level.bytes_per_second > 0, "above 0"),
+            ("latency_seconds", level.latency_seconds >= 0, "0 or more"),
+            ("efficiency", level.efficiency > 0, "above 0"),
+            ("pair_share", 0 < level.pair_share <= 1, "above 0, at most 1"),
+            ("hop", level.hop >= 0, "0 or more"),
+            ("crowding", level.crowding >= 0, "0 or more"),
+            ("compute_share", 0 <= level.compute_share <= 1, "0 to 1"),
+        ):
+            if not valid:
+                raise BadPlugin(
+                    f"answered level {level.name} with {field} = {getattr(level, field)}; it must be {rule}"
+                )
     return found
 
 
@@ -119,12 +136,10 @@ def kernel_costs(answer: object) -> KernelCosts:
     _two_numbers(costs.attention_backward_seconds, shape, "bf16")
     _two_numbers(costs.memory_seconds, sizes)
     _two_numbers(costs.host_copy_seconds, sizes)
-    launch = costs.launch_seconds()
-    if isinstance(launch, bool) or not isinstance(launch, (int, float)) or launch < 0:
-        raise BadPlugin(f"answered an object whose launch_seconds() is {_short_repr(launch)}, not seconds")
-    longer = costs.run_slowdown()
-    if isinstance(longer, bool) or not isinstance(longer, (int, float)) or not (math.isnan(longer) or longer >= 1):
-        raise BadPlugin(f"answered an object whose run_slowdown() is {_short_repr(longer)}, not 1 or more")
+    for method, least in (("launch_seconds", 0.0), ("run_slowdown", 1.0)):
+        value = data(float, getattr(costs, method)(), f"{method}()")
+        if value < least:  # false for NaN
+            raise BadPlugin(f"answered an object whose {method}() is {value:g}, not {least:g} or more")
     return costs
 
 
@@ -158,10 +173,28 @@ def telemetry(answer: object) -> Telemetry:
     return found
 
 
-def data(kind: Any, answer: object) -> Any:
-    """Return `answer` if it is a `kind`, elements and fields included. Raises BadPlugin."""
-    _compare(kind, answer, "answered")
+def data(kind: Any, answer: object, where: str = "") -> Any:
+    """Return `answer` if it is a `kind`, elements and fields included. Raises BadPlugin.
+
+    A list may stand for a tuple.
+    """
+    try:
+        _adapter(kind).validate_python((answer,))
+    except ValidationError as error:
+        for found in error.errors(include_url=False):
+            if found["type"] != "tuple_type" or not isinstance(found["input"], list):
+                path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"][1:])
+                message = found["msg"].replace("Input should be", "must be")
+                shown = f"{where}{path} = {_short_repr(found['input'])}".lstrip(". =")
+                raise BadPlugin(f"answered {shown}: {message}") from None
     return answer
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return what validates a `kind`; in a tuple, because a dataclass alone takes no configuration."""
+    config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
+    return TypeAdapter(tuple[kind], config=config)
 
 
 def check_protocol(protocol: Any, answer: object) -> Any:
@@ -175,8 +208,8 @@ def check_protocol(protocol: Any, answer: object) -> Any:
         raise BadPlugin(
             f"answered {_short_repr(answer)}, which is no {protocol.__name__}: no method {', '.join(missing)}"
         )
-    for name, kind in _hints(protocol).items():
-        _compare(kind, getattr(answer, name, None), f"answered {type(answer).__name__}.{name} =")
+    for name, kind in get_type_hints(protocol).items():
+        data(kind, getattr(answer, name, None), f"{type(answer).__name__}.{name}")
     return answer
 
 
@@ -187,71 +220,6 @@ def _two_numbers(method: Callable[..., object], *arguments: object) -> None:
         raise BadPlugin(
             f"answered an object whose {name} gives {_short_repr(found)} for two rows; it must give two numbers"
         )
-
-
-def _compare(kind: Any, value: object, where: str) -> None:
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is object:
-        return
-    if origin is Literal:
-        if value not in inner:
-            raise BadPlugin(f"{where} {_short_repr(value)}, not one of {', '.join(map(str, inner))}")
-    elif origin is Callable:
-        if not callable(value):
-            raise BadPlugin(f"{where} {_short_repr(value)}, not a function")
-    elif origin in (Union, types.UnionType):
-        if not any(_fits(option, value) for option in inner):
-            nearest = [option for option in inner if is_dataclass(option) and isinstance(value, cast(type, option))]
-            if nearest:
-                _compare(nearest[0], value, where)
-            raise BadPlugin(f"{where} {_short_repr(value)}, not {_name(kind)}")
-    elif origin in (tuple, Sequence):
-        if not isinstance(value, (tuple, list)):
-            raise BadPlugin(f"{where} {_short_repr(value)}, not a list or tuple of {_name(inner[0])}")
-        for place, element in enumerate(value):
-            _compare(inner[0], element, f"{where} [{place}]:")
-    elif origin is Mapping:
-        if not isinstance(value, Mapping):
-            raise BadPlugin(f"{where} {_short_repr(value)}, not a mapping from {_name(inner[0])} to {_name(inner[1])}")
-        for key, element in value.items():
-            _compare(inner[0], key, f"{where} key")
-            _compare(inner[1], element, f"{where} [{key!r}]:")
-    elif is_dataclass(kind):
-        _compare_fields(cast(type, kind), value, where)
-    elif not _plain(kind, value):
-        raise BadPlugin(f"{where} {_short_repr(value)}, not {_name(kind)}")
-
-
-def _compare_fields(kind: type, value: object, where: str) -> None:
-    if not isinstance(value, kind):
-        raise BadPlugin(f"{where} {_short_repr(value)}, not {_name(kind)}")
-    hints = _hints(kind)
-    for field in fields(cast(Any, kind)):
-        _compare(hints[field.name], getattr(value, field.name), f"{where} {kind.__name__}.{field.name} =")
-    if isinstance(value, Fact) and not (math.isfinite(value.value) and value.value > 0):
-        raise BadPlugin(f"{where} Fact.value = {value.value}, not a finite number above 0; leave unknown facts out")
-
-
-def _fits(kind: Any, value: object) -> bool:
-    try:
-        _compare(kind, value, "")
-    except BadPlugin:
-        return False
-    return True
-
-
-def _plain(kind: type, value: object) -> bool:
-    if kind in (int, float):
-        return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _name(kind: Any) -> str:
-    if kind is type(None):
-        return "None"
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(map(_name, get_args(kind)))
-    return str(kind) if get_args(kind) else kind.__name__
 
 
 def _short_repr(value: object) -> str:

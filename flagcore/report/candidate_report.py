@@ -1,8 +1,8 @@
-"""The report of a candidate as text: its state, its prediction, and the changes that would help."""
+"""The report of a candidate as text, and two candidates side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.knob import Knobs
@@ -10,9 +10,8 @@ from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import lookup, shown
-from flagcore.report.serving_text import name_of, objective_text
-from flagcore.report.text import details, knob_of, values_text
+from flagcore.report.formats import lookup, shown, table
+from flagcore.report.text import details, heading, knob_of, latency_name, objective_text, state_name, values_text
 
 CHANGES = {
     "allowed": N_("smallest allowed change"),
@@ -20,13 +19,22 @@ CHANGES = {
     "fastest": N_("fastest of all"),
 }
 """Descriptions of the kinds of changes."""
+SAME = 1e-9
+"""The largest relative difference of equal figures."""
+
+VERDICTS = {
+    "surely": N_("significant: larger than the noise of their runs"),
+    "perhaps": N_("not significant: within the noise of their runs"),
+    "as believed": N_("predicted after trials: not both were measured"),
+    "as predicted": N_("predicted: not both were measured"),
+}
 
 
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     """Return the report of a candidate from the fields of `flagcore.CandidateReport`."""
     name = account["name"][:1].upper() + account["name"][1:]
-    heading = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'], knobs)}"
-    lines = [heading, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]
+    title = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'], knobs)}"
+    lines = [title, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]
     if account["typed"]:
         pairs = {knob: (asked, account["candidate"][knob]) for knob, asked in account["typed"].items()}
         taken = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
@@ -76,7 +84,7 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         within = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
         yield _("Predicted: {value}", value=f"~{seconds_text(objective, step['value'])} {within}, {used}")
     latencies = {name: lookup(predicted, f"{name}.p50") for name in LATENCIES}
-    if medians := [f"{name_of(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
+    if medians := [f"{latency_name(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
         yield "  p50: " + ", ".join(medians)
     parts = {_(part_name(name)): seconds for name, seconds in predicted.get("time", {}).items() if seconds}
     if parts:
@@ -137,3 +145,68 @@ def _value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "unset" if value is None else str(value)
+
+
+def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
+    """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
+    lines = [f"{name}: {_side(both[name.lower()], knobs)}" for name in ("A", "B")]
+    lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"], knobs) or "-"))
+    if both["tasks"]:
+        lines.append(_("Changed tasks: {changes}", changes="; ".join(both["tasks"])))
+    rows = list(_rows(both))
+    parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
+    if both["gap"] is not None:
+        verdict = VERDICTS[both["sure"]]
+        parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
+    return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
+
+
+def _side(side: Mapping[str, Any], knobs: Knobs) -> str:
+    place = f"{side['where']}, {side['devices']} x {side['chip']}"
+    state = state_name(side["state"])
+    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state})"
+
+
+def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
+    sides, objective = (both["a"], both["b"]), both["objective"]
+    name = heading(objective) if objective in SERVING else _("step s")
+
+    def row(text: str, key: str, seconds: bool = False) -> Iterator[list[str]]:
+        pair = [lookup(side, key) for side in sides]
+        if any(pair):
+            yield _row(text, [_figure(objective, each) for each in pair] if seconds else pair)
+
+    yield from row(name, "measured.step_time_s", seconds=True)
+    if any(side["measured"] for side in sides):
+        for text, key in ((_("spread within a run"), "spread_s"), (_("spread between runs"), "between_s")):
+            yield [*_row(text, [_share(side, key) for side in sides])[:3], "-", "-"]
+        yield [*_row(_("runs"), [lookup(side, "measured.runs") for side in sides])[:3], "-", "-"]
+        yield from row(_("in use GiB"), "measured.device_used_gib")
+    yield from row(f"~{name}", "predicted.step_time_s.value", seconds=True)
+    yield from row(f"~{name} {_('(after trials)')}", "believed.step_time_s.value", seconds=True)
+    for part, pair in both["time"].items():
+        yield _row(f"~  {_(part_name(part))} s", pair)
+    for figure, pair in both["figures"].items():
+        yield _row(f"~{latency_name(figure)} s", pair)
+    yield from row(_("~in use GiB"), "predicted.memory.device_used_gib")
+    for part, pair in both["memory"].items():
+        yield _row(f"~  {_(part)} GiB", pair)
+
+
+def _figure(objective: str, seconds: float | None) -> float | None:
+    return objective_value(objective, seconds) if seconds and objective in SERVING else seconds
+
+
+def _share(side: Mapping[str, Any], name: str) -> float | None:
+    seconds = lookup(side, f"measured.{name}")
+    return None if seconds is None else float(seconds) / float(side["measured"]["step_time_s"])
+
+
+def _row(name: str, pair: Sequence[float | None]) -> list[str]:
+    a, b = pair
+    cells = [name, *("-" if figure is None else shown(figure) for figure in (a, b))]
+    if a is None or b is None:
+        return [*cells, "-", "-"]
+    if abs(b - a) <= SAME * abs(a):
+        return [*cells, "0", "0.0%"]
+    return [*cells, f"{b - a:+.3g}", f"{b / a - 1.0:+.1%}" if a * b > 0.0 else "-"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import N_, _
-from flagcore.report.formats import table
+from flagcore.report.formats import shown, table
 from flagcore.stages.predict import LIMITS
 
 COMPONENTS = {
@@ -87,28 +87,27 @@ def prediction_text(record: Mapping[str, Any]) -> str:
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
         return served_text(record)
-    parts = [model_text(record["model"]), memory_text(record["memory"]), time_text(record)]
-    return "\n\n".join(parts)
+    return "\n\n".join([model_text(record["model"]), memory_text(record["memory"]), time_text(record)])
 
 
 def served_text(record: Mapping[str, Any]) -> str:
     """Return the predicted rates and latencies of a server, the parts of the time of a request, and its memory."""
     rates = [
-        f"~{_number(record[name])} {_(words)}"
+        f"~{shown(record[name])} {_(words)}"
         for name, words in RATES.items()
         if name in record and not (name.startswith("goodput") and record[name] == record.get("requests_per_s"))
     ]
     latencies = {_(words): record[name] for name, words in LATENCIES.items() if name in record}
-    rows = [[words, *(_number(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
+    rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
     parts = [part for part in ("\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else "") if part]
     time = record.get("time", {})
     whole = sum(time.values())
     if whole > 0.0:
         shares = [
-            [_(part_name(name)), _number(seconds), f"{seconds / whole:.1%}", _(PART_DESCRIPTIONS.get(name, ""))]
+            [_(part_name(name)), shown(seconds), f"{seconds / whole:.1%}", _(PART_DESCRIPTIONS.get(name, ""))]
             for name, seconds in time.items()
         ]
-        heading = _("Mean time of a request: ~{seconds} s", seconds=_number(whole))
+        heading = _("Mean time of a request: ~{seconds} s", seconds=shown(whole))
         parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
     elif record.get("reason"):
         parts.append(str(record["reason"]))
@@ -132,10 +131,6 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
     )
 
 
-def _number(figure: float) -> str:
-    return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
-
-
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the parameters of a model by component, in billions."""
     rows = [
@@ -154,20 +149,14 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
-    names = sorted(components, key=lambda name: (list(COMPONENTS).index(name) if name in COMPONENTS else 99, name))
-    rows = [
-        [
-            COMPONENTS.get(name, name),
-            f"{components[name].get('params', 0.0):,.0f}",
-            *(_gib(components[name].get(key, 0.0)) for key in figures),
-        ]
-        for name in names
-    ]
+    named = [(COMPONENTS.get(name, name), components[name]) for name in by_component(components)]
     static, activation = memory["static_gib"], memory["activation_gib"]
     rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
     totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
-    for name, row in ((_(OTHER), rest), (_("Total"), totals)):
-        rows.append([name, f"{row.get('params', 0.0):,.0f}", *(_gib(row.get(key, 0.0)) for key in figures)])
+    rows = [
+        [name, f"{part.get('params', 0.0):,.0f}", *(_gib(part.get(key, 0.0)) for key in figures)]
+        for name, part in [*named, (_(OTHER), rest), (_("Total"), totals)]
+    ]
     capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     return "\n".join(
         [
@@ -186,6 +175,12 @@ def memory_text(memory: Mapping[str, Any]) -> str:
             ),
         ]
     )
+
+
+def by_component(names: Iterable[str]) -> list[str]:
+    """Return the names of components in the order of reports, unknown ones last."""
+    order = {name: place for place, name in enumerate(COMPONENTS)}
+    return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
 
 def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
@@ -213,12 +208,12 @@ def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
 
 
 def needs_text(memory: Mapping[str, Any]) -> str:
-    """Return the memory in use of a device, its capacity and its parts in one line of English."""
+    """Return the memory in use of a device, its capacity and its parts in one line."""
     used, parts = memory["device_used_gib"], memory_parts(memory)
-    sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
-    capacity = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
-    stage = "" if "kv_cache_gib" in memory else f" of stage {memory['worst_stage']}"
-    return f"it needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
+    sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in parts.items())
+    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    stage = "" if "kv_cache_gib" in memory else ", " + _("stage {number}", number=memory["worst_stage"])
+    return _("needs {used}{capacity} GiB per device", used=f"{used:.2f}", capacity=capacity) + f"{stage}: {sizes}"
 
 
 def time_text(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Records as table, JSON, JSON lines, YAML, CSV or HTML: the same data, only tables round."""
+"""Records as table, JSON, JSON lines, YAML or CSV: the same data, only tables round."""
 
 from __future__ import annotations
 
@@ -60,16 +60,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for part in _parts(everything, _least(headings, rows, figures), most)
     ]
     return "\n\n".join(parts)
-
-
-def fits(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> bool:
-    """Return whether `records` fit as one table without cutting a word of a heading."""
-    most = WIDTH.get()
-    if most is None:
-        return True
-    with fitted(None):
-        whole = render(records, "table", columns)
-    return max(map(columns_of, whole.splitlines()), default=0) <= most
 
 
 def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
@@ -177,15 +167,10 @@ def _is_figure(cell: str) -> bool:
     return cell == "-" or bare.isdigit()
 
 
-def as_html(heading: str, records: Sequence[Mapping[str, Any]], columns: Mapping[str, str], below: str = "") -> str:
-    """Return a heading, a table of `records` with `columns` (headings to dotted keys), and plain text below it."""
-    lines = [f"<p><b>{escape(heading)}</b></p>"]
-    if records:
-        rows = [[shown(lookup(record, key)) for key in columns.values()] for record in records]
-        body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
-        lines.append(f"<table><thead><tr>{_cells('th', list(columns))}</tr></thead><tbody>{body}</tbody></table>")
-    return "\n".join([*lines, *([f"<pre>{escape(below)}</pre>"] if below else [])])
+class Notebook:
+    """A result that a notebook shows as its one-line `repr` with its text below."""
 
+    __slots__ = ()
 
-def _cells(tag: str, texts: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"

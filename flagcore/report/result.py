@@ -9,7 +9,7 @@ from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
-from flagcore.report.serving_text import front, notes
+from flagcore.report.text import front, notes
 
 SCHEMA_VERSION = 1
 GIB = 2**30

@@ -1,38 +1,66 @@
-"""Candidates, states of trials and the funnel of a search space as text."""
+"""Candidates, states of trials, the funnel and metrics of serving as text."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knob, Knobs
-from flagcore.domain.plan import Counts
-from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
+from flagcore.domain.objective import SERVING, is_rate, objective_value
+from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.search_state import DOES_NOT_FIT
+from flagcore.domain.serving import LATENCIES, RATES
+from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
-from flagcore.report.formats import WIDTH, fits, lookup, render
+from flagcore.report.formats import lookup, shown
+
+Removed: TypeAlias = "tuple[str, str, int]"
+"""A stage of the funnel: its rule or nothing, its text, and how many it removed."""
+
+
+def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
+    """Return what was removed of the combinations and then of the candidates; trials only once any ran."""
+    illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
+    pruned = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
+    ran = [
+        ("", _("probed") if fidelity == PROBE else _("measured"), counts.measured),
+        ("", _("stopped early"), counts.stopped),
+        ("", _("failed"), counts.failed),
+    ]
+    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned]
+    return [*illegal, ("", _("duplicates"), counts.merged)], states + (ran if any(each[2] for each in ran) else [])
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
     """Return how many combinations each rule eliminated, a line per rule; states of trials once any ran."""
-    rows = [(_("combinations"), counts.combinations)]
-    rows += [("  " + _("illegal: {rule}", rule=_(name)), -number) for name, number in _largest_first(counts.illegal)]
-    rows += [("  " + _("duplicates"), -counts.merged), (_("candidates"), counts.candidates)]
-    rows += [("  " + _("predicted not to fit"), -counts.does_not_fit)]
-    rows += [("  " + _("pruned: {rule}", rule=_(name)), -number) for name, number in _largest_first(counts.pruned)]
-    measured = _("probed") if fidelity == PROBE else _("measured")
-    ran = [(measured, counts.measured), (_("stopped early"), counts.stopped), (_("failed"), counts.failed)]
-    if any(number for name, number in ran):
-        rows += [(f"  {name}", -number) for name, number in ran]
-    rows += [(_("untried"), counts.untried)]
+    illegal, states = ([(f"  {name}", -number) for _, name, number in some] for some in funnel_stages(counts, fidelity))
+    rows = [(_("combinations"), counts.combinations), *illegal, (_("candidates"), counts.candidates), *states]
+    rows.append((_("untried"), counts.untried))
     width, longest = max(columns(name) for name, number in rows), max(len(f"{number:,}") for name, number in rows)
     return "\n".join(f"{left(name, width)}  {number:>{longest},}" for name, number in rows)
 
 
 def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda pair: -pair[1])
+
+
+def lost_repeats(result: Mapping[str, Any]) -> dict[int, str]:
+    """Return the states of the repeats of a result that gave no measurement, by number."""
+    repeats = result.get("repeats") or ()
+    return {each["number"]: each["state"] for each in repeats if each["state"] != TrialState.MEASURED.value}
+
+
+def drift_text(noise: Mapping[str, Any]) -> str:
+    """Return a warning that the machine got faster or slower during the run (`noise` of a result), or nothing."""
+    if not noise.get("drifted") or noise.get("drift") is None:
+        return ""
+    return _(
+        "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; results of "
+        "trials that are far apart in time may differ by as much",
+        drift=noise["drift"],
+    )
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
@@ -85,6 +113,12 @@ def role_text(role: str) -> str:
 def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
     """Return a candidate in one line, without knobs that have their neutral value."""
     return values_text(candidate.as_dict(), knobs)
+
+
+def best_text(best: Trial | None, gain: float | None, knobs: Knobs) -> str:
+    """Return the best trial of a run with its gain in one line of English."""
+    text = f"best trial {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
+    return text if gain is None else f"{text}, gain {gain:+.1%}"
 
 
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
@@ -141,23 +175,109 @@ def _is_set(knob: Knob, value: object) -> bool:
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
-def candidates_table(records: Sequence[Mapping[str, Any]], figures: Mapping[str, str], knobs: Knobs) -> str:
-    """Return a table of numbered records with columns for their knobs and `figures`.
+SHORT_RATES = {
+    "output_tokens_per_s": "output tok/s",
+    "total_tokens_per_s": "tok/s",
+    "requests_per_s": "req/s",
+    "goodput_requests_per_s": "good req/s",
+    "output_tokens_per_s_per_device": "output tok/s/dev",
+}
+FEWEST = {"p99": 100, "p90": 10}
+"""The least number of requests for which a percentile is not their maximum."""
+SHORT_LATENCIES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "e2e"), strict=True))
 
-    If it does not fit, knobs go to separate lines below it.
-    """
-    number, width = {"#": "number"}, WIDTH.get()
-    whole = {**number, **candidate_columns(records, knobs), **figures}
-    if width is None or fits(records, whole):
-        return render(records, "table", whole)
-    indent = len(str(len(records))) + 2
-    lines = [
-        textwrap.fill(
-            f"{record['number']:<{indent}}{values_text(record['candidate'], knobs)}",
-            width,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-        )
-        for record in records
+
+def heading(objective: str) -> str:
+    """Return the heading of an objective, with its unit."""
+    if objective in RATES:
+        return SHORT_RATES[objective]
+    of, _, statistic = objective.partition(".")
+    return f"{SHORT_LATENCIES[of]} {statistic or 'mean'} s"
+
+
+def objective_text(objective: str, figure: float) -> str:
+    """Return the value of an objective with its unit."""
+    return f"{shown(figure)} {heading(objective)}"
+
+
+def figures_text(figures: Mapping[str, Any], objective: str) -> str:
+    """Return rates and latencies (nested, as in a result) in one line, without the objective."""
+    rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
+    parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        known = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
+        text = ", ".join(f"{each} {shown(value)}" for each, value in known if value is not None)
+        parts += [f"{SHORT_LATENCIES[name]} {text} s"] if text else []
+    return "; ".join(parts)
+
+
+def short_line(measured: Measurement, objective: str) -> str:
+    """Return the main figures of a measurement for a line of progress, the objective first."""
+    figures = [objective_text(objective, objective_value(objective, measured.step_time_s))]
+    rate = measured.figures.get("output_tokens_per_s")
+    figures += [f"{shown(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
+    for name in ("ttft_s", "tpot_s"):
+        middle = measured.figures.get(f"{name}.p50")
+        figures += [f"{SHORT_LATENCIES[name]} {shown(middle)} s"] if middle is not None else []
+    return ", ".join([*figures, *measured.broken])
+
+
+def limits_text(limits: Mapping[str, float]) -> str:
+    """Return latency limits as text."""
+    return ", ".join(f"{latency_name(name)} <= {limit:g} s" for name, limit in limits.items())
+
+
+def latency_name(figure: str) -> str:
+    """Return the usual name of a statistic of a latency, such as p99 TTFT."""
+    of, _, statistic = figure.partition(".")
+    return f"{statistic} {SHORT_LATENCIES.get(of, of)}".strip()
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return warnings about percentiles of too few requests."""
+    best = plan.best or plan.fastest
+    measured = best.measurement if best else None
+    answered = [point["answered"] for point in (measured.points if measured else ()) if "answered" in point]
+    weak = [name for name, fewest in FEWEST.items() if answered and min(answered) < fewest]
+    if not weak:
+        return []
+    percentiles, need = " and ".join(weak), max(FEWEST[name] for name in weak)
+    return [f"{percentiles} of {min(answered):g} requests are unreliable: use num_prompts >= {need}"]
+
+
+def load_text(point: Mapping[str, Any]) -> str:
+    """Return the load of a load point."""
+    if "concurrency" in point:
+        return _("{count} clients", count=f"{point['concurrency']:g}")
+    return _("{rate} requests/s", rate=point["request_rate"]) if "request_rate" in point else ""
+
+
+def at_load(text: str, load: str) -> str:
+    """Return a figure with the load that it was measured at, if there are several."""
+    return _("{value} at {load}", value=text, load=load) if load else text
+
+
+def gain_text(objective: str, gain: float) -> str:
+    """Return a speedup as the change of the objective: an increase of a rate, or a decrease of a latency."""
+    if objective not in SERVING:
+        return f"{gain:+.1%} tokens/s"
+    if is_rate(objective):
+        return f"{gain:+.1%} {heading(objective)}"
+    return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
+
+
+def front(plan: Plan) -> list[Mapping[str, Any]]:
+    """Return the Pareto-optimal load points of output tokens per second and median time per token."""
+    points = [
+        {"trial": trial.number, **point}
+        for trial in plan.trials
+        if trial.measurement
+        for point in trial.measurement.points
+        if point.get("output_tokens_per_s") and point.get("tpot_s.p50") is not None
     ]
-    return "\n".join([render(records, "table", {**number, **figures}), "", *lines])
+    points.sort(key=lambda point: (-point["output_tokens_per_s"], point["tpot_s.p50"]))
+    front: list[Mapping[str, Any]] = []
+    for point in points:
+        if not front or point["tpot_s.p50"] < front[-1]["tpot_s.p50"]:
+            front.append(point)
+    return front

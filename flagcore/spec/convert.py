@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.knob import Knob
-from flagcore.domain.model import Model
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
+from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY, parse_bytes
-from flagcore.spec.models import model_from, model_of_shape
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.schema import (
     ClusterSection,
     ControlSection,
     Document,
     GroupSection,
-    Shape,
     TrainSection,
     document_of,
 )
@@ -28,13 +28,31 @@ from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
 from flagcore.spec.validate import checked, gathered, joined
 
+Parts = Mapping[str, Callable[[], object]]
+"""Fields of a spec, each with what makes it."""
+
 
 def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
     """Return plain data as a spec, whose space and baseline may name `plugin_knobs`, too. Raises SpecError."""
     if not isinstance(data, dict):
-        raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
+        raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
+    document: Document | ServeDocument
     if "serve" in data:
-        return _serving(data, file, base)
+        document, parts = _serving(data, file, base)
+    else:
+        document, parts = _training(data, file, base, engines, plugin_knobs)
+    common: Parts = {
+        "model": lambda: model_from(document.model, base=base, file=file),
+        "cluster": lambda: _cluster(document.cluster, file, base),
+    }
+    tuner = document.auto_tuner
+    found = gathered({**common, **parts, "envs": lambda: _environment(document.envs, file)})
+    return Spec(**found, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+
+
+def _training(
+    data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
+) -> tuple[Document, Parts]:
     name = data["train"].get("engine") if isinstance(data.get("train"), dict) else None
     if not isinstance(name, str):
         checked(Document, data, file=file)
@@ -42,31 +60,24 @@ def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plug
     knobs = (*knobs_of(name, engines, "train.engine", file), *plugin_knobs)
     document = checked(document_of(name, knobs), data, file=file)
     tuner = document.auto_tuner
-    parts = gathered(
-        {
-            "model": lambda: _model(document.model, file, base),
-            "cluster": lambda: _cluster(document.cluster, file, base),
-            "work": lambda: train_of(document.train, knobs, base),
-            "space": lambda: space_of(tuner.space, knobs),
-            "baseline": lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs),
-            "control": lambda: _control(tuner.control, file),
-            "envs": lambda: _environment(document.envs, file),
-        }
-    )
-    return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    return document, {
+        "work": lambda: train_of(document.train, knobs, base),
+        "space": lambda: space_of(tuner.space, knobs),
+        "baseline": lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs),
+        "control": lambda: _control(tuner.control, file),
+    }
 
 
-def _serving(data: Any, file: str, base: Path) -> Spec:
+def _serving(data: dict[str, Any], file: str, base: Path) -> tuple[ServeDocument, Parts]:
     if "train" in data:
-        raise spec_error("serve", "is given beside train", fix="give one of the two", file=file)
+        raise spec_error("serve", _("is given beside train"), fix=_("give one of the two"), file=file)
     document = checked(ServeDocument, data, file=file)
-    tuner, engine = document.auto_tuner, document.serve.engine
+    tuner, serve, engine = document.auto_tuner, document.serve, document.serve.engine
     if isinstance(engine, list):
         if len(engine) > 1:
-            problem, fix = "are several, and this takes one", "give one of them; `flag tune` takes several"
+            problem, fix = _("are several, and this takes one"), _("give one of them; `flag tune` takes several")
             raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
         engine = engine[0]
-    serve = document.serve
 
     def space() -> dict[str, Any]:
         check_sections(tuner.space, [engine], "space", file)
@@ -76,18 +87,12 @@ def _serving(data: Any, file: str, base: Path) -> Spec:
         check_sections(tuner.baseline or {}, [engine], "baseline", file)
         return None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
 
-    parts = gathered(
-        {
-            "model": lambda: _model(document.model, file, base),
-            "cluster": lambda: _cluster(document.cluster, file, base),
-            "work": lambda: serve_of(serve, engine, base, cards=tuner.cards, model=document.model, file=file),
-            "space": space,
-            "baseline": baseline,
-            "control": lambda: Control(**tuner.control.model_dump()),
-            "envs": lambda: _environment(document.envs, file),
-        }
-    )
-    return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    return document, {
+        "work": lambda: serve_of(serve, engine, base, cards=tuner.cards, model=document.model, file=file),
+        "space": space,
+        "baseline": baseline,
+        "control": lambda: Control(**tuner.control.model_dump()),
+    }
 
 
 def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpec:
@@ -100,56 +105,40 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
     return TrainSpec(**given, command=tuple(train.command), directory=str(directory))
 
 
-def _model(model: str | Shape, file: str, base: Path) -> Model:
-    if isinstance(model, str):
-        return model_from(model, base=base, file=file)
-    return model_of_shape(model, file=file)
-
-
 def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
     if cluster.groups is not None:
-        return _mixed(cluster, cluster.groups, file)
-    nodes, hosts = cluster.nodes, tuple[str, ...]()
-    devices = None if cluster.devices_per_node == "auto" else cluster.devices_per_node
-    if cluster.hostfile is not None:
-        hosts, slots = read_hosts(base / cluster.hostfile, file=file)
-        if "nodes" in cluster.model_fields_set and nodes != len(hosts):
-            problem = f"must be {len(hosts)}, the number of hosts in {cluster.hostfile}"
-            raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out", file=file)
-        if devices is not None and slots is not None and devices != slots:
-            problem = f"must be {slots}, the slots in {cluster.hostfile}"
-            raise spec_error("cluster.devices_per_node", problem, value=devices, fix="leave it out", file=file)
-        nodes, devices = len(hosts), devices or slots
-    _few_enough(nodes, devices or 1, ("cluster",), file)
-    return ClusterSpec(
-        chip=cluster.chip,
-        nodes=nodes,
-        devices_per_node=devices,
-        memory_bytes_per_device=_memory(cluster.memory_per_device, ("cluster",), file),
-        hosts=hosts,
-        nic_bytes_per_second=cluster.nic_bytes_per_second,
-    )
+        return _groups(cluster, cluster.groups, file)
+    if cluster.hostfile is None:
+        return _nodes(cluster, ("cluster",), file)
+    hosts, slots = read_hosts(base / cluster.hostfile, file=file)
+    counted = {"nodes": len(hosts)} | ({"devices_per_node": slots} if slots else {})
+    for key, number in counted.items():
+        value = getattr(cluster, key)
+        if key in cluster.model_fields_set and value not in (number, AUTO):
+            problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
+            raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
+    return replace(_nodes(cluster.model_copy(update=counted), ("cluster",), file), hosts=hosts)
 
 
-def _mixed(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
-    """Return a cluster of node groups; one group is a cluster of equal nodes."""
+def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
     others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
     if others:
         problem, fix = "is of a cluster of equal nodes, but groups are given", "give it to each group, or leave it out"
         raise spec_error(("cluster", others[0]), problem, value=getattr(cluster, others[0]), fix=fix, file=file)
-    made = tuple(_group(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
+    for place, group in enumerate(groups):
+        if group.chip == AUTO:
+            problem = "must name a chip: one machine cannot tell what the others have"
+            raise spec_error(("cluster", "groups", place, "chip"), problem, value=AUTO, fix="name the chip", file=file)
+    made = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
     devices = sum(group.nodes * (group.devices_per_node or 1) for group in made)
     if devices > MAX_DEVICES:
         raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
     return made[0] if len(made) == 1 else ClusterSpec(groups=made)
 
 
-def _group(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
-    if group.chip == AUTO:
-        problem, fix = "must name a chip: one machine cannot tell what the others have", "name the chip of this group"
-        raise spec_error((*at, "chip"), problem, value=group.chip, fix=fix, file=file)
-    devices = None if group.devices_per_node == "auto" else group.devices_per_node
-    _few_enough(group.nodes, devices or 1, at, file)
+def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
+    devices = group.devices_per_node if isinstance(group.devices_per_node, int) else None
+    check_devices(group.nodes, devices or 1, at, file)
     return ClusterSpec(
         chip=group.chip,
         nodes=group.nodes,
@@ -159,10 +148,14 @@ def _group(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
     )
 
 
-def _few_enough(nodes: int, devices: int, at: KeyPath, file: str) -> None:
-    if nodes * devices > MAX_DEVICES:
-        problem = f"times devices_per_node = {devices} must be at most {MAX_DEVICES} devices"
-        raise spec_error((*at, "nodes"), problem, value=nodes, fix=f"use {MAX_DEVICES // devices}", file=file)
+def check_devices(nodes: int, per_node: int, at: KeyPath, file: str = "") -> None:
+    """Raise SpecError for a section with too many devices."""
+    if nodes * per_node > MAX_DEVICES:
+        text = N_("times devices_per_node = {count} must be at most {most} devices")
+        problem = _(text, count=per_node, most=MAX_DEVICES)
+        raise spec_error(
+            (*at, "nodes"), problem, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node), file=file
+        )
 
 
 def _memory(amount: int | str | None, at: KeyPath, file: str) -> int | None:
@@ -177,14 +170,15 @@ def _memory(amount: int | str | None, at: KeyPath, file: str) -> int | None:
 
 def _control(control: ControlSection, file: str) -> Control:
     if control.warmup_iters >= control.train_iters:
-        key, problem = "auto_tuner.control.warmup_iters", f"must be below train_iters = {control.train_iters}"
-        fix = f"use {control.train_iters - 1} or fewer"
+        key, text = "auto_tuner.control.warmup_iters", N_("must be below {name} = {value}")
+        problem = _(text, name="train_iters", value=control.train_iters)
+        fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error(key, problem, value=control.warmup_iters, fix=fix, file=file)
     return Control(**control.model_dump())
 
 
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
-    problem, fix = "is not the name of an environment variable", "use letters, digits and underscores"
+    problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
     if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
         raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}

@@ -11,13 +11,15 @@ import json
 import os
 import re
 import stat
+from collections.abc import Hashable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from flagcore.errors import SpecError
+from flagcore.i18n import _
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
 
 MAX_BYTES = 1 << 20
@@ -30,15 +32,16 @@ def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
     """
     text = read_text(path, file=file, key=key)
     if path.suffix.lower() == ".json":
-        data = plain(_json(text, file), file=file)
+        try:
+            data = plain(load_json(text.strip() or "null"), file=file)
+        except ValueError as error:
+            raise spec_error("the document", str(error), file=file) from None
     else:
-        from flagcore.spec.data_file import parse_yaml
-
         data = plain(parse_yaml(text, file=file), file=file)
     if data is None:
-        raise spec_error(key, "is empty", fix="write a mapping of keys and values", file=file)
+        raise spec_error(key, _("is empty"), fix=_("write a mapping of keys and values"), file=file)
     if not isinstance(data, dict):
-        raise spec_error((), "must be a mapping of keys and values", value=data, file=file)
+        raise spec_error((), _("must be a mapping of keys and values"), value=data, file=file)
     return data
 
 
@@ -48,28 +51,28 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     def error_of(problem: str, fix: str) -> SpecError:
         return spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
 
-    content, problem, fix = b"", "", "give the path of a file that can be read"
+    content, problem, fix = b"", "", _("give the path of a file that can be read")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(handle, "rb") as stream:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                problem = "is not a regular file"
+                problem = _("is not a regular file")
             else:
                 content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        problem = "does not exist"
-        fix = f"did you mean {near}?" if (near := _near(path)) else fix
+        problem = _("does not exist")
+        fix = _("did you mean {name}?", name=near) if (near := _near(path)) else fix
     except (OSError, ValueError) as error:
-        problem = f"cannot be read ({getattr(error, 'strerror', None) or 'not a path'})"
+        problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or "not a path")
     if problem:
         raise error_of(problem, fix)
     if len(content) > MAX_BYTES:
-        raise error_of(f"is larger than {MAX_BYTES >> 20} MiB", "it should be a few kilobytes")
+        raise error_of(_("is larger than {size} MiB", size=MAX_BYTES >> 20), _("it should be a few kilobytes"))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start
-    raise error_of(f"is not UTF-8 text (byte {place})", "save it as UTF-8")
+    raise error_of(_("is not UTF-8 text (byte {place})", place=place), _("save it as UTF-8"))
 
 
 def _near(path: Path) -> Path | None:
@@ -81,25 +84,24 @@ def _near(path: Path) -> Path | None:
     return path.with_name(name)
 
 
-def _json(text: str, file: str) -> object:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise spec_error((key,), "is given twice", fix="keep one of them", file=file)
-            found[key] = value
-        return found
-
-    if not text.strip():
-        return None
+def load_json(text: str) -> Any:
+    """Return the JSON document in `text`. Raises ValueError with the problem, also for a key that is given twice."""
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        place, problem = f"line {error.lineno}, column {error.colno}", error.msg
-    except (RecursionError, ValueError) as error:
-        place = "the document"
-        problem = "it is nested too deep" if isinstance(error, RecursionError) else "a number has too many digits"
-    raise spec_error(place, f"cannot be read as JSON: {problem}", file=file)
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"cannot be read as JSON: {error.msg} ({place})") from None
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"gives the key {twice[:64]!r} twice")
+    return found
 
 
 MAX_NODES = 20_000
@@ -114,9 +116,8 @@ def parse_yaml(text: str, *, file: str) -> Any:
     """
     loader, place, problem = None, "the document", ""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        return None if node is None else _Build(file).of(node)
+        loader = _Loader(text, file)
+        return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = _place(mark) if mark else place
@@ -130,16 +131,18 @@ def parse_yaml(text: str, *, file: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
-    raise spec_error(place, f"cannot be read as YAML: {problem}", file=file)
+    raise spec_error(place, _("cannot be read as YAML: {why}", why=problem), file=file)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2 and a bound on nodes and depth. Used to compose, never to construct."""
+    """SafeLoader with the scalars of YAML 1.2, no other tags, no merge keys, and a bound on nodes and depth."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own declaration)
+    yaml_constructors = {}  # noqa: RUF012
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, file: str) -> None:
         super().__init__(text)
+        self.file = file
         self.nodes = self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -153,6 +156,36 @@ class _Loader(yaml.SafeLoader):
         finally:
             self.depth -= 1
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        found: dict[Hashable, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                raise self.error(key_node, "has a key that is not text", fix="quote the key")
+            if key == "<<":
+                raise self.error(key_node, "has a merge key (<<), which is not supported", fix="write the keys out")
+            if key in found:
+                raise self.error(key_node, f"gives the key {key[:60]!r} a second time", fix="keep one of them")
+            found[key] = self.construct_object(value_node, deep=deep)
+        return found
+
+    def construct_plain(self, node: yaml.ScalarNode) -> bool | int | float:
+        kind, text = node.tag.removeprefix(_CORE), node.value.lower()
+        try:
+            if kind == "bool":
+                return {"true": True, "false": False}[text]
+            if kind == "float":
+                return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        except (ValueError, KeyError):
+            raise self.error(node, f"has a value that cannot be read as {kind}: {text[:40]!r}") from None
+
+    def refuse_tag(self, node: yaml.Node) -> NoReturn:
+        raise self.error(node, f"has the tag {node.tag[:60]}, which is not supported", fix="remove the tag")
+
+    def error(self, node: yaml.Node, problem: str, *, fix: str = "") -> SpecError:
+        return spec_error(_place(node.start_mark), problem, fix=fix, file=self.file)
+
 
 for _kind, _pattern, _first in (
     ("null", r"(?:null|Null|NULL|~|)", ["n", "N", "~", ""]),
@@ -165,62 +198,11 @@ for _kind, _pattern, _first in (
     ),
 ):
     _Loader.add_implicit_resolver(_CORE + _kind, re.compile(_pattern + r"\Z"), _first)
-
-
-class _Build:
-    """From nodes to objects. An alias gives the same object again, so a bomb stays as small as its text."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.done: dict[int, Any] = {}
-
-    def of(self, node: yaml.Node) -> Any:
-        if id(node) in self.done:
-            return self.done[id(node)]
-        if isinstance(node, yaml.ScalarNode):
-            return self.scalar(node)
-        if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
-            items: list[Any] = []
-            self.done[id(node)] = items
-            items.extend(self.of(item) for item in node.value)
-            return items
-        if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
-            return self.mapping(node)
-        raise self.error(node, f"has the tag {node.tag[:60]}, which is not supported", fix="remove the tag")
-
-    def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        self.done[id(node)] = found
-        for key_node, value_node in node.value:
-            key = self.of(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-            if not isinstance(key, str):
-                raise self.error(key_node, "has a key that is not text", fix="quote the key")
-            if key == "<<":
-                raise self.error(key_node, "has a merge key (<<), which is not supported", fix="write the keys out")
-            if key in found:
-                raise self.error(key_node, f"gives the key {key[:60]!r} a second time", fix="keep one of them")
-            found[key] = self.of(value_node)
-        return found
-
-    def scalar(self, node: yaml.ScalarNode) -> Any:
-        kind, text = node.tag.removeprefix(_CORE), node.value
-        try:
-            if kind == "str":
-                return text
-            if kind == "null":
-                return None
-            if kind == "bool":
-                return {"true": True, "false": False}[text.lower()]
-            if kind == "int":
-                return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-            if kind == "float":
-                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        except (ValueError, KeyError):
-            raise self.error(node, f"has a value that cannot be read as {kind}: {text[:40]!r}") from None
-        raise self.error(node, f"has the tag {node.tag[:60]}, which is not supported", fix="remove the tag")
-
-    def error(self, node: yaml.Node, problem: str, *, fix: str = "") -> SpecError:
-        return spec_error(_place(node.start_mark), problem, fix=fix, file=self.file)
+for _kind in ("null", "str", "seq", "map"):
+    _Loader.add_constructor(_CORE + _kind, yaml.SafeLoader.yaml_constructors[_CORE + _kind])
+for _kind in ("bool", "int", "float"):
+    _Loader.add_constructor(_CORE + _kind, _Loader.construct_plain)
+_Loader.add_constructor(None, _Loader.refuse_tag)
 
 
 def _place(mark: yaml.Mark) -> str:

@@ -74,8 +74,6 @@ def _latent(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Header:
-    """The metadata and the names of tensors."""
-
     def __init__(self, path: str, reader: Any) -> None:
         self.path, self._fields = path, reader.fields
         self.tensors = {tensor.name for tensor in reader.tensors}
@@ -94,7 +92,7 @@ class _Header:
         return int(max(numbers))
 
     def vocabulary(self) -> int:
-        """Return the number of tokens: as told, else of the list."""
+        """Return the number of tokens, from the header or else from the list."""
         tokens = self._fields.get("tokenizer.ggml.tokens")
         return self.size("vocab_size", len(tokens.data) if tokens is not None else None)
 

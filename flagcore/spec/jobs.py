@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +14,11 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, Job, TrainSpec
 from flagcore.errors import SpecError
+from flagcore.spec.convert import check_devices
+from flagcore.spec.data_file import load_json
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
-from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
-from flagcore.spec.models import model_from, model_of_shape
+from flagcore.spec.limits import Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import Shape
 from flagcore.spec.serve_schema import Clients, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
@@ -101,17 +102,17 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     kind = line.get("kind")
     if kind not in ("train", "serve"):
         problem = "is missing" if kind is None else "must be train or serve"
-        raise spec_error("kind", problem, value=kind, fix="say which of the two the record is")
+        raise spec_error("kind", problem, value=kind, fix="write train or serve")
     if kind == "serve":
         return _served(line, engines)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
     knobs: tuple[Knob, ...] = ()
     if isinstance(data.get("train"), dict):
-        data["train"] = {"engine": _default_engine(engines), **data["train"]}
+        default = next((name for name, engine in engines.items() if engine.kind == "train"), "")
+        data["train"] = {"engine": default, **data["train"]}
         name = data["train"]["engine"]
         knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
     _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
-    _whole_cluster(data.get("cluster"))
     record = checked(_record_of(knobs), data)
     devices = _devices(record.cluster)
     if record.rank is not None and record.rank >= devices:
@@ -131,22 +132,16 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
 
 
 def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
-    """Return the fields of a job that all kinds of records have."""
-    model, cluster = record.model, record.cluster
+    cluster = record.cluster
     return {
         "id": record.id,
         "kind": record.kind,
-        "model": model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
+        "model": model_from(record.model, base=Path()),
         "chip": cluster.chip,
         "devices": _devices(cluster),
         "devices_per_node": cluster.devices_per_node,
         "nic_bytes_per_second": cluster.nic_bytes_per_second,
     }
-
-
-def _default_engine(engines: Engines) -> str:
-    """Return the training engine of records that name none: the first of those that are installed."""
-    return next((name for name, engine in engines.items() if engine.kind == "train"), "")
 
 
 def _served(line: Mapping[str, object], engines: Engines) -> Job:
@@ -159,14 +154,13 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
         data["serve"] = {**serve, "precision": "nvfp4"}
-    _whole_cluster(data.get("cluster"))
     record = checked(_ServeRecord, data)
     serve = record.serve
     if (serve.concurrency is None) == (serve.request_rate is None):
         fix = "give one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
     if serve.weights is not None and not Path(serve.weights).is_file():
-        fix = "give a GGUF file, which tells how narrow weights are, or leave it out"
+        fix = "give a GGUF file, or leave it out"
         raise spec_error("serve.weights", "is no file", value=serve.weights, fix=fix)
     rate = serve.request_rate
     load = Load(
@@ -191,7 +185,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
 def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
     """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's.
 
-    `belongs` tells under which key of the record a name belongs.
+    `belongs` has the key of the record under which a name belongs.
     """
     known = list(record.model_fields)
     for key in line:
@@ -203,30 +197,15 @@ def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[s
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
 
 
-def _whole_cluster(cluster: object) -> None:
-    """Raise SpecError for a cluster that only a spec may have, and for one without any number of devices."""
-    if not isinstance(cluster, dict):
-        return
-    if "groups" in cluster:
-        problem, fix = "is not for job records: clusters of several chips are planned in specs only", "name one chip"
-        raise spec_error("cluster.groups", problem, fix=fix)
-    if cluster.get("chip") == AUTO:
-        problem, fix = "is not for job records: a record must name a chip", "`flag plugins chips` lists them"
-        raise spec_error("cluster.chip", problem, value=AUTO, fix=fix)
-    if all(cluster.get(key) is None for key in ("devices", "devices_per_node", "nodes")):
-        fix = "give the number of devices in all nodes, and in one"
-        raise spec_error("cluster.devices and cluster.devices_per_node", "are missing", fix=fix)
-
-
 def _devices(cluster: _Cluster) -> int:
-    """Return the number of devices of a cluster, which may also be told by nodes. Raises SpecError."""
+    """Return the number of devices of a cluster, which may be given by its nodes. Raises SpecError."""
+    if cluster.chip == AUTO:
+        raise spec_error("cluster.chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
     per_node, nodes = cluster.devices_per_node, cluster.nodes
     if cluster.devices is None:
         if nodes is None:
             raise spec_error("cluster.devices", "is missing", fix="give the number of devices in all nodes")
-        if nodes * per_node > MAX_DEVICES:
-            problem = f"times devices_per_node = {per_node} must be at most {MAX_DEVICES} devices"
-            raise spec_error("cluster.nodes", problem, value=nodes, fix=f"use {MAX_DEVICES // per_node}")
+        check_devices(nodes, per_node, ("cluster",))
         return nodes * per_node
     right = -(-cluster.devices // per_node)
     if nodes is not None and nodes != right:
@@ -257,32 +236,16 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _record(line: bytes, where: str) -> Line:
-    problem, fix = "", "write one JSON object a line"
+    fix = "write one JSON object a line"
     try:
-        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
-        if isinstance(record, dict):
-            if isinstance(record.get("id"), str):
-                return record
-            problem, fix = "has no id that is text", "give each record an id of its own, as text"
-        else:
-            problem = f"is no JSON object, but of type {type(record).__name__}"
-    except json.JSONDecodeError as error:
-        problem = f"cannot be read as JSON: {error.msg} (column {error.colno})"
-        if len(line) >= LONGEST_LINE:
-            problem = f"is longer than {LONGEST_LINE >> 20} MiB"
+        record = load_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start})"
-    except RecursionError:
-        problem = "is nested too deep"
+        return spec_error(where, f"is not UTF-8 text (byte {error.start})", fix=fix)
     except ValueError as error:
-        problem, fix = str(error), "remove one of them"
-    return spec_error(where, problem, fix=fix)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"gives the key {twice[:64]!r} twice")
-    return found
+        problem = f"is longer than {LONGEST_LINE >> 20} MiB" if len(line) >= LONGEST_LINE else str(error)
+        return spec_error(where, problem, fix=fix)
+    if not isinstance(record, dict):
+        return spec_error(where, f"is no JSON object, but of type {type(record).__name__}", fix=fix)
+    if not isinstance(record.get("id"), str):
+        return spec_error(where, "has no id that is text", fix="give each record its own id, as text")
+    return record

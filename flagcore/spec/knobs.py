@@ -14,7 +14,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, SettingValue
 from flagcore.errors import SpecError
-from flagcore.spec.validate import Section
+from flagcore.i18n import _
+from flagcore.spec.validate import DID_YOU_MEAN, Section
 
 
 class Engine(Protocol):
@@ -34,10 +35,11 @@ def knobs_of(name: str, engines: Engines, key: str, file: str = "") -> tuple[Kno
     """Return the knobs of the training engine that `key` of a spec names. Raises SpecError for an unknown one."""
     if name not in engines:
         near = get_close_matches(name, engines, n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(engines) or 'none'}"
-        raise SpecError(key=key, value=name, problem="is not an installed engine", fix=fix, file=file)
+        fix = _("installed: {names}", names=", ".join(engines) or _("none"))
+        fix = _(DID_YOU_MEAN, name=", ".join(near)) if near else fix
+        raise SpecError(key=key, value=name, problem=_("is not an installed engine"), fix=fix, file=file)
     if engines[name].kind != "train":
-        problem, fix = "is an engine that serves", "give an engine that trains, or a section serve"
+        problem, fix = _("is an engine that serves"), _("give an engine that trains, or a section serve")
         raise SpecError(key=key, value=name, problem=problem, fix=fix, file=file)
     return engines[name].knobs
 
@@ -45,14 +47,14 @@ def knobs_of(name: str, engines: Engines, key: str, file: str = "") -> tuple[Kno
 @lru_cache(maxsize=64)
 def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the model of a space."""
-    doc = "What may be tried: for each knob a value, a list of values, or auto (every legal value)."
+    doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     return _section("Space", doc, [(knob, _listed(_kind(knob)), AUTO) for knob in knobs if knob.searchable])
 
 
 @lru_cache(maxsize=64)
 def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the model of a baseline."""
-    doc = "The configuration to beat: a value for some or all knobs. Absent knobs are off or 1, DP what is left."
+    doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
     return _section("Baseline", doc, [(knob, _kind(knob), None) for knob in knobs if knob.searchable])
 
 
@@ -69,7 +71,7 @@ def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
     fields = {
         knob.name: (_kind(knob) | None, Field(None, description=knob.help)) for knob in knobs if "setting" in knob.scope
     }
-    doc = "How the engine runs every candidate, besides the knobs. Absent or null: the engine's default."
+    doc = "Settings of the engine for all candidates. Missing or null: the engine's default."
     return create_model("Settings", __base__=Section, __doc__=doc, **fields)  # type: ignore[call-overload,no-any-return]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from flagcore.domain.model import Model
+from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def model_from(source: object, *, base: Path, file: str = "") -> Model:
 
     if isinstance(source, (str, os.PathLike)):
         return _model_at(str(source), base, file)
+    if isinstance(source, Shape):
+        return model_of_shape(source, file=file)
     if not isinstance(source, Mapping):
         problem = "must be the path of a Hugging Face directory or config.json, or an inline shape"
         raise spec_error("model", problem, value=plain({"model": source}, file=file)["model"], file=file)
@@ -58,7 +61,8 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
         if shape.multi_latent_attention:
             given["kv_channels"] = shape.qk_head_dim
         elif shape.hidden_size % heads:
-            fail("hidden_size", f"must be divisible by num_attention_heads = {heads}", "change it, or give kv_channels")
+            text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
+            fail("hidden_size", text, _("change it, or give kv_channels"))
         else:
             given["kv_channels"] = shape.hidden_size // heads
     model = Model(
@@ -85,8 +89,8 @@ def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mappin
     heads, groups, experts = model.num_attention_heads, model.num_query_groups, model.num_moe_experts
     if heads % groups:
         divisors = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0][-6:]
-        problem = f"must divide {named['num_attention_heads']} = {heads}"
-        fail("num_query_groups", problem, f"use {', '.join(divisors)}")
+        problem = _("must divide {name} = {value}", name=named["num_attention_heads"], value=heads)
+        fail("num_query_groups", problem, _("use {values}", values=", ".join(divisors)))
     if model.multi_latent_attention and groups != heads:
         problem = f"must equal {named['num_attention_heads']} = {heads} with multi-latent attention"
         fail("num_query_groups", problem, f"use {heads}")
@@ -103,16 +107,16 @@ def _model_at(source: str, base: Path, file: str) -> Model:
     from flagcore.spec.huggingface import model_of_config
 
     plain({"model": source}, file=file)
-    fix = "give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded"
+    fix = _("give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded")
     path, problem = base / source, ""
     try:
         if path.is_dir():
             path /= "config.json"
-            problem = "" if path.exists() else "is a directory without a config.json"
+            problem = "" if path.exists() else _("is a directory without a config.json")
         elif not path.exists():
-            problem = "does not exist"
+            problem = _("does not exist")
     except OSError as error:
-        problem = f"cannot be reached ({error.strerror})"
+        problem = _("cannot be read ({why})", why=error.strerror)
     if problem:
         raise spec_error("model", problem, value=source, fix=fix, file=file)
     if path.suffix == ".gguf":

@@ -43,9 +43,9 @@ class Shape(Section):
     """A transformer's shape. Sizes count elements."""
 
     name: Word = "inline"
-    """What reports call the model."""
+    """Name of the model in reports."""
     num_layers: Layers
-    """Number of transformer layers, without those of multi-token prediction."""
+    """Number of transformer layers without multi-token prediction layers."""
     hidden_size: Size
     """Width of the residual stream."""
     ffn_hidden_size: Size
@@ -61,19 +61,19 @@ class Shape(Section):
     gated_linear_unit: bool = True
     """Whether the feed-forward network has a gate (SwiGLU, GeGLU)."""
     untie_embeddings_and_output_weights: bool = True
-    """Whether the output head has weights of its own."""
+    """Whether the output head has its own weights."""
     qk_layernorm: bool = False
-    """Whether queries and keys are normalised."""
+    """Whether queries and keys are normalized."""
     add_qkv_bias: bool = False
     """Whether the projections of queries, keys and values have biases."""
     num_moe_experts: Size | None = None
     """Number of routed experts of an MoE layer; null: a dense model."""
     moe_router_topk: NoSize | None = None
-    """Number of experts that each token visits."""
+    """Number of experts per token."""
     moe_ffn_hidden_size: Size | None = None
     """Width of one routed expert; null: ffn_hidden_size."""
     moe_shared_expert_intermediate_size: NoSize | None = None
-    """Total width of the shared experts; null or 0: there are none."""
+    """Total width of the shared experts; null or 0: none."""
     moe_first_dense_layers: NoLayers | None = None
     """Number of leading layers that are dense."""
     multi_latent_attention: bool = False
@@ -93,37 +93,29 @@ class Shape(Section):
 
 
 class GroupSection(Section):
-    """Equal nodes of a cluster that has several kinds of them."""
+    """Equal nodes of a heterogeneous cluster."""
 
     chip: Word
-    """Name or alias of the chip that some plugin knows."""
+    """Name or alias of a chip of any plugin."""
     nodes: Devices = 1
     """Number of hosts."""
     devices_per_node: Literal["auto"] | Devices = "auto"
-    """Devices of one host; auto: what is found, or as many as a host of this chip usually has."""
+    """Devices of one host; auto: what is found, the slots of the hostfile, or as many as this chip usually has."""
     memory_per_device: Bytes | Amount | None = None
-    """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
+    """Memory per device that a trial may use, in bytes or with a unit; null: all of it."""
     nic_bytes_per_second: Rate | None = None
-    """What one device can send to other nodes (400 Gbit/s is 5.0e+10); null: as the chip's plugin has it."""
+    """Network bandwidth per device (400 Gbit/s is 5.0e+10); null: the value of the chip's plugin."""
 
 
-class ClusterSection(Section):
+class ClusterSection(GroupSection):
     """The hardware to tune for."""
 
     chip: Word = "auto"
-    """Name or alias of the chip that some plugin knows; auto: what is found on this machine."""
-    nodes: Devices = 1
-    """Number of hosts. With a hostfile it is counted there."""
-    devices_per_node: Literal["auto"] | Devices = "auto"
-    """Devices of one host; auto: what is found, or the slots of the hostfile."""
+    """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
-    """File with one `host slots=8` a line. A relative path starts at the spec's folder."""
-    memory_per_device: Bytes | Amount | None = None
-    """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
-    nic_bytes_per_second: Rate | None = None
-    """What one device can send to other nodes (400 Gbit/s is 5.0e+10); null: as the chip's plugin has it."""
+    """File with one `host slots=8` a line, which are counted. A relative path starts at the spec's folder."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
-    """Nodes of different chips, in the order of ranks, instead of the other keys; null: all nodes are equal."""
+    """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
 
 
 class TrainSection(Section):
@@ -138,15 +130,15 @@ class TrainSection(Section):
     precision: Precision
     """Number format of the matrix products."""
     attention: Literal["flash", "unfused"] = "flash"
-    """Kernel of the attention core: fused, or with the scores in memory."""
+    """Attention kernel: fused (flash), or with the scores in memory (unfused)."""
     implementation: Literal["local", "transformer_engine"] | None = None
-    """Whose layers the engine uses; null: the engine's default."""
+    """Implementation of the layers; null: the engine's default."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
-    """Your own launch command, one word an item, run without a shell; null: flagcore's own trial program."""
+    """Your launch command as a list of words, run without a shell; null: flagcore's trial program."""
     directory: Folder | None = None
-    """The folder in which `command` runs; null: the folder of the spec file."""
+    """Working directory of `command`; null: the folder of the spec file."""
     engine_version: Word | None = None
-    """Release of the engine that `command` starts, e.g. 0.12.0; null: the installed one without a command."""
+    """Version of the engine that `command` starts, such as 0.12.0; null: the installed one."""
     settings: Any = Field(default={})
     """Settings of the engine that are the same for all candidates."""
 
@@ -159,65 +151,70 @@ class BudgetSection(Section):
     max_time: Seconds | None = _CONTROL.max_time
     """Wall-clock limit of the whole search, in seconds; null: none."""
     max_trials: Trials = _CONTROL.max_trials
-    """Number of trials at most."""
+    """Maximum number of trials."""
     repeats: Repeats = _CONTROL.repeats
-    """How often baseline, best and what may be as fast are run again at the end, at the least."""
+    """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     run_best: bool = _CONTROL.run_best
-    """Whether the best configuration is started for real at the end."""
+    """Whether the best configuration is started at the end."""
     use_experience: bool = _CONTROL.use_experience
-    """Whether predictions are corrected by what earlier runs on the same chip measured."""
+    """Whether measurements of earlier runs on the same chip correct the predictions."""
 
 
 class ControlSection(BudgetSection):
     """Budgets of the search."""
 
     train_iters: Steps = _CONTROL.train_iters
-    """Steps of one trial."""
+    """Steps per trial."""
     warmup_iters: NoSteps = _CONTROL.warmup_iters
-    """Steps at the start of a trial that do not count; fewer than train_iters."""
+    """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
-    """How real trials are: none, single ranks on one device, or the whole job on all devices."""
+    """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
     probes: Probes = _CONTROL.probes
-    """Number of candidates that are probed on one device before the first run."""
+    """Number of candidates to probe on one device before the first run."""
 
 
 class SearchSection(Section):
     """How any search goes."""
 
     strategy: Word = "learned"
-    """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or one that you install."""
+    """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
     launcher: Word = "local"
     """Name of the launcher that starts trials."""
 
 
 class TunerSection(SearchSection):
-    """What is searched, and how."""
+    """The search."""
 
     space: Any = Field(default={})
-    """What may be tried."""
+    """The search space."""
     baseline: Any = None
-    """The configuration that the gain is told against; null: an expert's rule of thumb."""
+    """The configuration that the gain is relative to; null: an expert's rule of thumb."""
     control: ControlSection = ControlSection()
-    """How long to look."""
+    """Budget of the search."""
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
-    """The figure to optimise: more tokens a second and device, or fewer seconds a step."""
+    """The figure to optimize: tokens per second and device (maximized), or seconds per step (minimized)."""
 
 
-class Document(Section):
-    """What flagcore shall tune: a model, a cluster, a job and a search."""
+class CommonSection(Section):
+    """What all specs have."""
 
     model: ModelPath | Shape
-    """Path of a Hugging Face directory or config.json, relative to the spec, or an inline shape."""
+    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
     cluster: ClusterSection = ClusterSection()
-    """What hardware is wanted; absent: what is found on this machine."""
-    train: TrainSection
-    """What one step of training is."""
-    auto_tuner: TunerSection = TunerSection()
-    """The search: absent, everything legal is tried within the default budgets."""
+    """The hardware; absent: detected on this machine."""
     envs: dict[str, Value | int] = Field(default={})
-    """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
+    """Environment variables of each trial, in addition to those of plugins."""
     action: Literal["auto_tune"] | None = None
-    """What to do; it has one value and may be left out."""
+    """Optional; the only value is auto_tune."""
+
+
+class Document(CommonSection):
+    """A tuning task: model, cluster, training job and search."""
+
+    train: TrainSection
+    """The training job, which is the same in all trials."""
+    auto_tuner: TunerSection = TunerSection()
+    """The search; absent: all legal candidates within the default budgets."""
 
 
 @lru_cache(maxsize=64)

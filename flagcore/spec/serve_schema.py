@@ -16,7 +16,6 @@ from flagcore.spec.limits import (
     Factor,
     Folder,
     Fraction,
-    ModelPath,
     NoSize,
     Precision,
     Seconds,
@@ -24,7 +23,7 @@ from flagcore.spec.limits import (
     Value,
     Word,
 )
-from flagcore.spec.schema import BudgetSection, ClusterSection, SearchSection, Shape, document_of
+from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, document_of
 from flagcore.spec.validate import Section
 
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -34,101 +33,101 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
-"""A value of an engine's knob; what is legal is the engine's to say."""
+"""A value of an engine's knob; the engine decides what is legal."""
 Scalar = bool | int | float | Value | None
 
 _LOAD = Load()
 
 
 class ProfileSection(Section):
-    """The requests of one load point, or of several where concurrency or request_rate is a list. Lengths are tokens."""
+    """The requests of one load point, or of several if concurrency or request_rate is a list. Lengths are in tokens."""
 
     input_len: Tokens = _LOAD.input_len
-    """Length of a prompt, its shared prefix aside."""
+    """Length of a prompt without its shared prefix."""
     output_len: Tokens = _LOAD.output_len
-    """Length of an answer; the engine is told to ignore the end-of-text token."""
+    """Length of an answer; the engine ignores the end-of-text token."""
     prefix_len: NoTokens = _LOAD.prefix_len
-    """Tokens before the prompt that are the same in all requests."""
+    """Shared prefix: tokens before the prompt that are equal in all requests."""
     range_ratio: Fraction = _LOAD.range_ratio
-    """Lengths are drawn evenly from range_ratio x length to length; 1: all equal."""
+    """Lengths are uniform between range_ratio x length and length; 1: all equal."""
     range_spread: Fraction | None = None
-    """Lengths are drawn evenly from (1 - range_spread) to (1 + range_spread) x length."""
+    """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
     num_prompts: Requests = 128
     """Number of requests."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | None = None
-    """Requests in flight (closed loop); a list is several load points in one launch."""
+    """Requests in flight (closed loop); a list defines several load points of one launch."""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | None = None
-    """Requests a second (open loop), inf: all at once; a list is several load points in one launch."""
+    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch."""
     burstiness: Factor = _LOAD.burstiness
-    """Shape of the gaps between requests of an open loop: 1 is Poisson, less is burstier."""
+    """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
-    """File with lengths, and times where it has them: ShareGPT-like JSONL, Mooncake JSONL or BurstGPT CSV."""
+    """File with lengths and optional arrival times: ShareGPT-like JSONL, Mooncake JSONL or BurstGPT CSV."""
     warmup: NoRequests = _LOAD.warmup
-    """Requests before those that count."""
+    """Warm-up requests, which are not measured."""
     seed: NoSize = _LOAD.seed
-    """What prompts are drawn from; each repeat has fresh ones."""
+    """Random seed of prompts; each repeat has new prompts."""
 
 
 class BoundSection(Section):
     """Upper bounds in seconds of a latency's statistics."""
 
     mean: Seconds | None = None
-    """The mean must not be longer."""
+    """Upper bound of the mean."""
     p50: Seconds | None = None
-    """The median must not be longer."""
+    """Upper bound of the median."""
     p90: Seconds | None = None
-    """At least 90% must not be longer."""
+    """Upper bound of the 90th percentile."""
     p99: Seconds | None = None
-    """At least 99% must not be longer."""
+    """Upper bound of the 99th percentile."""
 
 
 class SloSection(Section):
-    """What a configuration must keep to be the best one."""
+    """Latency limits that the best configuration must meet."""
 
     ttft_s: BoundSection = BoundSection()
     """Time to the first token."""
     tpot_s: BoundSection = BoundSection()
     """Time per token after the first, of each request."""
     itl_s: BoundSection = BoundSection()
-    """Gap between two pieces of an answer."""
+    """Time between two chunks of an answer."""
     e2e_s: BoundSection = BoundSection()
-    """Time of a whole answer."""
+    """Time of a complete answer."""
 
 
 class ClientSection(Section):
-    """Another client in place of flagcore's own, whose report is read: guidellm, aiperf, or that of an engine."""
+    """Another load generator whose report is read: guidellm, aiperf, or that of an engine."""
 
     command: Annotated[list[Text], Field(min_length=1)]
-    """Its command, one word an item, run without a shell; {url}, {model} and {report} are filled in."""
+    """Command as a list of words, run without a shell; {url}, {model} and {report} are replaced."""
     report: Word = "report.json"
-    """Name of the file that it writes, in the folder in which it runs."""
+    """Name of the report file, in the working directory of the command."""
 
 
 class ServeSection(Section):
     """The serving job."""
 
     engine: Word | Annotated[list[Word], Field(min_length=1)]
-    """Name of the engine; a list tunes one after the other."""
+    """Name of the engine; the engines of a list are tuned one after the other."""
     precision: Precision | None = None
-    """Number format of the weights; null: bf16, or what the weights say."""
+    """Number format of the weights; null: that of the weights file, else bf16."""
     engine_args: dict[str, Scalar] = Field(default={})
-    """The engine's own flags for all candidates, in its spelling without the leading dashes; true is a bare flag."""
+    """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""
     profile: ProfileSection = ProfileSection()
-    """The requests that it is measured with."""
+    """The load."""
     slo: SloSection = SloSection()
-    """What must be kept."""
+    """Latency limits."""
     repeats: Devices = 1
-    """How often each load point is sent in one launch, with fresh prompts."""
+    """Number of times that each load point runs per launch, with new prompts."""
     client: ClientSection | None = None
-    """Another client that loads the servers, as its own command says; null: flagcore's, as profile says."""
+    """Another load generator, with its command; null: flagcore's own with `profile`."""
     weights: Text | None = None
-    """Path of the weights (Hugging Face directory or GGUF file); null: the model's own path."""
+    """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
-    """Program that starts one server, flags aside; null: the engine's own."""
+    """Program that starts one server, without flags; null: the engine's default."""
     directory: Folder | None = None
-    """Where the command is started; null: the spec's folder."""
+    """Working directory of the command; null: the folder of the spec."""
     engine_version: Word | None = None
-    """Version to plan for; null: the installed one."""
+    """Version of the engine; null: the installed one."""
 
 
 ServeSpace = dict[
@@ -141,41 +140,33 @@ class ServeControlSection(BudgetSection):
     """Budgets of the search."""
 
     max_time_per_task: Seconds = 1200.0
-    """Wall-clock limit of one trial, start of the servers included, in seconds."""
+    """Wall-clock limit of one trial including the start of the servers, in seconds."""
     fidelity: Literal["estimate", "run"] = "run"
-    """How real trials are: none, or real servers under a real load."""
+    """Fidelity of trials: predictions only, or real servers under load."""
 
 
 class ServeTunerSection(SearchSection):
-    """What is searched, and how."""
+    """The search."""
 
     cards: Devices | None = None
-    """Devices that a configuration may use; null: all of the cluster."""
+    """Devices that a configuration may use; null: all devices of the cluster."""
     space: ServeSpace = Field(default={})
-    """What may be tried: for each knob a value, a list of values, or auto; a knob that is absent is the engine's."""
+    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default."""
     baseline: dict[str, KnobInput | dict[str, KnobInput]] | None = None
-    """The configuration that the gain is told against; null: the engine's own defaults."""
+    """The configuration that the gain is relative to; null: the engine's own defaults."""
     control: ServeControlSection = ServeControlSection()
-    """How long to look."""
+    """Budget of the search."""
     objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]
-    """The figure to optimise: more of a rate, or less of a latency (its mean, unless a statistic is named)."""
+    """The figure to optimize: rates are maximized, latencies minimized (the mean, unless a statistic is given)."""
 
 
-class ServeDocument(Section):
-    """What flagcore shall tune: a model, a cluster, a server with its load, and a search."""
+class ServeDocument(CommonSection):
+    """A tuning task: model, cluster, server with its load, and search."""
 
-    model: ModelPath | Shape
-    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
-    cluster: ClusterSection = ClusterSection()
-    """What hardware is wanted; absent: what is found on this machine."""
     serve: ServeSection
-    """What is served, how it is asked, and what must be kept."""
+    """What is served, the requests of a trial, and the limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()
-    """The search: absent, the engine runs as it is."""
-    envs: dict[str, Value | int] = Field(default={})
-    """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
-    action: Literal["auto_tune"] | None = None
-    """What to do; it has one value and may be left out."""
+    """The search; absent: only the engine's default configuration runs."""
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _client(section: ServeSection, file: str) -> dict[str, Any]:
         problem, fix = "is one load point, but serve.profile has several", "give one number there, for the prediction"
         raise spec_error("serve.client", problem, fix=fix, file=file)
     if "/" in section.client.report:
-        problem, fix = "is a path", "give the name of a file: the client runs in a folder of its own"
+        problem, fix = "is a path", "give the name of a file: the client runs in its own folder"
         raise spec_error("serve.client.report", problem, value=section.client.report, fix=fix, file=file)
     return {"client": tuple(section.client.command), "report": section.client.report}
 
@@ -91,7 +91,7 @@ def space_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, str | tu
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return what a mapping of knobs says for all engines and, before that, in the engine's own section."""
+    """Return the knobs of an engine: those of its own section override those for all engines."""
     common = {key: value for key, value in space.items() if not isinstance(value, Mapping)}
     return {**common, **(space.get(engine) or {})}
 

@@ -10,42 +10,27 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flagcore.errors import SpecError, SpecErrors
+from flagcore.i18n import N_, _
 from flagcore.spec.limits import BYTES_PATTERN
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
 MAX_PROBLEMS = 20
 """Problems of one file that are listed."""
+DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
 ALIASES = {
-    "num_hidden_layers": "num_layers",
-    "n_layer": "num_layers",
-    "n_embd": "hidden_size",
-    "d_model": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "d_ff": "ffn_hidden_size",
-    "n_head": "num_attention_heads",
-    "num_heads": "num_attention_heads",
-    "heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "num_kv_heads": "num_query_groups",
-    "kv_heads": "num_query_groups",
-    "num_experts": "num_moe_experts",
-    "num_local_experts": "num_moe_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "device": "chip",
-    "gpu": "chip",
-    "accelerator": "chip",
-    "type": "chip",
-    "gpus": "devices_per_node",
-    "num_gpus": "devices_per_node",
-    "num_devices": "devices_per_node",
-    "ngpus": "devices_per_node",
-    "nproc_per_node": "devices_per_node",
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "backend": "engine",
-    "framework": "engine",
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("n_embd", "d_model"),
+    "ffn_hidden_size": ("intermediate_size", "d_ff"),
+    "num_attention_heads": ("n_head", "num_heads", "heads"),
+    "num_query_groups": ("num_key_value_heads", "num_kv_heads", "kv_heads"),
+    "num_moe_experts": ("num_experts", "num_local_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "chip": ("device", "gpu", "accelerator", "type"),
+    "devices_per_node": ("gpus", "num_gpus", "num_devices", "ngpus", "nproc_per_node"),
+    "precision": ("dtype", "torch_dtype"),
+    "engine": ("backend", "framework"),
 }
 """Names of keys in other tools and model files, where spelling alone does not find them."""
 
@@ -97,7 +82,8 @@ def describe(schema: Schema, root: Schema) -> str:
     for part in parts:
         if part.get("type") == "array":
             items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]
-            words.append(f"a non-empty list of {'those' if set(items) <= set(words) else _joined(items)}")
+            those = _("those") if set(items) <= set(words) else _joined(items)
+            words.append(_("a non-empty list of {values}", values=those))
     return _joined(words)
 
 
@@ -112,7 +98,7 @@ def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[Ke
 
 
 def _joined(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return words[0] if len(words) == 1 else _("{first} or {last}", first=", ".join(words[:-1]), last=words[-1])
 
 
 def _words_of(part: Schema) -> list[str]:
@@ -120,21 +106,24 @@ def _words_of(part: Schema) -> list[str]:
     if "const" in part or "enum" in part:
         return [str(word) for word in part.get("enum", [part.get("const")])]
     if kind == "integer":
-        return [
-            f"a whole number from {part['minimum']} to {part['maximum']}" if "minimum" in part else "a whole number"
-        ]
+        if "minimum" not in part:
+            return [_("a whole number")]
+        return [_("a whole number from {least} to {most}", least=part["minimum"], most=part["maximum"])]
     if kind == "number" and "maximum" not in part:
-        return ["a number"]
+        return [_("a number")]
+    if kind == "number" and "exclusiveMinimum" in part:
+        return [_("a number above {least} up to {most}", least=part["exclusiveMinimum"], most=part["maximum"])]
     if kind == "number":
-        least = f"above {part['exclusiveMinimum']} up" if "exclusiveMinimum" in part else f"from {part['minimum']}"
-        return [f"a number {least} to {part['maximum']}"]
+        return [_("a number from {least} to {most}", least=part["minimum"], most=part["maximum"])]
     if kind == "boolean":
         return ["true", "false"]
     if kind == "string":
         if "examples" in part:
-            return [f"text such as {part['examples'][0]}"]
-        return [f"text of {part['minLength']} to {part['maxLength']} characters" if "minLength" in part else "text"]
-    return ["null" if kind == "null" else "a mapping"]
+            return [_("text such as {example}", example=part["examples"][0])]
+        if "minLength" not in part:
+            return [_("text")]
+        return [_("text of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
+    return ["null" if kind == "null" else _("a mapping")]
 
 
 def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str, at: KeyPath) -> list[SpecError]:
@@ -152,17 +141,21 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
         if path in meant:
             continue
         if len(found) == MAX_PROBLEMS:
-            found.append(spec_error(at, f"has {len(paths) - MAX_PROBLEMS} more problems", file=file))
+            text = _("has {count} more problems", count=len(paths) - MAX_PROBLEMS)
+            found.append(spec_error(at, text, file=file))
             break
         if kinds[path] == "missing":
-            value, problem, fix = None, "is missing", f"give {describe(_schema_at(root, path), root)}"
+            value, problem = None, _("is missing")
+            fix = _("give {values}", values=describe(_schema_at(root, path), root))
         elif kinds[path] == "extra_forbidden":
-            value, problem, fix = _value_at(data, path), "is not a known key", _nearest(root, path, at)
+            value, problem = _value_at(data, path), _("is not a known key")
             value = None if isinstance(value, (dict, list)) else value
-            meant.add((*path[:-1], fix.split()[-1].removesuffix("?")))
+            fix, name = _nearest(root, path, at)
+            meant.add((*path[:-1], name))
         else:
             value, schema = _value_at(data, path), _schema_at(root, path)
-            problem = f"{'is null but ' if value is None else ''}must be {describe(schema, root)}"
+            text = N_("is null but must be {values}") if value is None else N_("must be {values}")
+            problem = _(text, values=describe(schema, root))
             fix = _hint(value, list(_alternatives(schema, root)))
         found.append(spec_error((*at, *path), problem, value=value, fix=fix, file=file))
     return found
@@ -206,21 +199,22 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema:
     return schema
 
 
-def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
+def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> tuple[str, str]:
+    """Return a hint for an unknown key, and the key of its section that was probably meant."""
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
     section = tuple(part for part in path[:-1] if isinstance(part, str))
     here = [str(key[-1]) for key in known if key[:-1] == section]
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
-        return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])
-    if ALIASES.get(name.lower()) in here:
-        return f"did you mean {ALIASES[name.lower()]}?"
-    if close := [key for key in here if name.lower() in _initials(key)] or difflib.get_close_matches(name, here, n=1):
-        return f"did you mean {close[0]}?"
+        sections = _joined([key_text((*at, *key[:-1])) for key in elsewhere[:2]])
+        return _("it belongs under {section}", section=sections), ""
+    short = [key for key in here if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
+    if close := short or difflib.get_close_matches(name, here, n=1):
+        return _(DID_YOU_MEAN, name=close[0]), close[0]
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         right = next(key for key in known if key[-1] == close[0])
-        return f"did you mean {key_text((*at, *right))}?"
-    return f"known here: {', '.join(here)}"
+        return _(DID_YOU_MEAN, name=key_text((*at, *right))), close[0]
+    return _("known here: {names}", names=", ".join(here)), ""
 
 
 def _initials(key: str) -> tuple[str, ...]:
@@ -233,22 +227,22 @@ def _initials(key: str) -> tuple[str, ...]:
 def _hint(value: object, options: list[Schema]) -> str:
     """Return how to fix a value that is nearly right, or nothing."""
     if value is None:
-        return "give a value, or remove the key"
+        return _("give a value, or remove the key")
     options = [*options, *(option["items"] for option in options if "items" in option)]
     types = {option.get("type") for option in options}
     patterns = {option.get("pattern") for option in options}
     if not isinstance(value, str):
         if isinstance(value, float) and "integer" in types and value.is_integer():
-            return f"write {int(value)}"
+            return _("write {value}", value=int(value))
         any_text = any("maxLength" in option and "examples" not in option for option in options)
-        return "quote it" if any_text and isinstance(value, (bool, int, float)) else ""
+        return _("quote it") if any_text and isinstance(value, (bool, int, float)) else ""
     if re.fullmatch(r"[-+]?\d{1,18}(\.\d+)?", value) and types & {"integer", "number"}:
-        return f"write {value} without quotes"
+        return _("write {value} without quotes", value=value)
     if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
-        return f"write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'} without quotes"
+        return _("write {value} without quotes", value="true" if value.lower() in ("true", "yes", "on") else "false")
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?", value, re.IGNORECASE) and BYTES_PATTERN in patterns:
         number, letter = re.sub("[ iI]", "", value)[:-1], value.rstrip("iI")[-1].upper()
-        return f"did you mean {number}{letter}iB or {number}{letter}B?"
+        return _(DID_YOU_MEAN, name=_joined([f"{number}{letter}iB", f"{number}{letter}B"]))
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    return _(DID_YOU_MEAN, name=close[0]) if close else ""

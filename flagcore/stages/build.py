@@ -22,7 +22,7 @@ CHUNK = 1 << 15
 MOST_ROWS = 20_000_000
 
 _OfRows: TypeAlias = "Callable[[IntArray], NDArray[Any]]"
-"""Something that is said of each row, from the row's number."""
+"""Returns an answer for each row, from the row's number."""
 
 
 def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:

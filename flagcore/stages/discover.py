@@ -17,6 +17,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
+from flagcore.i18n import _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack
@@ -114,7 +115,7 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
 
 def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
     """Return how many devices can each play a rank at once: 1 where they share memory and time, as a plain CPU's do,
-    and where somebody says which of them a trial sees.
+    and where a variable selects the devices that a trial sees.
     """
     here = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
@@ -129,28 +130,44 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     where = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
-        raise NoDevice(f"no installed plugin says how {work.engine} runs on {cluster.chips}; give a {where}.command")
+        raise NoDevice(
+            _(
+                "no installed plugin says how {engine} runs on {chip}; give a {where}.command",
+                engine=work.engine,
+                chip=cluster.chips,
+                where=where,
+            )
+        )
     found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
-        without = "`flag estimate`, or `flag tune --fidelity estimate`, plans without it"
-        raise NoDevice(f"no {cluster.chips} on this machine, so nothing can be run; {without}")
+        raise NoDevice(
+            _(
+                "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "
+                "plan without it",
+                chip=cluster.chips,
+            )
+        )
     if len(here) < (needed or group.devices_per_node) and not support.shared_devices:
         raise NoDevice(
-            f"cluster.devices_per_node = {group.devices_per_node}, but this machine has {len(here)} {group.chip.name}"
+            _(
+                "cluster.devices_per_node = {wanted}, but this machine has {count} {chip}",
+                wanted=group.devices_per_node,
+                count=len(here),
+                chip=group.chip.name,
+            )
         )
 
 
 def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
-    """Return how the engine runs on a chip. Raises NoDevice if it does not."""
     support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
-        raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
+        why = f"{support.support.value}; {support.reason}".rstrip("; ")
+        raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=why))
     return support
 
 
 def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
-    """Yield a line for each variable to which plugins and the user give different values."""
     for name, value in environment.items():
         for own, where in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
             if own is not None:
@@ -160,7 +177,7 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
 
 
 def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
-    """Return `spec` with the settings that plugins force, where it says nothing of them. flagcore's own trial program
+    """Return `spec` with the settings that plugins force, where it does not set them. flagcore's own trial program
     takes no settings from them: it has no flags."""
     for forced in support.forced:
         where, _, name = forced.setting.partition(".")
@@ -193,31 +210,38 @@ def _named(name: str, key: str, plugins: Plugins) -> Chip:
     for chip in known:
         if chip.has_name(name):
             return chip
-    raise NoDevice(f"{key} = {name!r} is not known to any installed plugin; {unknown_chip_hint(name, known)}")
+    hint = unknown_chip_hint(name, known)
+    raise NoDevice(_("{key} = {chip!r} is not known to any installed plugin; {hint}", key=key, chip=name, hint=hint))
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
     """Return the chip that most devices here have; chips that are no plain CPU go first.
 
-    Raises NoDevice if there is none, or only a plain CPU where a plugin could not tell of its vendor's devices.
+    Raises NoDevice if there is none, or only a plain CPU where a plugin could not detect its vendor's devices.
     """
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
     if not known:
-        strange = ", ".join(counts) or "no device at all"
         raise NoDevice(
-            f"no usable device: found {strange}; install the vendor's plugin (`flag plugins list` shows what is "
-            "installed), measure it with `flag calibrate`, or name a chip to plan for"
+            _(
+                "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
+                "installed), measure it with `flag calibrate`, or name a chip to plan for",
+                devices=", ".join(counts) or _("no device at all"),
+            )
         )
-    own, _, chip = max(
+    own, _count, chip = max(
         ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
         key=lambda found: found[:2],
     )
     if not own and plugins.undetected():
         why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
         raise NoDevice(
-            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); fix that, or give "
-            f"cluster.chip: {chip.name} to use it"
+            _(
+                "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
+                "cluster.chip: {chip} to use it",
+                chip=chip.name,
+                why=why,
+            )
         )
     return chip
 

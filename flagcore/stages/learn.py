@@ -14,7 +14,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     """Return what finished trials teach a search of some fidelity.
 
     A repeat refines a candidate, it is not another one. Trials of another fidelity settle no candidate, nor do imported
-    ones; of what another tool told of this very machine, a trial of the run's own takes the place.
+    ones; a trial of the run replaces one of another tool.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own = [trial for trial in trials if trial.fidelity == fidelity]

@@ -2,96 +2,71 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 
 import numpy as np
 
-from flagcore.contracts import Costs
+from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.spec.limits import PRECISIONS
 
 MEASURED = "`flag calibrate` on such a device measures that"
 BUDGET = "give cluster.memory_per_device"
 GIVEN = "give cluster.nic_bytes_per_second"
-BYTES = 2.0**20
 
 
 def no_time(task: Task, costs: Costs) -> str:
     """Return why no time can be predicted for a task: each unknown rate, and how to get it."""
-    unknown: dict[str, list[str]] = {}
-    unlisted = dict.fromkeys(chain(*(_unlisted(*pair, task.spec.work.precision) for pair in _pairs(task, costs))))
-    for what, how in _unknown(task, costs) or ([] if unlisted else [_other(task)]):
-        unknown.setdefault(how, []).append(what)
-    rates = ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
-    return "; ".join([*unlisted, *([f"unknown: {rates}"] if rates else []), *_unlimited(task)])
-
-
-def _unlimited(task: Task) -> list[str]:
-    """Return the chips of unknown memory: nothing is removed for not fitting."""
+    precision, unlisted, rates = task.spec.work.precision, list[str](), dict[str, list[str]]()
+    for group, own in zip(task.cluster.groups, costs.groups, strict=False):
+        known = _known_precisions(own)
+        if known and precision not in known:
+            unlisted.append(_other_precision(group, known, precision))
+        for what, how in _unknown(group, own, bool(known), precision):
+            rates.setdefault(how, []).append(what)
+    if costs.between is not None and _is_unknown(costs.between, "send", 2, 1):
+        how = "give nic_bytes_per_second in each of cluster.groups"
+        rates.setdefault(how, []).append("the network between node groups")
+    if not rates and not unlisted:
+        serves = isinstance(task.spec.work, ServeSpec)
+        what = "how fast the host computes the layers that are not on a device" if serves else "a rate that it needs"
+        rates["trials measure that" if serves else MEASURED] = [what]
+    named = ", ".join(f"{' and '.join(several)} ({how})" for how, several in rates.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
-    return [
+    unlimited = [
         f"unknown memory of {name}, so all seem to fit ({BUDGET})"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
+    return "; ".join([*dict.fromkeys(unlisted), *([f"unknown: {named}"] if named else []), *unlimited])
 
 
-def _other(task: Task) -> tuple[str, str]:
-    """Return what is not known where all rates are: of servers, layers that are not on their devices."""
-    if isinstance(task.spec.work, ServeSpec):
-        return "how fast the host computes the layers that are not on a device", "trials measure that"
-    return "a rate that it needs", MEASURED
-
-
-def _pairs(task: Task, costs: Costs) -> list[tuple[NodeGroup, Costs]]:
-    return list(zip(task.cluster.groups, costs.groups, strict=False))
-
-
-def _unlisted(group: NodeGroup, costs: Costs, precision: str) -> list[str]:
-    """Return what to use on a chip whose rates are known, but in other precisions: calibration measures no others."""
-    known = _known(costs)
-    if not known or precision in known:
-        return []
-    *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
-    usable = f"{', '.join(others)} or {last}" if others else last
-    return [f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"]
-
-
-def _known(costs: Costs) -> list[str]:
-    """Return the precisions in which the rate of matrix products is known."""
+def _known_precisions(costs: Costs) -> list[str]:
     size = np.array([1024.0])
     return [each for each in PRECISIONS if not np.isnan(costs.kernels.gemm_seconds(size, size, size, each)).any()]
 
 
-def _unknown(task: Task, costs: Costs) -> list[tuple[str, str]]:
-    found = [each for group, its in _pairs(task, costs) for each in _unknown_of(group, its, task.spec.work.precision)]
-    if costs.between is not None and np.isnan(costs.between.seconds("send", np.array([BYTES]), *_ranks(2, 1))).any():
-        found.append(("the network between node groups", "give nic_bytes_per_second in each of cluster.groups"))
-    return found
+def _other_precision(group: NodeGroup, known: list[str], precision: str) -> str:
+    """Return which precisions to use on a chip: calibration measures no others."""
+    *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
+    usable = f"{', '.join(others)} or {last}" if others else last
+    return f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"
 
 
-def _unknown_of(group: NodeGroup, costs: Costs, precision: str) -> list[tuple[str, str]]:
-    chip, size = group.chip.name, np.array([1024.0])
-    found = []
-    if not _known(costs):
-        found.append((f"the peak rate of {chip} in {precision}", MEASURED))
-    if np.isnan(costs.kernels.memory_seconds(size)).any():
-        found.append((f"the memory bandwidth of {chip}", MEASURED))
-    if _is_unknown(costs, group.devices_per_node, 1):
-        found.append((f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED))
-    if _is_unknown(costs, group.nodes, group.devices_per_node):
-        found.append((f"the network between nodes of {chip}", GIVEN))
-    return found
+def _unknown(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> Iterator[tuple[str, str]]:
+    chip = group.chip.name
+    if not has_peak:
+        yield f"the peak rate of {chip} in {precision}", MEASURED
+    if np.isnan(costs.kernels.memory_seconds(np.array([1024.0]))).any():
+        yield f"the memory bandwidth of {chip}", MEASURED
+    if _is_unknown(costs.collectives, "all_reduce", group.devices_per_node, 1):
+        yield f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED
+    if _is_unknown(costs.collectives, "all_reduce", group.nodes, group.devices_per_node):
+        yield f"the network between nodes of {chip}", GIVEN
 
 
-def _is_unknown(costs: Costs, ranks: int, stride: int) -> bool:
-    """Return whether the time is unknown of a collective of `ranks` devices takes that are `stride` apart."""
-    group = _ranks(ranks, stride)
-    return ranks > 1 and bool(np.isnan(costs.collectives.seconds("all_reduce", np.array([BYTES]), *group)).any())
-
-
-def _ranks(ranks: int, stride: int) -> tuple[IntArray, IntArray]:
-    return np.array([ranks]), np.array([stride])
+def _is_unknown(costs: CollectiveCosts, kind: str, ranks: int, stride: int) -> bool:
+    seconds = costs.seconds(kind, np.array([2.0**20]), np.array([ranks]), np.array([stride]))
+    return ranks > 1 and bool(np.isnan(seconds).any())

@@ -25,8 +25,6 @@ POLL_OF_SEVERAL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _RunningRank:
-    """A rank that is running, and its folder."""
-
     blank: RankProbe
     process: Running
     folder: str
@@ -48,9 +46,9 @@ def probe(
 ) -> Probe:
     """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
 
-    Each has a folder of its own in `folder`; all together are ended after `seconds`. `on_rank` is told each rank before
-    it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is
-    a result, and unless `to_the_end` the last one: those beside it are ended, and left out. Raises FlagError if one
+    Each has its own folder in `folder`; all together are ended after `seconds`. `on_rank` is called with each rank
+    before it starts. Ranks that ended well in the folders of `earlier` probes are not probed again. A rank that fails
+    is a result, and unless `to_the_end` the last one: those beside it are ended, and left out. Raises FlagError if one
     cannot be started, and lets exceptions pass; either ends the processes.
     """
     task = platform.task
@@ -122,7 +120,6 @@ def _start(
 
 
 def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
-    """Wait until one of several has ended, and return it."""
     patience = POLL_SECONDS if len(running_ranks) == 1 else POLL_OF_SEVERAL_SECONDS
     while True:
         for each in running_ranks:

@@ -62,16 +62,12 @@ def prune(
 
 def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
     """Return the share of its predicted memory that any candidate is believed to need at least, after `trials`."""
-    return least_share(_memory_ratios(space, predictions, trials))
-
-
-def _memory_ratios(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> list[float]:
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement
         if row is not None and trial.state is TrialState.MEASURED and measured and measured.device_used_bytes:
             ratios.append(math.log(measured.device_used_bytes / float(predictions.device_used_bytes[row])))
-    return ratios
+    return least_share(ratios)
 
 
 def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[PruningRule], too_much: BoolArray) -> Pruned:
@@ -106,7 +102,7 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
     if trial.state is TrialState.OUT_OF_MEMORY:
         return _by_memory(pruned, space, predictions, workload, trial, itself=False)
     columns, row = space.columns(rows), space.find(trial.candidate)
-    other = ~_is(columns, space, trial.candidate)
+    other = ~_same(columns, space.axes, trial.candidate)
     mask = workload.takes_at_least(columns, trial.candidate) & other & _not_apart(columns, space, trial.candidate)
     return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
 
@@ -122,20 +118,16 @@ def _by_memory(
     mask = workload.needs_at_least(columns, trial.candidate) & _not_less(predictions.device_used_bytes, rows, row)
     mask &= _not_apart(columns, space, trial.candidate)
     if not itself:
-        mask &= ~_is(columns, space, trial.candidate)
+        mask &= ~_same(columns, space.axes, trial.candidate)
     return _remove(pruned, NEEDS_AS_MUCH_MEMORY, rows, mask, trial.number)
 
 
 def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
-    """Return which rows the model, too, gives as much as the row of the trial; all where it says nothing."""
+    """Return which rows the model, too, gives as much as the row of the trial; all where it has no prediction."""
     if row is None or not np.isfinite(predicted[row]):
         return np.ones(rows.shape, dtype=np.bool_)
     less: BoolArray = predicted[rows] < predicted[row]
     return ~less
-
-
-def _is(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
-    return _same(columns, space.axes, candidate)
 
 
 def _not_apart(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
@@ -152,7 +144,6 @@ def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolA
 
 
 def _remove(pruned: Pruned, name: str, rows: IntArray, mask: BoolArray, trial: int = -1) -> Pruned:
-    """Return `pruned` without those of `rows` where `mask` is True."""
     gone = rows[mask]
     if not gone.size:
         return pruned

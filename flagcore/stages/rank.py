@@ -12,12 +12,13 @@ from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
+from flagcore.i18n import N_
 
 
 def rank(strategy: Strategy, context: SearchContext) -> Choice:
     """Return what to try next: an interrupted candidate, else the choice of `strategy`."""
     if not context.open_rows.size:
-        return Choice(row=None, because="every candidate is settled")
+        return Choice(row=None, because=N_("every candidate is settled"))
     for trial in context.trials:
         if trial.state is TrialState.INTERRUPTED and (row := context.space.find(trial.candidate)) in context.open_rows:
             return Choice(row=row, because="interrupted before")

@@ -16,6 +16,7 @@ from uuid import uuid4
 from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.errors import RunError
 from flagcore.files import read_regular
+from flagcore.i18n import _
 
 LOCK, IDENTITY = "run.lock", "task.json"
 
@@ -62,7 +63,7 @@ class RunDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RunError(f"{file} cannot be read ({error}); use --new to start over") from None
+            raise RunError(_("{file} cannot be read ({why}); use --new to start over", file=file, why=error)) from None
 
     def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
         """Store the identity of this run, and return its unique name.
@@ -78,10 +79,15 @@ class RunDirectory:
             write(self.path / IDENTITY, text, private=bool(secrets_in_data(known["fixed"])))
         changes = list(differences(known["task"], wanted["task"]))
         if changes:
-            shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
+            more = [_("and {count} more", count=len(changes) - 8)] if len(changes) > 8 else []
+            shown = "; ".join([*changes[:8], *more])
             raise RunError(
-                f"{self.path} belongs to another task: {shown}. Use --new to start over (the old run is moved aside), "
-                "or --run-dir for another folder"
+                _(
+                    "{path} belongs to another task: {changes}. Use --new to start over (the old run is moved aside), "
+                    "or --run-dir for another folder",
+                    path=self.path,
+                    changes=shown,
+                )
             )
         return str(known["run"])
 
@@ -105,7 +111,8 @@ class RunDirectory:
         except OSError:
             holder = os.read(lock, 200).decode(errors="replace").strip()
             os.close(lock)
-            raise RunError(f"{self.path} is in use by another process ({holder or 'unknown process'})") from None
+            text = _("{path} is in use by another process ({holder})", path=self.path, holder=holder or "?")
+            raise RunError(text) from None
         self._lock = lock
         with writable(self.path):
             os.ftruncate(lock, 0)
@@ -120,9 +127,12 @@ def writable(path: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = (
-            "free some space and start again; finished trials are kept" if full else "use --run-dir for another folder"
+            _("free some space and start again; finished trials are saved")
+            if full
+            else _("use --run-dir for another folder")
         )
-        raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
+        why = error.strerror or error
+        raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=why, fix=fix)) from None
 
 
 def write(file: Path, text: str, *, private: bool = False) -> None:

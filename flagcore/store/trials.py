@@ -22,13 +22,12 @@ from flagcore.domain.objective import is_rate, objective_value
 from flagcore.domain.trial import NOTES, RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import open_regular, read_regular
+from flagcore.i18n import _
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
 LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
-"""Fields of a measurement that hold several values in order."""
 MAPPINGS = ("effective", "versions", "telemetry", "figures")
-"""Fields of a measurement with values by name."""
 OPTIONAL_FIGURES = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
 FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
 """Fields with a single figure."""
@@ -40,7 +39,7 @@ class OptunaStore:
     """The trials of one run. The process must hold the run directory: one writer at a time.
 
     A trial is one journal entry when it begins and one, with everything in it, when it ends; the entry
-    that follows only tells optuna's own tools. A trial that was running when its tuner was killed is closed
+    that follows is for optuna's own tools. A trial that was running when its tuner was killed is closed
     as interrupted when the store is opened again, and its candidate may be tried anew.
     """
 
@@ -55,13 +54,15 @@ class OptunaStore:
     ) -> None:
         """Open or create the study called `run`; `choices` are all values that a knob can have in it.
 
-        It is kept in the journal of the folder `path`, or in the optuna storage that `url` names.
+        It is stored in the journal of the folder `path`, or in the optuna storage that `url` names.
         """
         optuna.logging.set_verbosity(logging.ERROR)
         self._path, self._objective = path, objective
         self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
         self._where = url or str(path / JOURNAL)
         with self._errors_as_run_error():
+            if url is None:
+                _repair(path / JOURNAL)
             self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
             self._study = optuna.create_study(
                 storage=self._storage,
@@ -74,9 +75,7 @@ class OptunaStore:
             self.trials()
 
     def trials(self) -> tuple[Trial, ...]:
-        """Return every finished trial in the order in which they began."""
-        frozen = self._study.get_trials(deepcopy=False)
-        return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
+        return _finished(self._study)
 
     def begin(self, planned: Trial) -> Trial:
         values = planned.candidate.as_dict()
@@ -102,21 +101,19 @@ class OptunaStore:
         return trial
 
     def add(self, trial: Trial) -> Trial:
-        """Keep a trial that ended elsewhere, and return it with the number and the folder that it has here."""
+        """Store a trial that ended elsewhere, and return it with its number and log here."""
         begun = self.begin(trial)
-        kept = dataclasses.replace(trial, number=begun.number, log=begun.log)
-        self.finish(kept)
-        return kept
+        stored = dataclasses.replace(trial, number=begun.number, log=begun.log)
+        self.finish(stored)
+        return stored
 
     def finish(self, trial: Trial) -> None:
-        """Keep a trial that ended. Raises RunError if it cannot be written."""
         with self._errors_as_run_error():
             identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
             self._storage.set_trial_user_attr(identifier, "result", _result(trial))
             self._close_in_optuna(trial)
 
     def folder(self, trial: Trial) -> str:
-        """Return the absolute path of the trial's folder."""
         return str(self._path.resolve() / "trials" / str(trial.number))
 
     @contextmanager
@@ -128,11 +125,11 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                message = f"{self._where} cannot be used ({_line(error)})"
-                raise RunError(f"{message}; repair it, or use --new to start over") from None
+                where, why = self._where, _line(error)
+                text = _("{file} cannot be used ({why}); repair it, or use --new to start over", file=where, why=why)
+                raise RunError(text) from None
 
     def _close_in_optuna(self, trial: Trial) -> None:
-        """Close the trial for optuna's own tools."""
         identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
         measured = trial.measurement
         state = STATES.get(trial.state, OptunaState.FAIL)
@@ -154,7 +151,7 @@ class OptunaStore:
 
 
 def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
-    """Return every finished trial of the study called `run`, kept in the folder `path` or in the storage `url`.
+    """Return every finished trial of the study called `run`, stored in the folder `path` or in the storage `url`.
 
     Nothing is written, so the run may still go on. Empty before its first trial. Raises RunError.
     """
@@ -165,21 +162,24 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
     try:
         if url is None:
             open_regular(file).close()
-        journal = JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))) if url is None else None
-        storage = optuna.storages.get_storage(url or JournalStorage(journal))
-        study = optuna.load_study(study_name=run, storage=storage)
-        frozen = study.get_trials(deepcopy=False)
-        return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
+        storage = optuna.storages.get_storage(url or _journal(file))
+        return _finished(optuna.load_study(study_name=run, storage=storage))
     except KeyError:
         if url is None:
             return ()
-        raise RunError(f"{url} holds no trials of this run; a relative path there starts where it was tuned") from None
+        text = _("{url} has no trials of this run; a relative path in it starts where the run was tuned", url=url)
+        raise RunError(text) from None
     except Exception as error:
-        raise RunError(f"{url or file} cannot be read ({_line(error)})") from None
+        raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None
 
 
-def _journal(file: Path) -> JournalStorage:
-    """Open the journal. A line that a kill or a full disk cut short is dropped, and so is its writer's lock."""
+def _finished(study: optuna.Study) -> tuple[Trial, ...]:
+    frozen = study.get_trials(deepcopy=False)
+    return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
+
+
+def _repair(file: Path) -> None:
+    """Drop the last line of a journal if a kill or a full disk cut it short, and its writer's lock."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():
         data = read_regular(file, most=1 << 40)
@@ -187,6 +187,9 @@ def _journal(file: Path) -> JournalStorage:
         if whole != len(data):
             with file.open("r+b") as journal:
                 journal.truncate(whole)
+
+
+def _journal(file: Path) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))))
 
 
@@ -207,7 +210,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
     for knob, value in attributes["candidate"].items():
         if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):
-            raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is no value of a knob")
+            raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is not a valid value")
     measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
@@ -217,7 +220,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         for name in FIGURES:
             figure = getattr(measured, name)
             if not (name in OPTIONAL_FIGURES and figure is None) and not _finite(figure):
-                raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is no finite figure")
+                raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is not a finite number")
     predicted = dict(attributes["predicted"])
     notes = {name: attributes.get(name, predicted.pop(name, None)) for name in NOTES}  # older journals
     return Trial(

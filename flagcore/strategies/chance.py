@@ -13,7 +13,6 @@ class Random:
     name = "random"
 
     def next(self, context: SearchContext) -> Choice:
-        """Return an open row, drawn by the number of trials so far."""
         row = np.random.default_rng(len(context.trials)).choice(context.open_rows)
         return Choice(row=int(row), because="drawn by chance")
 

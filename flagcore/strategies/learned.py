@@ -13,9 +13,11 @@ from threadpoolctl import threadpool_limits
 from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning import MEMORY, TIME, Belief, Ratios, chance_to_gain, expected_gain
-from flagcore.learning.chances import chance_to_end, chance_to_keep
+from flagcore.domain.trial import TrialState
+from flagcore.i18n import Message
+from flagcore.learning.chances import chance_to_end, chance_to_gain, chance_to_keep, expected_gain
+from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
     expected_seconds,
     observed_memory,
@@ -68,21 +70,22 @@ class Learned:
     name = "learned"
 
     def next(self, context: SearchContext) -> Choice:
-        """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left.
-
-        The matrices are small: on a busy machine, threads of BLAS make them up to 15 times slower.
-        """
+        # The matrices are small: on a busy machine, threads of BLAS make them up to 15 times slower.
         with threadpool_limits(limits=1, user_api="blas"):
             return self._choose(context)
 
     def _choose(self, context: SearchContext) -> Choice:
+        """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left."""
         view = _view(context)
-        ran = [trial.measurement for trial in context.trials if _counts(trial) and trial.measurement]
+        trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
+        ran = [trial.measurement for trial in trials if trial.measurement]
         measured = [measurement.step_time_s for measurement in ran if not measurement.broken]
         if not measured:
             likely = view.fits * view.ends * view.keeps
             if len(ran) >= LEAST_MEASURED and likely.max() < LEAST_CHANCE:
-                message = f"no untried candidate keeps the limits with a chance of more than {likely.max():.1%}"
+                message = Message(
+                    "no untried candidate keeps the limits with a chance of more than {chance:.1%}", chance=likely.max()
+                )
                 return Choice(row=None, because=message)
             place = int(np.argmax(np.log(likely + 1e-12) - view.log_time))
             nothing = "nothing that keeps the limits is measured yet" if ran else "nothing is measured yet"
@@ -90,15 +93,19 @@ class Learned:
         best = math.log(min(measured))
         gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
         chance, most = _left(view, gain, best)
-        message = (
-            f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
-            f"it could be {most:.1%} faster at most (95%)"
+        message = Message(
+            "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
+            "it could be {most:.1%} faster at most (95%)",
+            least=LEAST_GAIN,
+            chance=chance,
+            most=most,
         )
         if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
             return Choice(row=None, because=message)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
-            return Choice(row=None, because=f"no trial fits in the remaining {context.seconds_left:.0f} s; {message}")
+            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=context.seconds_left, why=message)
+            return Choice(row=None, because=text)
         place = int(np.argmax(possible * gain / view.cost))
         return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {message}")
 
@@ -152,10 +159,6 @@ def _belief(view: _View, place: int) -> Mapping[str, object]:
     middle, spread = view.log_time[place], TAIL * view.ratio.deviation[place]
     step = {"value": math.exp(middle), "low": math.exp(middle - spread), "high": math.exp(middle + spread)}
     return {"step_time_s": step, "chance_to_fit": float(view.fits[place])}
-
-
-def _counts(trial: Trial) -> bool:
-    return trial.state is TrialState.MEASURED
 
 
 STRATEGY: Strategy = Learned()

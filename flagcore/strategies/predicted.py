@@ -8,12 +8,11 @@ from flagcore.contracts import Choice, SearchContext, Strategy
 
 
 class Predicted:
-    """Tries candidates in the order of their predicted step time, unknown ones last and by memory."""
+    """Tries candidates in the order of their predicted step time, unknown ones last, equal ones by memory."""
 
     name = "predicted"
 
     def next(self, context: SearchContext) -> Choice:
-        """Return the open row to try; of equal predictions, the one that needs least memory."""
         rows = context.open_rows
         time = np.nan_to_num(context.predictions.step_time_s[rows], nan=np.inf)
         first = np.lexsort((context.predictions.device_used_bytes[rows], time))[0]

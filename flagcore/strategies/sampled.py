@@ -1,6 +1,6 @@
 """Optuna's samplers, by name: for an engine whose knobs no model predicts.
 
-The study is made anew of the trials each time, so that a run that was killed goes on as it would have.
+The study is made anew of the trials each time, so that a killed run resumes as it would have continued.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ WORSE = 2.0
 
 @dataclass(slots=True)
 class Sampled:
-    """Tries what a sampler of Optuna suggests. It sees step times, and knobs by their place among their values."""
+    """Tries the open row that is nearest to what a sampler of Optuna suggests.
+
+    The sampler sees step times, and knobs by their place among their values.
+    """
 
     name: str
-    sampler: Callable[[int], BaseSampler]
+    sampler: Callable[..., BaseSampler]
 
     def next(self, context: SearchContext) -> Choice:
-        """Return the open row that is nearest to the suggestion. Raises UsageError where the sampler cannot work."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         space = context.space
         places = decode(
@@ -42,7 +44,7 @@ class Sampled:
         lists = {axis.knob: _values(space, axis, places[axis.knob]) for axis in axes}
         distributions = {axis.knob: _distribution(axis, lists[axis.knob].size) for axis in axes}
         try:
-            study = optuna.create_study(sampler=self.sampler(len(context.trials)))
+            study = optuna.create_study(sampler=self.sampler(seed=len(context.trials)))
             study.add_trials(_frozen_trials(context, lists, distributions))
             wanted = study.ask(distributions).params
         except ImportError as error:
@@ -96,7 +98,6 @@ def _is_word(axis: Axis) -> bool:
 def _frozen_trials(
     context: SearchContext, lists: dict[str, IntArray], distributions: dict[str, BaseDistribution]
 ) -> list[FrozenTrial]:
-    """Return the trials as a study keeps them."""
     axes = {axis.knob: axis for axis in context.space.axes}
     times = [_seconds(trial) for trial in context.trials]
     slowest = max((seconds for seconds in times if seconds is not None), default=None)
@@ -118,13 +119,5 @@ def _seconds(trial: Trial) -> float | None:
     return trial.measurement.step_time_s if ran and trial.measurement else None
 
 
-def _tpe(seed: int) -> BaseSampler:
-    return TPESampler(seed=seed)
-
-
-def _gp(seed: int) -> BaseSampler:
-    return GPSampler(seed=seed)
-
-
-TPE: Strategy = Sampled("tpe", _tpe)
-GP: Strategy = Sampled("gp", _gp)
+TPE: Strategy = Sampled("tpe", TPESampler)
+GP: Strategy = Sampled("gp", GPSampler)

@@ -1,8 +1,9 @@
-"""Asks every hook of a plugin in a process of its own, and tells what each one did beside answering.
+"""Imports a plugin and asks its hooks in a process of its own, and reports what each did beside answering.
 
-`python -m flagcore.testing.asking ENTRY PATHS` runs in an empty folder, and prints a line of JSON for each hook before
-it is asked, `{"begins": HOOK}`, the last one `{"ends": ENTRY}`, and after each hook: `hook`, `seconds`, `printed`,
-`changed` (of the process), `arguments` (those that are not as they were modified), `raised`.
+`python -m flagcore.testing.asking ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
+`{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
+`printed`, `changed` (of the process), `raised`, `arguments` (names of those that the hook modified), and of the import
+the `drivers` and the plugin's `files` that it loaded.
 """
 
 from __future__ import annotations
@@ -16,39 +17,68 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from functools import partial
+from typing import IO
 
-from flagcore.plugins import LoadedPlugins
+from flagcore.physics import device_memory  # noqa: F401 (what plugins usually import is not their own time)
+from flagcore.plugins import LoadedPlugins, Plugin
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import questions
 from flagcore.testing.state import changed, process_state
+from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
+
+DRIVERS = (
+    *("torch", "torch_mlu", "torch_npu", "torch_musa", "pynvml", "pymxsml", "pyixml", "pycndev", "tensorflow", "jax"),
+    *("cupy", "vllm", "sglang", "megatron", "triton"),
+)
+IMPORT = "its import"
 
 
 def main(entry: str) -> int:
-    """Ask, and return 0."""
+    """Import and ask, and return 0."""
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
-    module, _, attribute = entry.partition(":")
-    hooks: object = importlib.import_module(module)
-    hooks = getattr(hooks, attribute) if attribute else hooks
-    loaded = LoadedPlugins.of({"plugin_under_test": hooks})
-    for plugin in loaded.plugins:
-        for hook, arguments in _questions(loaded):
-            if hook in plugin.hooks:
-                ours.write(json.dumps({"begins": hook}) + "\n")
-                ours.write(json.dumps(_call(plugin.ask, hook, arguments)) + "\n")
-    ours.write(json.dumps({"ends": entry}) + "\n")
+    for record in _records(entry):
+        ours.write(json.dumps(record) + "\n")
     return 0
 
 
-def _call(ask: Any, hook: str, arguments: Mapping[str, object]) -> dict[str, object]:
-    before, state, threads = _frozen(arguments), process_state(), threading.active_count()
+def _records(entry: str) -> Iterator[dict[str, object]]:
+    module, _, attribute = entry.partition(":")
+    yield {"begins": IMPORT}
+    imported = _observe(partial(importlib.import_module, module))
+    package = module.partition(".")[0]
+    own = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
+    files = sorted(file for each in own if (file := getattr(each, "__file__", None)))
+    drivers = [each for each in DRIVERS if each in sys.modules]
+    yield {"hook": IMPORT, "arguments": [], "drivers": drivers, "files": files, **imported}
+    if not imported["raised"]:
+        hooks: object = sys.modules[module]
+        loaded = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
+        for plugin in loaded.plugins:
+            yield from _asked(plugin, loaded)
+    yield {"ends": entry}
+
+
+def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
+    for hook, arguments in _questions(loaded):
+        if hook in plugin.hooks:
+            yield {"begins": hook}
+            before = _frozen(arguments)
+            record = _observe(partial(plugin.ask, hook, arguments))
+            modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
+            yield {"hook": hook, "arguments": modified, **record}
+
+
+def _observe(call: Callable[[], object]) -> dict[str, object]:
+    """Make a call and return what it did beside answering."""
+    state, threads = process_state(), threading.active_count()
     raised, start = "", time.monotonic()
-    with _written() as file:
+    with _captured_output() as file:
         try:
-            ask(hook, arguments)
+            call()
         except BaseException as error:
             raised = one_line(error)
         seconds = time.monotonic() - start
@@ -56,18 +86,10 @@ def _call(ask: Any, hook: str, arguments: Mapping[str, object]) -> dict[str, obj
         sys.stderr.flush()
         file.seek(0)
         printed = file.read().decode("utf-8", "replace").strip()
-    modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
     changes = changed(state, process_state())
     if threading.active_count() > threads:
         changes.append("threads, of which it leaves one running")
-    return {
-        "hook": hook,
-        "seconds": seconds,
-        "printed": printed,
-        "changed": changes,
-        "arguments": modified,
-        "raised": raised,
-    }
+    return {"seconds": seconds, "printed": printed, "changed": changes, "raised": raised}
 
 
 def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -90,7 +112,7 @@ def _frozen(arguments: Mapping[str, object]) -> dict[str, bytes]:
 
 
 @contextmanager
-def _written() -> Iterator[IO[bytes]]:
+def _captured_output() -> Iterator[IO[bytes]]:
     """Take what is written to stdout and stderr meanwhile, by Python or below it."""
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()

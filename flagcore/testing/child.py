@@ -1,7 +1,7 @@
 """Checks one plugin in a process of its own: `python -m flagcore.testing.child REPORT NAME [FOLDER]`.
 
 REPORT receives a line of JSON a step: `{"begins": CHECK}`, then the result of the check; the last line is
-`{"ends": NAME}`. What a native library crashes is so seen as the check that began last.
+`{"ends": NAME}`. A crash of a native library is so reported as a failure of the check that began last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from flagcore.plugins import GROUP
-from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
+from flagcore.plugins.installed import installed, load_only, one_line
 from flagcore.testing.checks import CHECKS
 from flagcore.testing.kit import Result, run_all
 from flagcore.testing.package import read_source
@@ -43,7 +43,7 @@ def _records(name: str, folder: Path | None) -> Iterator[dict[str, str]]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        fix = "correct the import; `python -c` with the entry point's module shows the traceback"
+        fix = "correct pyproject.toml or the import; `python -c` with the entry point's module shows the traceback"
         yield asdict(Result(check=LOADS, state="failed", message=f"{name}: {one_line(error)}", fix=fix))
         for check in CHECKS[1:]:
             yield asdict(Result(check=check.__name__, state="skipped", message="the plugin does not load"))
@@ -55,19 +55,14 @@ def _records(name: str, folder: Path | None) -> Iterator[dict[str, str]]:
 
 def _subject(name: str, folder: Path | None) -> Subject:
     """Import the plugin. Raises whatever the import raises."""
-    if folder is not None:
-        package = read_source(folder)
-        sys.path[:0] = [str(path) for path in package.paths if path.is_dir()]
-        module, _, attribute = package.points[name].partition(":")
-        found = importlib.import_module(module)
-        return Subject(name=name, hooks=getattr(found, attribute) if attribute else found)
-    points = installed(GROUP).points[name]
-    if len(points) > 1:
-        origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points))
-        raise BadPlugin(f"several distributions have a plugin of this name: {origins}; uninstall all but one")
-    if reason := incompatible(origin(points[0])):
-        raise BadPlugin(reason)
-    return Subject(name=name, hooks=load(points[0]), distribution=points[0].dist)
+    if folder is None:
+        points = installed(GROUP).points[name]
+        return Subject(name=name, hooks=load_only(points), distribution=points[0].dist)
+    package = read_source(folder)
+    sys.path[:0] = [str(folder), str(folder / "src")]
+    module, _, attribute = package.points[name].partition(":")
+    found = importlib.import_module(module)
+    return Subject(name=name, hooks=getattr(found, attribute) if attribute else found)
 
 
 if __name__ == "__main__":

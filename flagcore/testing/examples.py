@@ -11,7 +11,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.plugins import WORKLOADS, kind_of, names
 
-FOREIGN_CHIP = Chip(name="chip of nobody", vendor="nobody")
+FOREIGN_CHIP = Chip(name="foreign chip", vendor="another vendor")
 
 MODEL = Model(
     name="small",

@@ -14,13 +14,15 @@ from typing import Any
 from unittest import mock
 
 from flagcore.domain.chip import Device
+from flagcore.plugins.installed import BadPlugin, one_line
 from flagcore.plugins.validation import several
 from flagcore.testing.subject import Subject
+from flagcore.testing.transcripts import Transcript
 
 REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """What the fake machine has of the real environment."""
 
-NOBODYS = """\
+FOREIGN_TABLE = """\
 +-----------------------------------------------------------------------------+
 | NOBODY-SMI 1.0       Driver Version: 1.0       Runtime Version: 1.0          |
 | GPU  Name                     | Bus-Id               | Clock-SM  Clock-Mem  |
@@ -46,8 +48,8 @@ def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Itera
             tool = folder / "bin" / name
             tool.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
             tool.chmod(0o755)
-        kept = {name: os.environ[name] for name in REAL_VARIABLES if name in os.environ}
-        with quiet(), mock.patch.dict(os.environ, {**kept, "PATH": str(folder / "bin"), **environment}, clear=True):
+        real = {name: os.environ[name] for name in REAL_VARIABLES if name in os.environ}
+        with quiet(), mock.patch.dict(os.environ, {**real, "PATH": str(folder / "bin"), **environment}, clear=True):
             yield folder
 
 
@@ -68,10 +70,25 @@ def prints(text: str) -> str:
     return f"cat <<'END OF THE TRANSCRIPT'\n{lines}END OF THE TRANSCRIPT"
 
 
-def devices(plugin: Subject, tools: Mapping[str, str] | None = None, **environment: str) -> tuple[Device, ...]:
-    """Return what the plugin finds on a machine with `tools`. Raises whatever it raises."""
+def printing(transcript: Transcript) -> dict[str, str]:
+    """Return the tool of a transcript with a script that prints it."""
+    return {transcript.tool: prints(transcript.text)}
+
+
+def devices(
+    plugin: Subject, tools: Mapping[str, str] | None = None, when: str = "", /, **environment: str
+) -> tuple[Device, ...]:
+    """Return what the plugin finds on a machine with `tools`.
+
+    Raises whatever the plugin raises; BadPlugin, with the words `when`, if there are any.
+    """
     with machine(tools, **environment):
-        return ask(plugin)
+        try:
+            return ask(plugin)
+        except Exception as error:
+            if when and not isinstance(error, NoLimit):
+                raise BadPlugin(f"flagcore_devices raises {one_line(error)}, {when}") from error
+            raise
 
 
 def ask(plugin: Subject) -> tuple[Device, ...]:
@@ -82,8 +99,7 @@ def ask(plugin: Subject) -> tuple[Device, ...]:
 
 def without_tools(plugin: Subject) -> tuple[Device, ...]:
     """Return what is found without any tool: nothing, but on a machine with the vendor's own devices."""
-    found: tuple[Device, ...] = _remembered(plugin, "without_tools", lambda: devices(plugin))
-    return found
+    return plugin.once("without tools", lambda: devices(plugin))
 
 
 def tools_of(plugin: Subject) -> tuple[str, ...]:
@@ -110,8 +126,7 @@ def tools_of(plugin: Subject) -> tuple[str, ...]:
             ask(plugin)
         return tuple(name for name in dict.fromkeys(started) if not name.startswith("python"))
 
-    found: tuple[str, ...] = _remembered(plugin, "tools_of", watch)
-    return found
+    return plugin.once("tools", watch)
 
 
 class NoLimit(Exception):
@@ -143,9 +158,3 @@ def impatient(waited: dict[int, float]) -> Iterator[None]:
         mock.patch.object(subprocess.Popen, "communicate", short_communicate),
     ):
         yield
-
-
-def _remembered(plugin: Subject, name: str, make: Any) -> Any:
-    if name not in plugin.memory:
-        plugin.memory[name] = make()
-    return plugin.memory[name]

@@ -1,20 +1,22 @@
-"""What a check is, and how all of them are run. Needs no pytest."""
+"""What a check is, and how checks are run. Needs no pytest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
+from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
 from flagcore.plugins.installed import one_line
-from flagcore.testing.problem import Problem, Skip, fix_of
-from flagcore.testing.subject import Subject
+from flagcore.testing.subject import Problem, Skip, Subject, fix_of
 
 MOST = 3
-"""Problems of one check that its message tells; the others are counted."""
+"""Problems of one check that its message lists; the others are counted."""
 
-
-Check = Callable[[Subject], Iterable[Problem]]
+Problems = Iterator["str | Problem"]
+Check = Callable[[Subject], Iterator[Problem]]
 """A check's name is a sentence that is true of a good plugin; it yields what makes it false, or raises Skip."""
 
 
@@ -26,6 +28,36 @@ class Result:
     state: str
     message: str = ""
     fix: str = ""
+
+
+def whole(plugin: Subject) -> Iterable[tuple[Any, ...]]:
+    """Check the plugin as a whole."""
+    return [(plugin,)]
+
+
+def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
+    """Check each chip of the plugin. Raises Skip without any."""
+    return [(chip,) for chip in plugin.own_chips()]
+
+
+def check(
+    fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
+) -> Callable[[Callable[..., Problems]], Check]:
+    """Make a check of a function that yields messages, which all have this `fix`, or problems with their own.
+
+    The function is called for every item of `each(plugin)`, with the item's parts as arguments.
+    """
+
+    def decorate(function: Callable[..., Problems]) -> Check:
+        @wraps(function)
+        def checked(plugin: Subject) -> Iterator[Problem]:
+            for arguments in each(plugin):
+                for found in function(*arguments):
+                    yield Problem(found, fix) if isinstance(found, str) else found
+
+        return checked
+
+    return decorate
 
 
 def run(check: Check, subject: Subject) -> Result:
@@ -41,10 +73,11 @@ def run(check: Check, subject: Subject) -> Result:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if isinstance(error, SpecError) and subject.is_reported(one_line(error)):
+        reason = one_line(error)
+        if isinstance(error, SpecError) and subject.is_reported(reason):
             return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
-        fix = "the plugin raised this: correct it, or return None for what is unknown"
-        return Result(check=name, state="failed", message=one_line(error), fix=fix_of(one_line(error)) or fix)
+        fix = fix_of(reason) or "the plugin raised this: correct it, or return None for what is unknown"
+        return Result(check=name, state="failed", message=reason, fix=fix)
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
@@ -55,7 +88,7 @@ def run(check: Check, subject: Subject) -> Result:
 def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:
     """Yield the result of each check in turn; of a plugin that does not load only its module is checked."""
     for check in checks:
-        if subject.broken and not check.__module__.endswith(".module"):
+        if not subject.loaded.plugins and not check.__module__.endswith(".module"):
             yield Result(check=check.__name__, state="skipped", message="the plugin does not load")
         else:
             yield run(check, subject)

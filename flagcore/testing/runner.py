@@ -23,11 +23,9 @@ from flagcore.plugins.installed import installed, origin
 from flagcore.testing.package import read_source
 
 SECONDS = 600.0
-"""How long the checks of one plugin may take."""
-ENTRY = "entry_point_names_the_plugin"
-"""The check that fails where a folder's pyproject.toml cannot be read."""
+"""Time limit of all checks of one plugin."""
 CHECK_SECONDS = 90.0
-"""How long one of them may: far more than any takes that waits for a tool."""
+"""Time limit of one check: far more than any takes that waits for a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,10 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Target:
     name: str
-    version: str
+    version: str = ""
     folder: Path | None = None
-    unreadable: str = ""
-    """What is wrong with its pyproject.toml, so that nothing else can be checked."""
 
 
 def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
@@ -64,54 +60,37 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
 
     A pyproject.toml that names no plugin is a failed check. Raises UsageError for what is neither.
     """
-    wanted = [found for target in targets for found in _wanted(target)] if targets else _all()
+    found = [each for target in targets or sorted(installed(plugins.GROUP).points) for each in _found(target)]
     at_once = max(1, min(4, os.cpu_count() or 1))
-    checked: list[Checked] = []
-    for start in range(0, len(wanted), at_once):
-        checked += _run(wanted[start : start + at_once])
-    return checked
+    return [each for start in range(0, len(found), at_once) for each in _checked(found[start : start + at_once])]
 
 
-def _all() -> list[_Wanted]:
-    points = installed(plugins.GROUP).points
-    return [_Wanted(name, origin(found[0]).version) for name, found in sorted(points.items())]
-
-
-def _wanted(target: str) -> list[_Wanted]:
+def _found(target: str) -> list[_Target]:
     points = installed(plugins.GROUP).points
     if target in points:
-        return [_Wanted(target, origin(points[target][0]).version)]
-    folder = Path(target)
-    if folder.is_dir():
+        return [_Target(target, origin(points[target][0]).version)]
+    folder = Path(target).resolve()
+    if (folder / "pyproject.toml").is_file():
         try:
-            package = read_source(folder.resolve())
-        except UsageError as error:
-            if not (folder / "pyproject.toml").is_file():
-                raise
-            return [_Wanted(folder.resolve().name, "", unreadable=str(error))]
-        return [_Wanted(name, package.version, package.folder) for name in package.points]
+            package = read_source(folder)
+        except UsageError:  # the check that it loads reports it
+            return [_Target(folder.name, folder=folder)]
+        return [_Target(name, package.version, folder) for name in package.points]
     near = get_close_matches(target, points, n=1)
     hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(points)) or 'none'}"
-    raise UsageError(f"{target} is neither an installed plugin nor the folder of one; {hint}")
+    raise UsageError(f"{target} is neither an installed plugin nor a folder with a pyproject.toml; {hint}")
 
 
-def _run(wanted: Sequence[_Wanted]) -> list[Checked]:
-    unreadable = [_unreadable(each) for each in wanted if each.unreadable]
-    return [*unreadable, *_checked([each for each in wanted if not each.unreadable])]
-
-
-def _unreadable(each: _Wanted) -> Checked:
-    fix = "fix that line of pyproject.toml; see docs/write-a-plugin.md"
-    return Checked(each.name, "", ({"check": ENTRY, "state": "failed", "message": each.unreadable, "fix": fix},))
-
-
-def _checked(wanted: Sequence[_Wanted]) -> list[Checked]:
+def _checked(targets: Sequence[_Target]) -> list[Checked]:
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as folder:
-        started = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(wanted)]
+        started = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
         running: list[subprocess.Popen[bytes]] = []
         try:
             for each, report in started:
-                running.append(_start(each, report))
+                argv = [sys.executable, "-m", "flagcore.testing.child", str(report), each.name]
+                argv += [str(each.folder)] if each.folder else []
+                quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+                running.append(subprocess.Popen(argv, start_new_session=True, **quiet))
             return [_ended(each, report, process) for (each, report), process in zip(started, running, strict=True)]
         finally:
             for process in running:
@@ -120,42 +99,40 @@ def _checked(wanted: Sequence[_Wanted]) -> list[Checked]:
                 process.wait()
 
 
-def _start(each: _Wanted, report: Path) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "flagcore.testing.child", str(report), each.name]
-    argv += [str(each.folder)] if each.folder else []
-    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def _ended(each: _Wanted, report: Path, process: subprocess.Popen[bytes]) -> Checked:
-    code, how = _waited(report, process)
+def _ended(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
+    """Return the results, and a failure of the check in which the process ended or hung."""
+    exceeded = _exceeded(report, process)
     records = _read(report)
     results = [record for record in records if "state" in record]
+    code = process.poll()
     if code != 0 or not any("ends" in record for record in records):
         begun = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
-        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        told = how or f"{ended} ended the process"
-        process_fix = (
-            "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
-        )
-        fix = "let no hook wait without a limit of time, and no pattern repeat what repeats" if how else process_fix
-        message = f"{each.name}: {told} during this check; the checks after it did not run"
+        if exceeded:
+            how = f"it took more than {exceeded:.0f} s"
+            fix = "let no hook wait without a limit of time, and no pattern repeat what repeats"
+        else:
+            status = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
+            how = f"{status} ended the process"
+            fix = "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
+        message = f"{each.name}: {how} during this check; the checks after it did not run"
         results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
 
 
-def _waited(report: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    """Return the exit status and why the process was given up: it may not take long for all, nor for one check."""
+def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
+    """Wait for the process. Return the limit in seconds that it exceeded, for all checks or for one, if any."""
     start = last = time.monotonic()
     size = 0
     while True:
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(0.2), ""
+            process.wait(0.2)
+            return None
         now = time.monotonic()
         if report.exists() and report.stat().st_size != size:
             size, last = report.stat().st_size, now
         for since, most in ((last, CHECK_SECONDS), (start, SECONDS)):
             if now - since > most:
-                return 1, f"it took more than {most:.0f} s"
+                return most
 
 
 def _read(report: Path) -> list[dict[str, str]]:

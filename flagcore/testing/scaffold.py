@@ -9,15 +9,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flagcore import __version__, plugins
 from flagcore.errors import UsageError
 from flagcore.hooks import HOOKS_API
 from flagcore.plugins.installed import installed, origin
-
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
 
 SUFFIX = ".tmpl"
 
@@ -74,21 +70,14 @@ def _check_name(name: str) -> None:
 
 def _rendered(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each file."""
-    for path, file in _files(files("flagcore.vendorkit").joinpath("template"), ""):
-        made = _filled(path, words).removesuffix(SUFFIX).replace("dot-", ".")
-        yield made, _filled(file.read_text("utf-8"), words)
+    template = Path(str(files("flagcore.vendorkit"))) / "template"
+    for file in sorted(template.rglob(f"*{SUFFIX}")):
+        path = _filled(file.relative_to(template).as_posix(), words)
+        yield path.removesuffix(SUFFIX).replace("dot-", "."), _filled(file.read_text("utf-8"), words)
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:
     return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
-
-
-def _files(folder: Traversable, path: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir():
-            yield from _files(entry, f"{path}{entry.name}/")
-        elif entry.name.endswith(SUFFIX):
-            yield f"{path}{entry.name}", entry
 
 
 def _next(version: str) -> str:

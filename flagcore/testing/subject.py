@@ -22,9 +22,8 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.installed import installed
-from flagcore.testing.examples import group_of, task_on
+from flagcore.testing.examples import task_on
 from flagcore.testing.package import Package, read_installed, source_of
-from flagcore.testing.problem import Problem, Skip, fix_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Quirks, read_quirks
@@ -32,6 +31,27 @@ from flagcore.vendorkit.scope import Scope
 from flagcore.vendorkit.variables import Variable, read_variables
 
 T = TypeVar("T")
+
+
+class Skip(Exception):
+    """A check does not apply. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, with its place (file and key, or hook), and the fix."""
+
+    message: str
+    fix: str
+
+
+def fix_of(reason: str) -> str:
+    """Return the fix for an error of a plugin's file; empty for other errors."""
+    if reason.startswith("SpecError"):
+        return "correct that key; docs/write-a-plugin.md describes the files"
+    missing = "write that file (see docs/write-a-plugin.md), or return None from the hook"
+    return missing if reason.startswith("FileNotFoundError") else ""
+
 
 SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
 """Nodes and devices a node for which a plugin is asked."""
@@ -48,8 +68,10 @@ class Subject:
     hooks: object
     distribution: Distribution | None = None
     examples: Sequence[tuple[str, TrialState]] = ()
+    engines: tuple[str, ...] = field(default_factory=lambda: names(WORKLOADS))
+    """The engines that are installed."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What checks found out that others want, too."""
+    """What checks found out that others use, too."""
 
     @classmethod
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
@@ -68,20 +90,10 @@ class Subject:
         """The plugin as the core would ask it, every answer checked."""
         return LoadedPlugins.of({self.name: self.hooks})
 
-    @property
-    def broken(self) -> bool:
-        """Whether the plugin cannot be asked at all."""
-        return not self.loaded.plugins
-
     @cached_property
     def chips(self) -> tuple[Chip, ...]:
         """The plugin's own chips; an add-on has none."""
         return self.loaded.chips()
-
-    @cached_property
-    def engines(self) -> tuple[str, ...]:
-        """The engines that are installed."""
-        return names(WORKLOADS)
 
     @cached_property
     def others(self) -> LoadedPlugins:
@@ -94,11 +106,11 @@ class Subject:
         if isinstance(self.hooks, ModuleType):
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
-        for module in [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]:
-            for name, value in vars(module).items():
-                if value is self.hooks:
-                    return f"{module.__name__}:{name}"
-        return ""
+        modules = [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]
+        found = (
+            f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
+        )
+        return next(found, "")
 
     @property
     def hooks_module(self) -> str:
@@ -149,40 +161,32 @@ class Subject:
             raise Skip("no transcript in tests/smi lists devices")
         return found
 
-    def shipped(self, file: str) -> Path:
-        """Return a file of its package. Raises Skip where it ships none of that name."""
-        path = self.package_folder / file
-        if not path.is_file():
+    def shipped(self, file: str, read: Callable[[str], T]) -> T:
+        """Return the content of a file of its package. Raises Skip without the file, SpecError for a bad one."""
+        if not (self.package_folder / file).is_file():
             raise Skip(f"the plugin has no {file}")
-        return path
+        return read(self.package)
 
     @property
     def quirks(self) -> Quirks:
-        """What `quirks.yaml` holds. Raises Skip, and SpecError for a bad file."""
-        self.shipped("quirks.yaml")
-        return read_quirks(self.package)
+        """The content of `quirks.yaml`."""
+        return self.shipped("quirks.yaml", read_quirks)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """What `environment.yaml` holds. Raises Skip, and SpecError for a bad file."""
-        self.shipped("environment.yaml")
-        return read_variables(self.package)
+        """The content of `environment.yaml`."""
+        return self.shipped("environment.yaml", read_variables)
 
     @property
     def maturity(self) -> Maturity:
-        """What `maturity.yaml` holds. Raises Skip, and SpecError for a bad file."""
-        self.shipped("maturity.yaml")
-        return read_maturity(self.package) or Maturity()
+        """The content of `maturity.yaml`."""
+        return self.shipped("maturity.yaml", read_maturity) or Maturity()
 
-    def unknown(self, scope: Scope) -> Iterator[str]:
-        """Yield the engines and chips of an entry that do not exist."""
-        yield from sorted({*scope.engines} - {*self.engines})
-        yield from sorted({*scope.chips} - {chip.name for chip in self.chips})
-
-    @property
-    def known_names(self) -> str:
-        """The fix for a name that does not exist."""
-        return f"engines are {', '.join(self.engines)}; chips are those of chips/*.yaml"
+    def unknown(self, where: str, scope: Scope) -> Iterator[Problem]:
+        """Yield the engines and chips of an entry that do not exist. `where` begins the messages."""
+        fix = f"engines are {', '.join(self.engines)}; chips are those of chips/*.yaml"
+        for word in ({*scope.engines} - {*self.engines}) | ({*scope.chips} - {chip.name for chip in self.chips}):
+            yield Problem(f"{where} is for {word!r}, which is unknown", fix)
 
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
         """Yield the name and the content of each file of its package that `pattern` fits and that is YAML."""
@@ -192,11 +196,18 @@ class Subject:
             except yaml.YAMLError:
                 continue  # another check reports it
 
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """Return what `make` returned when `key` was first asked for."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        found: T = self.memory[key]
+        return found
+
     def is_reported(self, reason: str) -> bool:
-        """Return whether a check has told of a bad file already, and remember that one has."""
-        told: set[str] = self.memory.setdefault("told", set())
-        before = reason in told
-        told.add(reason)
+        """Return whether a check has reported a bad file already, and remember that one has."""
+        reported: set[str] = self.memory.setdefault("reported", set())
+        before = reason in reported
+        reported.add(reason)
         return before
 
     def failed(self, *hooks: str) -> bool:
@@ -204,7 +215,7 @@ class Subject:
         return any(failure.hook in hooks for failure in self.loaded.failures)
 
     def problems_of(self, *hooks: str) -> Iterator[Problem]:
-        """Yield what went wrong with `hooks` until now. Raises Skip for a bad file that a check told of before."""
+        """Yield what went wrong with `hooks` until now. Raises Skip for a bad file that a check reported before."""
         for failure in self.loaded.failures:
             if failure.hook in hooks:
                 if failure.reason.startswith("SpecError") and self.is_reported(failure.reason):
@@ -235,11 +246,15 @@ class Subject:
 
         def own(chip: Chip) -> KernelCosts | None:
             if self.loaded.kernel_costs(chip, "megatron") is None:
-                return None  # nothing, or nothing that can be used, which another check tells
+                return None  # nothing, or an invalid answer, which another check reports
             about = {"chip": chip, "engine": "megatron", "kind": "train"}
             return validation.kernel_costs(self.ask("flagcore_kernel_costs", about))
 
         return self.each("flagcore_kernel_costs", own)
+
+    def pairs(self) -> list[tuple[Chip, str]]:
+        """Return each chip with each engine. Raises Skip without chips."""
+        return [(chip, engine) for chip in self.own_chips() for engine in self.engines]
 
     def groups(self) -> Iterator[NodeGroup]:
         """Yield each chip in node groups of several sizes."""
@@ -255,7 +270,3 @@ class Subject:
         """Raise Skip if the plugin does not implement `hook`."""
         if hook not in self.loaded.plugins[0].hooks:
             raise Skip(f"the plugin does not implement {hook}")
-
-    def group(self, chip: Chip) -> NodeGroup:
-        """Return one node of eight devices of `chip`."""
-        return group_of(chip)

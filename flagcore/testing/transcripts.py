@@ -15,21 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from flagcore.domain.chip import Device
-from flagcore.errors import SpecError
+from flagcore.vendorkit.fields import build, read_yaml
 
 FOLDER = Path("tests") / "smi"
 SOURCES = "sources.yaml"
-KEYS = {"source", "tool", "lists"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Devices of one chip that a transcript lists. None: that is not told there."""
+    """Devices of one chip that a transcript lists. None: the transcript does not have it."""
 
     chip: str
     devices: int
@@ -51,9 +47,9 @@ class Transcript:
 
     name: str
     text: str
-    source: str
-    tool: str
-    lists: tuple[Listed, ...]
+    source: str = ""
+    tool: str = ""
+    lists: tuple[Listed, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -66,33 +62,16 @@ def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
     file = folder / FOLDER / SOURCES
     if not file.is_file():
         return ()
-    try:
-        entries = yaml.safe_load(file.read_text("utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise _wrong("the file", f"is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(entries, dict):
-        raise _wrong("the file", "must have a key a file")
-    return tuple(_transcript(file.parent / str(name), entry) for name, entry in entries.items())
+    where = str(FOLDER / SOURCES)
+    content = read_yaml(file.read_text("utf-8"), where)
+    return tuple(_transcript(file.parent / str(name), entry, where) for name, entry in content.items())
 
 
-def _wrong(key: str, problem: str) -> SpecError:
-    return SpecError(file=str(FOLDER / SOURCES), key=key, problem=problem)
-
-
-def _transcript(path: Path, entry: object) -> Transcript:
-    fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {"source": entry}
-    if unknown := set(fields) - KEYS:
-        raise _wrong(f"{path.name}.{min(map(str, unknown))}", f"is none of {', '.join(sorted(KEYS))}")
-    lists = fields.get("lists") or []
-    try:
-        listed = tuple(Listed(**each) for each in (lists if isinstance(lists, list) else [lists]))
-    except TypeError as error:
-        keys = "chip, devices, memory_mib, driver, other"
-        raise _wrong(f"{path.name}.lists", f"is no mapping of {keys} (or a list of such): {error}") from error
-    return Transcript(
-        name=path.name,
-        text=path.read_text("utf-8", "replace") if path.is_file() else "",
-        source=str(fields.get("source") or ""),
-        tool=str(fields.get("tool") or ""),
-        lists=listed,
-    )
+def _transcript(path: Path, entry: object, where: str) -> Transcript:
+    fields = dict(entry) if isinstance(entry, Mapping) else {"source": entry}
+    fields = {key: value for key, value in fields.items() if value is not None}
+    lists = fields.get("lists", [])
+    fields["lists"] = lists if isinstance(lists, list) else [lists]
+    text = path.read_text("utf-8", "replace") if path.is_file() else ""
+    made: Transcript = build(Transcript, {"name": path.name, "text": text, **fields}, where, f"{path.name}.")
+    return made

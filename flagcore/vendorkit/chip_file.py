@@ -7,14 +7,18 @@ software, date, repeats, confidence) are added to its text.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 
-from flagcore.domain.chip import Chip, Link
-from flagcore.vendorkit.fields import Part, read_parts
+from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
+from flagcore.vendorkit.fields import build, read_yaml
 
 TOPOLOGIES = ("switch", "mesh", "pcie", "ring", "shared-memory")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}
+"""The fields of a chip by the keys of the file."""
 
 
 @cache
@@ -27,43 +31,19 @@ def load_chips(package: str) -> tuple[Chip, ...]:
 
 def read_chip(text: str, file: str) -> Chip:
     """Return the chip that `text` describes. Raises SpecError naming `file`, key, value, rule and fix."""
-    chip = read_parts(text, file, "a chip file")
-    found = Chip(
-        name=chip.required("chip", str),
-        vendor=chip.required("vendor", str),
-        aliases=tuple(chip.listed("aliases", str)),
-        memory_bytes=chip.fact("memory_bytes"),
-        memory_bandwidth_bytes_per_second=chip.fact("memory_bandwidth_bytes_per_second"),
-        dense_flops_per_second=chip.facts("dense_flops_per_second", PRECISIONS),
-        devices_per_node=chip.optional("devices_per_node", int, 8),
-        devices_per_card=chip.optional("devices_per_card", int, 1),
-        link=_link(chip.part("link")),
-        host_bytes_per_second=chip.fact("host_bytes_per_second"),
-        nic_bytes_per_second=chip.fact("nic_bytes_per_second"),
-        notes=chip.optional("notes", str, ""),
-    )
+    chip: Chip = build(Chip, read_yaml(text, file), file, names=KEYS)
+    for name in chip.dense_flops_per_second:
+        if name not in PRECISIONS:
+            fix = f"the names are {', '.join(PRECISIONS)}"
+            raise SpecError(file=file, key=f"dense_flops_per_second.{name}", problem="unknown precision", fix=fix)
+    for key, fact in chip.figures.items():
+        if fact.value <= 0:
+            fix = "leave out what was neither published nor measured"
+            raise SpecError(file=file, key=f"{key}.value", value=fact.value, problem="must be above 0", fix=fix)
     for key in ("devices_per_node", "devices_per_card"):
-        if getattr(found, key) < 1:
-            raise chip.wrong(key, "must be at least 1")
-    chip.finish()
-    return found
-
-
-def _link(part: Part | None) -> Link | None:
-    if part is None:
-        return None
-    rate = part.fact("bytes_per_second")
-    if rate is None:
-        raise part.wrong("bytes_per_second", "is missing", "leave out the link if its rate is unknown")
-    link = Link(
-        name=part.required("name", str),
-        topology=part.choice("topology", TOPOLOGIES),
-        bytes_per_second=rate,
-        latency_seconds=float(part.optional("latency_seconds", (int, float), 10e-6)),
-        domain_size=part.optional("domain_size", int, None),
-        copy_engine=part.optional("copy_engine", bool, False),
-        peer_access=part.optional("peer_access", bool, True),
-        switch_reduces=part.optional("switch_reduces", bool, False),
-    )
-    part.finish()
-    return link
+        if getattr(chip, key) < 1:
+            raise SpecError(file=file, key=key, value=getattr(chip, key), problem="must be at least 1")
+    if chip.link and chip.link.topology not in TOPOLOGIES:
+        value, fix = chip.link.topology, f"use one of {', '.join(TOPOLOGIES)}"
+        raise SpecError(file=file, key="link.topology", value=value, problem="invalid value", fix=fix)
+    return chip

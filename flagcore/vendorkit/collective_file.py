@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Source
 from flagcore.errors import SpecError
 from flagcore.physics.collectives.curves import CollectiveTable, Curve, problem
-from flagcore.vendorkit.fields import Part, read_parts
+from flagcore.vendorkit.fields import build, entries, finish, read_yaml
 
 FILE = "collectives.yaml"
 
@@ -27,32 +27,27 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
 
     Raises SpecError naming `file`, key, value, rule and fix.
     """
-    parts = read_parts(text, file, "a file of collectives")
-    source = parts.source("source")
-    same: str | None = parts.optional("same_as", str, None)
+    content = read_yaml(text, file)
+    source: Source = build(Source, content.pop("source", None), file, "source")
+    same: str | None = build(str | None, content.pop("same_as", None), file, "same_as")
     if same is not None:
-        parts.finish("a file with same_as has no curves of its own")
+        finish(content, file, "a file with same_as has no curves of its own")
         return same.casefold()
-    level: str = parts.optional("level", str, "")
-    curves = tuple(_curve(part) for part in parts.each("curves"))
-    parts.finish()
-    table = CollectiveTable(level=level, curves=curves, source=f"{source.kind}: {source.detail}")
+    level: str = build(str, content.pop("level", ""), file, "level")
+    curves = []
+    for path, entry in entries(content, "curves", file):
+        seconds = entry.get("seconds")
+        if isinstance(seconds, list) and any(isinstance(each, int) for each in seconds):
+            fix = "give seconds, e.g. 1.2e-05"
+            raise SpecError(file=file, key=f"{path}seconds", value=seconds, problem="has whole numbers", fix=fix)
+        curves.append(build(Curve, entry, file, path))
+        if wrong := problem(CollectiveTable(curves=(curves[-1],), source="")):
+            raise SpecError(file=file, key=path, problem=wrong)
+    finish(content, file)
+    table = CollectiveTable(level=level, curves=tuple(curves), source=f"{source.kind}: {source.detail}")
     if wrong := problem(table):
-        raise parts.wrong("curves", wrong)
+        raise SpecError(file=file, key="curves", problem=wrong)
     return table
-
-
-def _curve(part: Part) -> Curve:
-    curve = Curve(
-        kind=part.required("kind", str),
-        ranks=part.required("ranks", int),
-        payload_bytes=tuple(float(size) for size in part.listed("payload_bytes", int)),
-        seconds=tuple(part.listed("seconds", float)),
-    )
-    part.finish()
-    if wrong := problem(CollectiveTable(curves=(curve,), source="")):
-        raise part.wrong("", wrong)
-    return curve
 
 
 def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | None:

@@ -12,19 +12,21 @@ In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in sm
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Source
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
 from flagcore.physics.kernels.table import IN_RUNS, KernelTable
-from flagcore.vendorkit.fields import Part, read_parts
+from flagcore.vendorkit.fields import build, finish, read_yaml
 
 BUSY_SIDE = 1024.0
 """Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
@@ -34,7 +36,7 @@ OF = {"runs": 1.0, "kernels": IN_RUNS}
 """By how much kernels take longer in a run than a curve of each says."""
 
 DIVISORS = (
-    *("gemm_share", "units", "tile", "memory_share", "elementwise_share"),
+    *("gemm_share", "gemm_shares", "units", "tile", "memory_share", "elementwise_share"),
     *("attention_share", "attention_backward_share", "host_bytes_per_second"),
 )
 """Parameters of a curve that times are divided by."""
@@ -42,32 +44,54 @@ DIVISORS = (
 NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
 
 
+Positive = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """A lower clock in long measurements: times much longer than `after_us` are too long by the share `by`."""
+
+    after_us: Positive
+    by: Positive
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Corrections of measured times, in seconds and by kind of kernel.
+    """Corrections of measured times by kind of kernel, times in microseconds.
 
-    `event` is part of every time. At or below `host` the host was slower than the device, and the time is only a
-    bound. `slowed` gives (after, by): a kernel much longer than `after` was measured at a clock that was lower by
-    `by`, because a long run of it alone heats the chip more than training does. `in_training` is the share of its
-    time that a kernel takes within a training step, where its shortest side keeps the chip busy with arithmetic.
+    `event_us` is part of every time. At or below `host_us` the host was slower than the device, and the time is only a
+    bound. `slowed` kernels were measured at a lower clock, because a long run of one alone heats the chip more than
+    training does. `in_training` is the share of its time that a kernel takes within a training step, where its
+    shortest side keeps the chip busy with arithmetic.
     """
 
-    event: float = 0.0
-    host: Mapping[str, float] = field(default_factory=dict)
-    slowed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    in_training: Mapping[str, float] = field(default_factory=dict)
+    event_us: Positive = 0.0
+    host_us: Mapping[str, Positive] = field(default_factory=dict)
+    slowed: Mapping[str, Slowed] = field(default_factory=dict)
+    in_training: Mapping[str, Positive] = field(default_factory=dict)
 
     def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
         """Return a measured kernel with the device's own time."""
-        bound = seconds <= self.host.get(name, 0.0)
+        bound = seconds <= self.host_us.get(name, 0.0) * 1e-6
         if name != "launch":
-            seconds = max(seconds - self.event, 0.1 * seconds)
+            seconds = max(seconds - self.event_us * 1e-6, 0.1 * seconds)
         if name in self.slowed:
-            after, by = self.slowed[name]
-            seconds /= 1.0 + by / (1.0 + (after / seconds) ** 4)
+            slowed = self.slowed[name]
+            seconds /= 1.0 + slowed.by / (1.0 + (slowed.after_us * 1e-6 / seconds) ** 4)
         if name in self.in_training:
             seconds *= self.in_training[name] ** min(min(sizes) / BUSY_SIDE, 1.0)
         return Kernel(name=name, precision=precision, sizes=sizes, seconds=seconds, bound=bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance(Reading):
+    """The content of `provenance.yaml`."""
+
+    how: str
+    software: Mapping[str, Any]
+    date: Any
+    schema: int = 1
+    notes: str = ""
 
 
 def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
@@ -75,22 +99,17 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
 
     Raises SpecError for a bad file.
     """
-    folder = files(package).joinpath("costs").joinpath(chip.name.casefold())
-    texts = {}
-    for name in ("curve.yaml", "kernels.jsonl", "provenance.yaml"):
-        if folder.joinpath(name).is_file():
-            texts[name] = folder.joinpath(name).read_text("utf-8")
-    where = f"{package}/costs/{chip.name.casefold()}"
-    if not texts:
-        return None
-    curve = read_curve(texts["curve.yaml"], f"{where}/curve.yaml") if "curve.yaml" in texts else Curve()
-    roofline = Roofline(chip=chip, curve=curve)
-    if "kernels.jsonl" not in texts:
-        return roofline
-    if "provenance.yaml" not in texts:
+    folder = f"costs/{chip.name.casefold()}"
+    curve = _curve(package, f"{folder}/curve.yaml")
+    kernels, where = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
+    if not kernels.is_file():
+        return Roofline(chip=chip, curve=curve) if curve else None
+    provenance = files(package).joinpath(f"{folder}/provenance.yaml")
+    if not provenance.is_file():
         raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing beside kernels.jsonl")
-    reading = read_provenance(texts["provenance.yaml"], f"{where}/provenance.yaml")
-    return KernelTable.of(roofline, read_kernels(texts["kernels.jsonl"], f"{where}/kernels.jsonl", reading))
+    reading = read_provenance(provenance.read_text("utf-8"), f"{where}/provenance.yaml")
+    sheet = read_kernels(kernels.read_text("utf-8"), f"{where}/kernels.jsonl", reading)
+    return KernelTable.of(Roofline(chip=chip, curve=curve or Curve()), sheet)
 
 
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
@@ -98,50 +117,37 @@ def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
 
     Raises SpecError for a bad file.
     """
-    place = f"costs/{chip.name.casefold()}/serving.yaml"
-    file = files(package).joinpath(place)
-    if not file.is_file():
-        return kernel_costs(package, chip)
-    return Roofline(chip=chip, curve=read_curve(file.read_text("utf-8"), f"{package}/{place}"))
+    curve = _curve(package, f"costs/{chip.name.casefold()}/serving.yaml")
+    return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)
+
+
+def _curve(package: str, path: str) -> Curve | None:
+    file = files(package).joinpath(path)
+    return read_curve(file.read_text("utf-8"), f"{package}/{path}") if file.is_file() else None
 
 
 def read_curve(text: str, file: str) -> Curve:
     """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
-    parts = read_parts(text, file, "a curve file")
-    curve = parts.part("curve")
-    if curve is None:
-        raise parts.wrong("curve", "is missing", "give the parameters of the curve, e.g. curve: {gemm_share: 0.8}")
-    parts.source("source")
-    of = parts.choice("of", tuple(OF)) if "of" in parts.content else "runs"
-    parts.finish()
-    shares = curve.part("gemm_shares")
-    values: dict[str, Any] = {}
-    if shares is not None:
-        values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
-    for name in NAMES:
-        if name != "gemm_shares" and name in curve.content:
-            values[name] = _positive(curve, name, zero=name not in DIVISORS)
-    curve.finish(f"the parameters are {', '.join(NAMES)}")
-    return Curve(**values, run_slowdown=OF[of])
+    content = read_yaml(text, file)
+    build(Source, content.pop("source", None), file, "source")
+    fitted_to: str = build(str, content.pop("of", "runs"), file, "of")
+    if fitted_to not in OF:
+        fix = f"use one of {', '.join(OF)}"
+        raise SpecError(file=file, key="of", value=fitted_to, problem="invalid value", fix=fix)
+    curve: Curve = build(Curve, content.pop("curve", None), file, "curve.", {name: name for name in NAMES})
+    finish(content, file)
+    figures = {name: getattr(curve, name) for name in NAMES if name != "gemm_shares"}
+    figures |= {f"gemm_shares.{precision}": share for precision, share in curve.gemm_shares.items()}
+    for name, value in figures.items():
+        if value < 0 or (value == 0 and name.partition(".")[0] in DIVISORS):
+            raise SpecError(file=file, key=f"curve.{name}", value=value, problem="must be a number above 0")
+    return replace(curve, run_slowdown=OF[fitted_to])
 
 
-def read_provenance(text: str, file: str) -> Reading:
+def read_provenance(text: str, file: str) -> Provenance:
     """Return how the times beside a `provenance.yaml` are to be read. Raises SpecError."""
-    parts = read_parts(text, file, "a provenance file")
-    for key, kind in (("how", str), ("software", Mapping), ("date", object)):
-        parts.required(key, kind)
-    parts.optional("schema", int, 1)
-    parts.optional("notes", str, "")
-    event = float(parts.optional("event_us", (int, float), 0.0)) * 1e-6
-    host, slowed, training = parts.part("host_us"), parts.part("slowed"), parts.part("in_training")
-    reading = Reading(
-        event=event,
-        host={name: _positive(host, name) * 1e-6 for name in list(host.content)} if host else {},
-        slowed=dict(_slowed(slowed)) if slowed else {},
-        in_training={name: _positive(training, name) for name in list(training.content)} if training else {},
-    )
-    parts.finish()
-    return reading
+    found: Provenance = build(Provenance, read_yaml(text, file), file)
+    return found
 
 
 def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
@@ -167,18 +173,3 @@ def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
     if not all(0 < number < float("inf") for number in (seconds, *sizes)):
         raise ValueError("sizes and us must be finite and above 0")
     return reading.kernel(name, str(record.get("precision", "")), sizes, seconds)
-
-
-def _slowed(part: Part) -> Iterator[tuple[str, tuple[float, float]]]:
-    for name in list(part.content):
-        kind = part.part(name)
-        assert kind is not None
-        yield name, (_positive(kind, "after_us") * 1e-6, _positive(kind, "by"))
-        kind.finish()
-
-
-def _positive(part: Part, key: str, *, zero: bool = True) -> float:
-    value = float(part.required(key, (int, float)))
-    if not 0 <= value < float("inf") or (value == 0 and not zero):
-        raise part.wrong(key, f"must be a number, {'0 or above' if zero else 'above 0'}", value=value)
-    return value

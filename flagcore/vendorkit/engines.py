@@ -13,7 +13,7 @@ from functools import cache
 
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.vendorkit.fields import Part, read_file
+from flagcore.vendorkit.fields import build, finish, read_file
 from flagcore.vendorkit.scope import KINDS
 
 FILE = "engines.yaml"
@@ -24,23 +24,12 @@ SUPPORT = {True: Support.YES, False: Support.IMPOSSIBLE, None: Support.UNKNOWN}
 @cache
 def read_engines(package: str) -> Mapping[str, EngineSupport]:
     """Return the support by kind of engine; empty without a file. Raises SpecError for a bad file."""
-    parts = read_file(package, FILE, "a file of engines")
-    if parts is None:
-        return {}
-    found = {kind: _support(part) for kind in KINDS if (part := parts.part(kind))}
-    parts.finish(f"the sections are {' and '.join(KINDS)}")
+    content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
+    found = {}
+    for kind in KINDS:
+        if kind in content:
+            section = build(dict[str, object], content.pop(kind), file, kind)
+            works = build(bool | None, section.pop("works", None), file, f"{kind}.works")
+            found[kind] = build(EngineSupport, {"support": SUPPORT[works].value, **section}, file, f"{kind}.")
+    finish(content, file, f"the sections are {' and '.join(KINDS)}")
     return found
-
-
-def _support(part: Part) -> EngineSupport:
-    support = EngineSupport(
-        support=SUPPORT[part.optional("works", bool, None)],
-        reason=part.optional("reason", str, ""),
-        device_type=part.required("device_type", str),
-        distributed_backend=part.required("distributed_backend", str),
-        preload=tuple(part.listed("preload", str)),
-        visible_devices=part.optional("visible_devices", str, None),
-        shared_devices=part.optional("shared_devices", bool, False),
-    )
-    part.finish()
-    return support

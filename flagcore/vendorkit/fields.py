@@ -1,23 +1,35 @@
-"""Reads a YAML file of a plugin key by key and reports what is wrong with it."""
+"""Reads a YAML file of a plugin as dataclasses, and reports what is wrong with it by file, key and value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.domain.chip import Fact, Source
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, SpecErrors
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source must have."""
 OPTIONAL_SOURCE_KEYS = ("confidence", "date", "note", "page", "repeats", "software")
 """Keys that any source may have; others are allowed, too."""
+WORDS = {
+    **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+"""The words for the types of YAML by pydantic's types of errors."""
+FIX = "see docs/write-a-plugin.md for the keys"
 
+Content = dict[str, Any]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -35,139 +47,119 @@ class _UniqueKeys(_Loader):  # type: ignore[misc]
         return mapping
 
 
-def read_parts(text: str, file: str, kind: str) -> Part:
-    """Return the content of a file of some `kind` ("a chip file"). Raises SpecError naming `file` if it is not YAML."""
+def read_yaml(text: str, file: str) -> Content:
+    """Return the content of a file, in which each mapping under `source` or `effect` has the fields of a Source.
+
+    Raises SpecError naming `file` if it is not YAML, not a mapping, or has a bad source.
+    """
     try:
-        content = yaml.load(text, _UniqueKeys)
+        content = _plain(yaml.load(text, _UniqueKeys), file, "")
     except (yaml.YAMLError, RecursionError) as error:
         problem = f"is not YAML: {' '.join(str(error).split())}"
         raise SpecError(file=file, key="the file", problem=problem) from error
-    return Part(file, kind, "", content)
+    if not isinstance(content, dict):
+        raise SpecError(file=file, key="the file", value=content, problem="must be keys with values")
+    return content
 
 
-def read_file(package: str, name: str, kind: str) -> Part | None:
-    """Return the content of a file of `package`; None if there is none. Raises SpecError as `read_parts`."""
+def read_file(package: str, name: str) -> Content | None:
+    """Return the content of a file of `package`; None if there is none. Raises SpecError as `read_yaml`."""
     path = files(package).joinpath(name)
-    return read_parts(path.read_text("utf-8"), f"{package}/{name}", kind) if path.is_file() else None
+    return read_yaml(path.read_text("utf-8"), f"{package}/{name}") if path.is_file() else None
 
 
-@dataclass(slots=True)
-class Part:
-    """One mapping of a file, without the keys that were read. `kind` says what the file is, `path` where it is."""
+def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Content]]:
+    """Yield the mappings of a list, with the path that their keys begin with. Raises SpecError."""
+    for place, entry in enumerate(build(list[Any], content.pop(section, None) or [], file, section)):
+        path = f"{section}[{place}]."
+        yield path, dict(build(Mapping[str, Any], entry, file, path))
 
-    file: str
-    kind: str
-    path: str
-    content: Any
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.content, Mapping):
-            key = self.path or "the file"
-            raise SpecError(file=self.file, key=key, value=self.content, problem="must be keys with values")
-        self.content = dict(self.content)
+def finish(content: Content, file: str, fix: str = FIX) -> None:
+    """Raise SpecError for keys of a file that nothing has taken."""
+    if content:
+        raise _joined([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
 
-    def wrong(self, key: object, problem: str, fix: str = "", value: object = None) -> SpecError:
-        """Return an error that names file, key, value, rule and fix."""
-        return SpecError(file=self.file, key=f"{self.path}{key}", value=value, problem=problem, fix=fix)
 
-    def optional(self, key: str, kind: Any, default: Any) -> Any:
-        """Return the value of `key`, which must be a `kind`, or `default`."""
-        value = self.content.pop(key, None)
+def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str, str] | None = None) -> Any:
+    """Return `content` as a `kind`: a dataclass from its mapping, or a type. Raises SpecError with every problem.
+
+    `path` leads to the content, with a dot at its end. `names` are the fields by their keys in the file.
+    """
+    if names is not None and isinstance(content, Mapping):
+        content = {names.get(key, f"{key}?"): value for key, value in content.items()}
+    try:
+        (made,) = _adapter(kind).validate_json(json.dumps([content], default=str))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    else:
+        return made
+    keys = {field: key for key, field in (names or {}).items()}
+    raise _joined([_problem(each, file, path, keys) for each in problems])
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return what reads a `kind` from JSON, in which strict types are those of YAML.
+
+    It reads a list of one, because a dataclass alone takes no configuration.
+    """
+    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+
+
+def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecError:
+    parts = [str(part) for part in error["loc"][1:]] or [""]
+    below = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts[1:])
+    key, value = f"{path}{keys.get(parts[0], parts[0])}{below}".rstrip(".?"), error["input"]
+    if error["type"] == "missing" or (value is None and not error["loc"][1:]):
+        return SpecError(file=file, key=key, problem="is missing", fix=FIX)
+    if error["type"] == "unexpected_keyword_argument":
+        return SpecError(file=file, key=key, problem="unknown key", fix=FIX)
+    words = WORDS.get(error["type"])
+    problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
+    return SpecError(file=file, key=key, value=value, problem=problem, fix=_number_hint(error["type"], value))
+
+
+def _joined(problems: list[SpecError]) -> SpecError:
+    return problems[0] if len(problems) == 1 else SpecErrors(problems)
+
+
+def _plain(content: Any, file: str, path: str) -> Any:
+    if isinstance(content, list):
+        return [_plain(each, file, f"{path.rstrip('.')}[{place}].") for place, each in enumerate(content)]
+    if not isinstance(content, Mapping):
+        return content
+    made = {}
+    for key, value in content.items():
+        is_source = key in ("source", "effect") and isinstance(value, Mapping)
+        made[str(key)] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
+    return made
+
+
+def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
+    def wrong(key: str, problem: str, fix: str) -> SpecError:
+        return SpecError(file=file, key=f"{path}{key}", value=content.get(key), problem=problem, fix=fix)
+
+    kind = content.get("kind")
+    if kind not in SOURCE_KEYS:
+        raise wrong("kind", "invalid value", f"use one of {', '.join(SOURCE_KEYS)}")
+    needed, others = SOURCE_KEYS[kind], {key: value for key, value in content.items() if key != "kind"}
+    for name in map(str, others):
+        near = get_close_matches(name, {needed, *OPTIONAL_SOURCE_KEYS}, n=1, cutoff=0.75)
+        if near and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
+            raise wrong(name, "unknown key", f"did you mean {near[0]}?")
+    detail = others.pop(needed, None)
+    if not isinstance(detail, str):
+        other = "".join(f"; {name} belongs to the kind {each}" for each, name in SOURCE_KEYS.items() if name in others)
+        raise wrong(needed, f"must be text: the kind {kind} needs it", f"write {needed}: TEXT{other}")
+    for name, value in others.items():
         if value is None:
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-            problem = f"must be {words.get(kinds[-1], 'keys with values')}"
-            raise self.wrong(key, problem, _number_hint(value, kinds), value)
-        return value
-
-    def required(self, key: str, kind: Any) -> Any:
-        """Return the value of `key`, which must be there."""
-        value = self.optional(key, kind, None)
-        if value is None:
-            raise self.wrong(key, "is missing")
-        return value
-
-    def choice(self, key: str, words: Sequence[str]) -> str:
-        """Return the value of `key`, which must be one of `words`."""
-        value: str = self.required(key, str)
-        if value not in words:
-            raise self.wrong(key, "invalid value", f"use one of {', '.join(words)}", value)
-        return value
-
-    def listed(self, key: str, kind: type) -> list[Any]:
-        """Return a list of `kind`, empty if `key` is missing."""
-        values: list[Any] = self.optional(key, list, [])
-        for value in values:
-            if not isinstance(value, kind):
-                raise self.wrong(key, f"must be a list of {kind.__name__}", value=value)
-        return values
-
-    def each(self, key: str) -> list[Part]:
-        """Return the mappings of the list under `key`, empty if it is missing."""
-        entries = enumerate(self.listed(key, dict))
-        return [Part(self.file, self.kind, f"{self.path}{key}[{place}].", entry) for place, entry in entries]
-
-    def part(self, key: str) -> Part | None:
-        """Return the mapping under `key`, or None."""
-        value = self.content.pop(key, None)
-        return None if value is None else Part(self.file, self.kind, f"{self.path}{key}.", value)
-
-    def fact(self, key: str) -> Fact | None:
-        """Return the figure under `key`, or None."""
-        part = self.part(key)
-        if part is None:
-            return None
-        value = part.required("value", (int, float))
-        if not 0 < value < float("inf"):
-            raise part.wrong("value", "must be above 0", "leave out what was neither published nor measured", value)
-        fact = Fact(value=float(value), source=part.source("source"))
-        part.finish()
-        return fact
-
-    def facts(self, key: str, names: tuple[str, ...]) -> dict[str, Fact]:
-        """Return the figures under `key` by name, which must be one of `names`."""
-        part = self.part(key)
-        if part is None:
-            return {}
-        found = {name: fact for name in names if (fact := part.fact(name))}
-        part.finish(f"the names are {', '.join(names)}")
-        return found
-
-    def source(self, key: str) -> Source:
-        """Return where a figure is from."""
-        part = self.part(key)
-        if part is None:
-            raise self.wrong(key, "is missing", "give the source of the figure")
-        kind = part.choice("kind", tuple(SOURCE_KEYS))
-        needed = SOURCE_KEYS[kind]
-        for name in map(str, part.content):
-            near = get_close_matches(name, {needed, *OPTIONAL_SOURCE_KEYS}, n=1, cutoff=0.75)
-            if near and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
-                raise part.wrong(name, "unknown key", f"did you mean {near[0]}?", part.content[name])
-        if part.content.get(needed) is None:
-            fix = f"write {needed}: TEXT"
-            for other, name in SOURCE_KEYS.items():
-                if name in part.content:
-                    fix += f"; {name} belongs to the kind {other}"
-            raise part.wrong(needed, f"is missing: the kind {kind} needs it", fix)
-        detail = part.required(needed, str)
-        for name, value in part.content.items():
-            if value is None:
-                fix = f'put a text with a comma in quotes: {needed}: "{detail}, {name}"'
-                raise part.wrong(repr(name), "has no value", fix)
-        more = [f"{name} {value}" for name, value in part.content.items()]
-        return Source(kind=kind, detail=", ".join([detail, *more]))
-
-    def finish(self, fix: str = "") -> None:
-        """Raise SpecError for a key that was not read."""
-        for key in self.content:
-            raise self.wrong(key, f"unknown key of {self.kind}", fix or "see docs/write-a-plugin.md for the keys")
+            raise wrong(repr(name), "has no value", f'put a text with a comma in quotes: {needed}: "{detail}, {name}"')
+    return {"kind": kind, "detail": ", ".join([detail, *(f"{name} {value}" for name, value in others.items())])}
 
 
-def _number_hint(value: object, kinds: tuple[type, ...]) -> str:
-    if float not in kinds or not isinstance(value, str):
+def _number_hint(problem: str, value: object) -> str:
+    if problem != "float_type" or not isinstance(value, str):
         return ""
     try:
         return f"write {float(value):e} (YAML reads {value} as text)"

@@ -8,34 +8,27 @@ from __future__ import annotations
 
 from functools import cache
 
-from flagcore.domain.maturity import Claim, Maturity
-from flagcore.vendorkit.fields import Part, read_file
+from flagcore.domain.maturity import Maturity
+from flagcore.vendorkit.fields import build, entries, read_file
 
 FILE = "maturity.yaml"
+EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
+"""The sections, with the keys that each claim must have besides `what`, `chips` and `files`."""
 
 
 @cache
 def read_maturity(package: str) -> Maturity | None:
     """Return how well founded a plugin's facts are; None without a file. Raises SpecError for a bad file."""
-    parts = read_file(package, FILE, "a maturity file")
-    if parts is None:
+    content, file = read_file(package, FILE), f"{package}/{FILE}"
+    if content is None:
         return None
-    maturity = Maturity(
-        run_on_hardware=tuple(_claim(part, "software", "date") for part in parts.each("run_on_hardware")),
-        checked_on_transcripts=tuple(_claim(part, "tool") for part in parts.each("checked_on_transcripts")),
-        from_documents=tuple(_claim(part) for part in parts.each("from_documents")),
-        not_checked=tuple(parts.listed("not_checked", str)),
-    )
-    parts.finish()
+    for section, keys in EVIDENCE.items():
+        claims = []
+        for path, entry in entries(content, section, file):
+            by = [entry.pop(key, None) for key in keys]
+            for key, value in zip(keys, by, strict=True):
+                build(str, value, file, f"{path}{key}")
+            claims.append({**entry, "by": ", ".join(by)})
+        content[section] = claims
+    maturity: Maturity = build(Maturity, content, file)
     return maturity
-
-
-def _claim(part: Part, *by: str) -> Claim:
-    claim = Claim(
-        what=part.required("what", str),
-        chips=tuple(part.listed("chips", str)),
-        by=", ".join(part.required(key, str) for key in by),
-        files=tuple(part.listed("files", str)),
-    )
-    part.finish()
-    return claim

@@ -26,7 +26,7 @@ from flagcore.vendorkit.engines import SUPPORT, read_engines
 from flagcore.vendorkit.knobs import FILE as KNOBS
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import Quirk, applying, read_quirks
+from flagcore.vendorkit.quirks import Note, Quirk, applying, read_quirks
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 
@@ -55,47 +55,39 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
-        """Return the chips of chips/."""
         return load_chips(self.package)
 
     @hookimpl
     def flagcore_devices(self) -> Sequence[Device]:
-        """Return the devices that the vendor's tool or torch lists."""
         return self.detector.devices() if self.detector else ()
 
     @hookimpl
     def flagcore_maturity(self) -> Maturity | None:
-        """Return what maturity.yaml says."""
         return read_maturity(self.package)
 
     @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
-        """Return the levels with this machine's own network adapters; None if it is not such a node."""
         own = self.detector.with_own_adapters(group) if self.detector and self.owns(group.chip) else None
         return topology_of(own) if own else None
 
     @hookimpl
     def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
-        """Return the vendor's memory model."""
         return self.memory(group, engine) if self.owns(group.chip) else None
 
     @hookimpl
     def flagcore_kernel_costs(self, chip: Chip, kind: str) -> KernelCosts | None:
-        """Return what costs/ has for the chip: measured kernels, or a curve."""
         if not self.owns(chip):
             return None
         return serving_costs(self.package, chip) if kind == "serve" else kernel_costs(self.package, chip)
 
     @hookimpl
     def flagcore_collective_costs(self, group: NodeGroup) -> CollectiveTable | None:
-        """Return the collectives of costs/."""
         return collective_table(self.package, group.chip) if self.owns(group.chip) else None
 
     @hookimpl
     def flagcore_engine_support(
         self, chip: Chip, engine: str, engine_version: str | None, kind: str
     ) -> EngineSupport | None:
-        """Return what engines.yaml says of this kind of engine, with what quirks.yaml says of this engine."""
         support = read_engines(self.package).get(kind)
         if support is None or not self.owns(chip):
             return None
@@ -114,7 +106,6 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
-        """Return the knobs of knobs.yaml."""
         if not self.owns(chip) or not files(self.package).joinpath(KNOBS).is_file():
             return None
         return knobs(self.package, chip, engine, engine_version)
@@ -123,25 +114,22 @@ class VendorPlugin:
     def flagcore_environment(
         self, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
     ) -> Mapping[str, str] | None:
-        """Return the variables of environment.yaml that have a value."""
         return environment(self.package, chip, engine, engine_version, task, kind) if self.owns(chip) else None
 
     @hookimpl
     def flagcore_failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None
     ) -> Sequence[FailurePattern] | None:
-        """Return the failures of quirks.yaml."""
         if not self.owns(chip):
             return None
         failures = applying(read_quirks(self.package).failures, chip, engine, engine_version)
-        return tuple(failure.value.pattern for failure in failures)
+        return tuple(failure.value for failure in failures)
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        """Return a reading of a device of this vendor: memory, power, temperature and load."""
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
         return DeviceReading(self._table, device.index) if known else None
 
 
-def _with_source(note: Quirk[str]) -> str:
-    return f"{note.value} ({note.source.kind}: {note.source.detail})"
+def _with_source(note: Quirk[Note]) -> str:
+    return f"{note.value.note} ({note.source.kind}: {note.source.detail})"

@@ -14,7 +14,6 @@ Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Generic, TypeVar
@@ -22,9 +21,9 @@ from typing import Generic, TypeVar
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.engine import Forced, Refused
 from flagcore.domain.launch import FailurePattern
-from flagcore.domain.trial import TrialState
-from flagcore.vendorkit.fields import Part, read_file
-from flagcore.vendorkit.scope import Scope, read_scope
+from flagcore.errors import SpecError
+from flagcore.vendorkit.fields import Content, build, finish, read_file
+from flagcore.vendorkit.scope import Scope, scoped
 
 FILE = "quirks.yaml"
 
@@ -44,16 +43,22 @@ class Quirk(Generic[T]):
 class Report:
     """What was reported of an engine. `works` None: see `engines.yaml`."""
 
-    reason: str
+    reason: str = ""
     works: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(FailurePattern):
     """A log line that says why a trial failed, with one `example` of it."""
 
-    pattern: FailurePattern
     example: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A sentence for users."""
+
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,7 @@ class Quirks:
     refused: tuple[Quirk[Refused], ...] = ()
     forced: tuple[Quirk[Forced], ...] = ()
     failures: tuple[Quirk[Failure], ...] = ()
-    notes: tuple[Quirk[str], ...] = ()
+    notes: tuple[Quirk[Note], ...] = ()
 
 
 def applying(
@@ -77,57 +82,25 @@ def applying(
 @cache
 def read_quirks(package: str) -> Quirks:
     """Return the quirks of a plugin; none without a file. Raises SpecError for a bad file."""
-    parts = read_file(package, FILE, "a file of quirks")
-    if parts is None:
-        return Quirks()
+    content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
 
-    def entries(key: str, read: Callable[[Part], T]) -> tuple[Quirk[T], ...]:
-        return tuple(_quirk(part, read) for part in parts.each(key))
+    def quirks(section: str, kind: type[T]) -> tuple[Quirk[T], ...]:
+        return tuple(_quirk(kind, entry, scope, file, path) for path, entry, scope in scoped(content, section, file))
 
-    quirks = Quirks(
-        support=entries("support", _report),
-        refused=entries("refused", _refused),
-        forced=entries("forced", _forced),
-        failures=entries("failures", _failure),
-        notes=entries("notes", lambda part: str(part.required("note", str))),
+    found = Quirks(
+        support=quirks("support", Report),
+        refused=quirks("refused", Refused),
+        forced=quirks("forced", Forced),
+        failures=quirks("failures", Failure),
+        notes=quirks("notes", Note),
     )
-    parts.finish()
-    return quirks
+    finish(content, file)
+    return found
 
 
-def _quirk(part: Part, read: Callable[[Part], T]) -> Quirk[T]:
-    quirk = Quirk(value=read(part), scope=read_scope(part), source=part.source("source"))
-    part.finish()
-    return quirk
-
-
-def _report(part: Part) -> Report:
-    return Report(reason=part.optional("reason", str, ""), works=part.optional("works", bool, None))
-
-
-def _refused(part: Part) -> Refused:
-    if not part.content.get("values") and part.content.get("above") is None:
-        raise part.wrong("values", "is missing", "give `values`, or `above` with a number")
-    return Refused(
-        name=part.required("name", str),
-        knob=part.required("knob", str),
-        values=tuple(part.listed("values", object)),
-        above=part.optional("above", int, None),
-        reason=part.required("reason", str),
-    )
-
-
-def _forced(part: Part) -> Forced:
-    return Forced(
-        name=part.required("name", str),
-        setting=part.required("setting", str),
-        value=part.content.pop("value", None),
-        reason=part.required("reason", str),
-    )
-
-
-def _failure(part: Part) -> Failure:
-    state = part.choice("state", [state.value for state in TrialState if state.failed])
-    advice = part.optional("advice", str, "")
-    pattern = FailurePattern(pattern=part.required("pattern", str), state=TrialState(state), advice=advice)
-    return Failure(pattern=pattern, example=part.required("example", str))
+def _quirk(kind: type[T], entry: Content, scope: Scope, file: str, path: str) -> Quirk[T]:
+    source = build(Source, entry.pop("source", None), file, f"{path}source")
+    if kind is Refused and not entry.get("values") and entry.get("above") is None:
+        problem, fix = "is missing", "give `values`, or `above` with a number"
+        raise SpecError(file=file, key=f"{path}values", problem=problem, fix=fix)
+    return Quirk(value=build(kind, entry, file, path), scope=scope, source=source)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from flagcore.domain.chip import Chip
-from flagcore.vendorkit.fields import Part
-from flagcore.vendorkit.versions import in_range, read_versions
+from flagcore.domain.knob import in_versions
+from flagcore.errors import SpecError
+from flagcore.vendorkit.fields import Content, build, entries
 
 KINDS = ("train", "serve")
 """What an engine does."""
@@ -14,7 +19,10 @@ KINDS = ("train", "serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """The engines, kinds of engines, chips and engine releases of an entry. An empty field means all."""
+    """The engines, kinds of engines, chips and engine releases of an entry. An empty field means all.
+
+    `versions` is a range such as ">=0.11,<0.13".
+    """
 
     engines: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
@@ -27,22 +35,29 @@ class Scope:
             (not self.engines or engine in self.engines)
             and (not self.kinds or kind in self.kinds)
             and (not self.chips or chip.name in self.chips)
-            and in_range(self.versions, engine_version)
+            and in_versions(self.versions, engine_version)
         )
 
 
 EVERYTHING = Scope()
 
 
-def read_scope(part: Part) -> Scope:
-    """Return the scope under the keys `engine` or `engines`, `kinds`, `chips` and `versions`. Raises SpecError."""
-    engine = part.optional("engine", str, None)
-    kinds = tuple(part.listed("kinds", str))
-    for kind in set(kinds) - set(KINDS):
-        raise part.wrong("kinds", "invalid value", f"use {' or '.join(KINDS)}", kind)
-    return Scope(
-        engines=(engine,) if engine else tuple(part.listed("engines", str)),
-        kinds=kinds,
-        chips=tuple(part.listed("chips", str)),
-        versions=read_versions(part),
-    )
+def scoped(content: Content, section: str, file: str) -> Iterator[tuple[str, Content, Scope]]:
+    """Yield the path of each entry of a list, the rest of the entry, and its scope.
+
+    That is under the keys `engine` or `engines`, `kinds`, `chips` and `versions`. Raises SpecError.
+    """
+    for path, entry in entries(content, section, file):
+        keys: dict[str, Any] = {key: entry.pop(key) for key in Scope.__slots__ if key in entry}
+        if "engine" in entry:
+            keys["engines"] = (entry.pop("engine"),)
+        scope: Scope = build(Scope, keys, file, path)
+        for kind in set(scope.kinds) - set(KINDS):
+            fix = f"use {' or '.join(KINDS)}"
+            raise SpecError(file=file, key=f"{path}kinds", value=kind, problem="invalid value", fix=fix)
+        try:
+            SpecifierSet(scope.versions)
+        except InvalidSpecifier:
+            problem, fix = "invalid range of releases", 'write e.g. ">=0.11,<0.13"'
+            raise SpecError(file=file, key=f"{path}versions", value=scope.versions, problem=problem, fix=fix) from None
+        yield path, entry, scope

@@ -17,8 +17,7 @@ from typing import IO
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, strip_controls
 
-MIB = 2**20
-MAX_BYTES = 2 * MIB
+MAX_BYTES = 2 * 2**20
 """A tool that prints more is stopped before it fills the disk."""
 
 
@@ -84,25 +83,6 @@ def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: floa
     if not listing.rows and not listing.left_out:
         return Listing(left_out=(f"{tool} lists no device in a known format; it prints: {first}",))
     return Listing(listing.rows, tuple(f"{tool}: {line}" for line in listing.left_out))
-
-
-def table_devices(text: str, *, row: str, memory: str, driver: str) -> tuple[Device, ...]:
-    """Return the devices of a table with two lines a device.
-
-    `row` matches the first line, with groups `index` and `name`; `memory` the second, with the group `mib`, the
-    total in MiB; `driver` the version anywhere. A device without a memory figure (a dead one) is left out.
-    """
-    found = re.search(driver, text)
-    version = found.group(1) if found else ""
-    devices, head = [], None
-    for line in text.splitlines():
-        total = re.search(memory, line)
-        if head and total:
-            mib, (index, name) = int(total["mib"]), head
-            devices.append(Device(index=index, chip=name, memory_bytes=mib * MIB, driver=version))
-        start = re.search(row, line)
-        head = (int(start["index"]), start["name"].strip()) if start else None
-    return tuple(devices)
 
 
 def visible(devices: tuple[Device, ...], *variables: str) -> tuple[Device, ...]:

@@ -10,14 +10,15 @@ training setting that must not be on. In a value, `{interface}` is the network i
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.vendorkit.fields import Part, read_file
-from flagcore.vendorkit.scope import EVERYTHING, Scope, read_scope
+from flagcore.errors import SpecError
+from flagcore.vendorkit.fields import build, finish, read_file
+from flagcore.vendorkit.scope import EVERYTHING, Scope, scoped
 
 FILE = "environment.yaml"
 
@@ -46,12 +47,16 @@ class Variable:
 @cache
 def read_variables(package: str) -> tuple[Variable, ...]:
     """Return the variables of a plugin; none without a file. Raises SpecError for a bad file."""
-    parts = read_file(package, FILE, "an environment file")
-    if parts is None:
-        return ()
-    found = tuple(_variable(part) for part in parts.each("variables"))
-    parts.finish()
-    return found
+    content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
+    found = []
+    for path, entry, scope in scoped(content, "variables", file):
+        variable: Variable = replace(build(Variable, entry, file, path), scope=scope)
+        if (variable.value is None) == (variable.used == ""):
+            problem = "or `used` is needed, and not both"
+            raise SpecError(file=file, key=f"{path}value", value=variable.value, problem=problem)
+        found.append(variable)
+    finish(content, file)
+    return tuple(found)
 
 
 def environment(
@@ -95,21 +100,3 @@ def adapters(root: Path = Path("/")) -> str:
             if "ACTIVE" in state.read_text("utf-8"):
                 up.add(state.parts[-4])
     return ",".join(sorted(up, key=lambda name: (len(name), name)))
-
-
-def _variable(part: Part) -> Variable:
-    variable = Variable(
-        name=part.required("name", str),
-        meaning=part.required("meaning", str),
-        source=part.source("source"),
-        value=part.optional("value", str, None),
-        used=part.optional("used", str, ""),
-        condition=part.optional("condition", str, ""),
-        scope=read_scope(part),
-        several_nodes=part.optional("several_nodes", bool, False),
-        unless=part.optional("unless", str, ""),
-    )
-    if (variable.value is None) == (variable.used == ""):
-        raise part.wrong("value", "exclude `used`; exactly one of the two is needed")
-    part.finish()
-    return variable

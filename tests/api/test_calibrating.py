@@ -44,19 +44,6 @@ def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert told.others == 0.42
 
 
-@pytest.mark.parametrize(
-    ("here", "count", "words"), [(2, 2, "2 x X1 found, where a node has 8"), (8, 4, "4 of 8 x X1 measured"), (8, 8, "")]
-)
-def test_fewer_devices_than_a_node_has_are_told(here: int, count: int, words: str) -> None:
-    told = calibration._too_few(X1, RUNS, here, count)
-    assert (words in told[0]) if words else told == []
-
-
-def test_cores_of_one_machine_are_never_too_few() -> None:
-    shared = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
-    assert calibration._too_few(X1, shared, 2, 2) == []
-
-
 def test_the_spread_is_told_in_percent() -> None:
     row = {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "repeats": 9}
     made = Calibration(

@@ -113,9 +113,11 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
 def test_a_job_that_is_not_there_and_one_that_is_not_known_are_told_apart(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
-    assert "Did you mean 'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
+    assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
     told = flag("estimate", "--jobs", file, "--explain", "moe").out
-    assert told.startswith("unknown: no installed plugin knows the chip 'X1'; `flag plugins chips` lists all ")
+    assert told.startswith("unknown: ")
+    assert "'X1'" in told
+    assert "`flag plugins chips`" in told
 
 
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
@@ -317,8 +319,8 @@ def test_books_without_trials_and_what_runs_a_prediction(flag: Flag, project: Pr
     assert "untried" in told
     assert "measured" not in told
     assert "failed" not in told
-    assert "Predicted with train.settings, for the rest as flagcore's own trial program runs it" in told
-    assert "Predicted as flagcore's own trial program" in flag("estimate", project.spec(train={"command": None})).err
+    assert "; with train.settings." in told
+    assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 
 def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_told(flag: Flag, tmp_path: Path) -> None:
@@ -350,9 +352,9 @@ def test_layers_of_a_record_that_do_not_divide_are_told_with_the_split_that_was_
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        ({"chip": "H200"}, "cluster.devices and cluster.devices_per_node are missing"),
-        ({"chip": "auto", "devices": 8, "devices_per_node": 8}, "a record must name a chip"),
-        ({"groups": []}, "clusters of several chips are planned in specs only"),
+        ({"chip": "H200"}, "cluster.devices_per_node is missing"),
+        ({"chip": "auto", "devices": 8, "devices_per_node": 8}, "cluster.chip = 'auto'"),
+        ({"groups": []}, "cluster.groups is not a known key"),
     ],
 )
 def test_a_cluster_that_no_record_can_have_is_told(

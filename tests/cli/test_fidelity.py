@@ -53,7 +53,7 @@ def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag
     ran = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir))
     assert ran.code == 0, ran.err
     assert "Best predicted configuration on 1024 x H100-SXM: " in ran.out
-    assert ran.out.splitlines()[1].startswith("  ~")
+    assert ran.out.splitlines()[1].startswith("  Speed: ~")
     assert ran.out.strip() == (project.run_dir / "report.txt").read_text().strip()
     found = project.result()
     assert found["fidelity"] == "estimate"

@@ -138,5 +138,6 @@ def test_nohup_is_respected(project: Project) -> None:
 def test_a_command_that_is_misspelt_is_answered_with_the_nearest(flag: Callable[..., Ran]) -> None:
     ran = flag("estimat")
     assert (ran.code, ran.out) == (2, "")
-    assert "No such command 'estimat'. Did you mean 'estimate'?" in ran.err
-    assert "Did you mean" not in flag("zzz").err
+    assert "'estimat'" in ran.err
+    assert "'estimate'?" in ran.err
+    assert "?" not in flag("zzz").err

@@ -18,56 +18,42 @@ import json
 import numpy as np
 
 from flagcore.contracts import Workload
-from flagcore.domain.knob import Flag, Knob
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.common import knobs, program
-from flagcore.engines.serving.common.hardware import Hardware, longest
+from flagcore.engines.serving.common import knobs
+from flagcore.engines.serving.common.command_line import CommandLine
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.engine import PORT, Engine, Server, Settings
 
 KNOBS = (
     knobs.INSTANCES_KNOB,
-    Knob(
-        name="slots",
-        help="Most sequences at once.",
-        flags=(Flag(name="parallel"),),
+    knobs.knob(
+        "slots",
+        "Most sequences at once.",
+        flags=("parallel",),
         aliases=("max_num_seqs",),
-        auto=lambda task: (1, 2, 4),
-        auto_help="1, 2, 4",
+        auto=knobs.tries(1, 2, 4),
         memory_order=1,
     ),
 )
-
-
-def parse_args(spec):
-    return knobs.split_arguments(spec.serve.engine_args, KNOBS)
+COMMAND_LINE = CommandLine(title="Acme", program=("acme-server",), knobs=KNOBS)
 
 
 def settings(task, columns):
-    get = knobs.all_columns(columns, KNOBS, parse_args(task.spec).fixed)
-    ones, nothing = np.ones_like(get["instances"]), np.full(get["instances"].shape, np.nan)
-    return Settings(
-        instances=get["instances"],
+    get = COMMAND_LINE.columns(task, columns)
+    ones = np.ones_like(get["instances"])
+    return Settings.of(
+        task,
+        get,
         devices=Hardware.of(task).share(get["instances"], columns),
-        tensor=ones,
-        pipeline=ones,
-        data=ones,
-        expert=ones,
-        max_running=np.where(get["slots"] > 0, get["slots"], 4),
+        max_running=knobs.or_default(get["slots"], 4),
         max_batched_tokens=ones * 2048,
-        pass_tokens=ones * 2048,
-        block_size=ones,
-        context_len=ones * longest(task.spec.serve.loads),
-        chunked=ones,
-        graphs=ones * 0,
-        prefix_caching=ones * 0,
-        memory_fraction=nothing,
         cache_bytes=ones * 1e6,
         cache_element_bytes=ones * 2.0,
     )
 
 
 def server(task, values, cores):
-    command = program.found(task.spec, ("acme-server",))
+    command = COMMAND_LINE.command(task.spec)
     return Server(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
 
 
@@ -76,9 +62,9 @@ ENGINE = Engine(
     title="Acme",
     modules={},
     knobs=KNOBS,
-    parse_args=parse_args,
+    parse_args=COMMAND_LINE.parse,
     ready=lambda spec: None,
-    version=lambda spec: spec.serve.engine_version or "",
+    version=COMMAND_LINE.version,
     rules=lambda task: (),
     settings=settings,
     server=server,

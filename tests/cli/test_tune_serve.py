@@ -76,7 +76,7 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_told(fla
     ran = tune(flag, project, slo={"ttft_s": {"p99": 0.6}})
     assert ran.code == 0, ran.err
     assert project.result()["best"]["candidate"]["parallel"] == 2
-    assert "without limits: trial " in ran.out
+    assert "Without the limits: trial " in ran.out
     broken = {trial["candidate"]["parallel"]: trial["measured"]["broken"] for trial in project.result()["trials"]}
     assert [bool(broken[slots]) for slots in (1, 2, 4)] == [False, False, True]
 

@@ -21,7 +21,7 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flagcore"
 FILE = CORE / "i18n" / "locale" / "zh" / "LC_MESSAGES" / "flagcore.po"
-MARKS = {"_": 1, "N_": 1, "ngettext": 2}
+MARKS = {"_": 1, "N_": 1, "Message": 1, "ngettext": 2}
 """The functions that mark messages, and how many of their arguments are texts."""
 
 Message = str | tuple[str, ...]
@@ -91,7 +91,7 @@ def update() -> None:
 def untranslated() -> None:
     """Print the messages without a translation, and how many have one."""
     known, messages = translations(), [each for each in sources() if each.id]
-    missing = [each for each in messages if (found := known.get(each.id)) is None or not found.string]
+    missing = [each for each in messages if (found := known.get(each.id)) is None or not any(found.string)]
     for message in missing:
         print(f"{message.locations[0][0]}: {message.id!r}")
     print(f"{len(messages) - len(missing)} of {len(messages)} messages are translated")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Iterator
 
 import pytest
 
 from flagcore import i18n
-from flagcore.i18n import _, choose, language, ngettext
+from flagcore.i18n import Message, _, choose, language, ngettext
 from tests.i18n.messages import FILE, compiled, sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -38,7 +40,7 @@ def test_an_unknown_language_changes_nothing() -> None:
 def test_messages_are_translated_and_their_fields_filled() -> None:
     choose("zh")
     assert _("Saved to {folder}.", folder="a") == "已保存到 a。"
-    assert ngettext("{count} trial, not measured.", "{count} trials, none measured.", 2).startswith("2 个试验")
+    assert ngettext("{count} trial, not measured", "{count} trials, none measured", 2).startswith("2 个试验")
     choose("en")
     assert _("Saved to {folder}.", folder="a") == "Saved to a."
     assert ngettext("{count} trial, not measured.", "{count} trials, none measured.", 1) == "1 trial, not measured."
@@ -48,6 +50,14 @@ def test_a_message_without_a_translation_stays_english() -> None:
     choose("zh")
     assert _("no such message: {name}", name="x") == "no such message: x"
     assert _("") == ""
+
+
+def test_a_message_of_a_record_is_english_and_translated_where_it_is_printed() -> None:
+    choose("zh")
+    message = Message("max_trials = {count} reached", count=3)
+    assert json.dumps([message]) == '["max_trials = 3 reached"]'
+    assert copy.deepcopy(message) == "max_trials = 3 reached"
+    assert _(message) == "已达到 max_trials = 3"
 
 
 def test_the_compiled_catalogue_is_that_of_the_source() -> None:

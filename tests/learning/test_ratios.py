@@ -7,7 +7,8 @@ import pytest
 
 from flagcore.domain.experience import Observed
 from flagcore.domain.space import FloatArray
-from flagcore.learning import MEMORY, TIME, Ratios
+from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.ratios import Ratios
 from tests.strategies.contexts import SPACE, predictions, search_context
 
 KNOWN = predictions()

@@ -10,7 +10,9 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.report.plan_text import MAX_RIVALS, plan_text
+from flagcore.report.page.markdown import result_text
+from flagcore.report.page.summary import MAX_RIVALS
+from flagcore.report.result import result
 from flagcore.stages.learn import learn
 
 NONE: dict[str, object] = {"illegal": {}, "pruned": {}}
@@ -22,6 +24,10 @@ def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial
     )
     who = Candidate.of({"micro_batch_size": mbs})
     return Trial(number=number, candidate=who, role=role, state=TrialState.MEASURED, measurement=measured)
+
+
+def plan_text(plan: Plan) -> str:
+    return result_text(result(plan, "run"), plan.knobs)
 
 
 def plan(trials: list[Trial], rivals: int) -> Plan:
@@ -54,7 +60,7 @@ def plan(trials: list[Trial], rivals: int) -> Plan:
 def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, told: str | None) -> None:
     trials = [trial(0, 64, 1.0), *(trial(number, number, 1.01) for number in range(1, 9)), trial(9, 64, 1.0, AGAIN)]
     text = plan_text(plan(trials, rivals))
-    assert (f"not significantly faster than {told}\n" in text) if told else ("significantly" not in text)
+    assert (f"not significantly faster than {told}." in text) if told else ("significantly" not in text)
 
 
 AGAIN = Role.REPEAT

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from flagcore.report.formats import fits, fitted, table
+from flagcore.report.formats import fitted, table
 
 HEADINGS = ["trial", "configuration", "tokens/s per device", "reason"]
 ROWS = [
@@ -47,7 +47,6 @@ def test_columns_without_room_stand_below_beside_the_first_one() -> None:
     rows = [[chip, *(f"{place}{place},000.5" for place in range(8))] for chip in ("one", "two")]
     for width in (30, 40, 60, 80):
         with fitted(width):
-            assert not fits([dict(zip(headings, row, strict=True)) for row in rows], {name: name for name in headings})
             parts = table(headings, rows).split("\n\n")
         assert len(parts) > 1
         assert all(part.startswith("chip") for part in parts)

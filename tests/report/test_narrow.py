@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from flagcore.report.formats import fitted
-from flagcore.report.text import candidates_table
+from typing import Any
 
-RECORDS = [
+from flagcore.report.formats import fitted, render
+from flagcore.report.text import candidate_columns
+
+RECORDS: list[dict[str, Any]] = [
     {
         "number": n,
         "candidate": {"max_num_batched_tokens": 2048 * n, "enforce_eager": eager},
@@ -17,9 +19,13 @@ RECORDS = [
 FIGURES = {"~output tok/s": "rate", "~used GiB": "used"}
 
 
+def candidates_table(records: list[dict[str, Any]]) -> str:
+    return render(records, "table", {"#": "number", **candidate_columns(records, {}), **FIGURES})
+
+
 def told(width: int | None) -> str:
     with fitted(width):
-        return candidates_table(RECORDS, FIGURES, {})
+        return candidates_table(RECORDS)
 
 
 def test_a_table_that_fits_has_a_column_a_knob() -> None:
@@ -27,18 +33,18 @@ def test_a_table_that_fits_has_a_column_a_knob() -> None:
     assert "max_num_batched_tokens" in told(None).splitlines()[0]
 
 
-def test_a_narrow_terminal_gets_configurations_below_the_figures() -> None:
+def test_a_narrow_terminal_gets_several_tables_with_the_number_in_each() -> None:
     for width in (20, 30, 40):
-        lines = told(width).splitlines()
-        assert max(map(len, lines)) <= max(width, len("   max_num_batched_tokens"))
-        assert all(f"{record['number']}" in told(width) for record in RECORDS)
-        assert "max_num_batched_tokens 4096" in " ".join(told(width).split())
-        assert all(f"{heading.split()[-1]}" in told(width) for heading in FIGURES)
+        text = told(width)
+        assert max(map(len, text.splitlines())) <= max(width, len("#  max_num_batched_tokens"))
+        assert all(table.startswith("#") for table in text.split("\n\n"))
+        assert "4096" in text
+        assert all(heading.split()[-1] in text for heading in FIGURES)
 
 
 def test_candidates_that_differ_have_rows_that_differ() -> None:
     two = [
         {**each, "candidate": {"enforce_eager": value}} for each, value in zip(RECORDS[:2], (None, False), strict=True)
     ]
-    rows = {line[1:] for line in candidates_table(two, FIGURES, {}).splitlines()[2:]}
+    rows = {line[1:] for line in candidates_table(two).splitlines()[2:]}
     assert len(rows) == 2

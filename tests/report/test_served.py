@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from flagcore.domain.plan import Counts, Plan, gains
 from flagcore.domain.trial import Role, Trial
-from flagcore.report.plan_text import plan_text
+from flagcore.report.page.markdown import result_text
+from flagcore.report.page.run import RunData
+from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
-from flagcore.report.serving_text import front, impossible
+from flagcore.report.text import front
 from flagcore.stages.learn import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 
@@ -24,6 +27,14 @@ COUNTS = Counts(
     failed=0,
     untried=0,
 )
+
+
+def plan_text(plan: Plan) -> str:
+    return result_text(result(plan, "run"), plan.knobs)
+
+
+def reason(plan: Plan) -> str:
+    return no_best(RunData(result=result(plan, "run"), folder=Path("run"), knobs=plan.knobs))
 
 
 def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = LIMITS) -> Plan:
@@ -64,15 +75,15 @@ BASELINE = trial(0, 100.0, role=Role.BASELINE)
 def test_the_best_is_told_with_what_the_limits_cost() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0, ttft=1.5), trial(2, 160.0, ttft=0.9)))
     assert "160 output tok/s" in text
-    assert "+60.0% output tok/s vs baseline" in text
-    assert "within limits: p99 TTFT <= 1 s" in text
+    assert "+60.0% output tok/s (baseline: " in text
+    assert "Within latency limits: p99 TTFT <= 1 s" in text
     assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
 
 def test_limits_that_cost_nothing_are_told_as_such() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0)))
-    assert "the limits cost nothing" in text
-    assert "within limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
+    assert "Without the limits: no trial was better" in text
+    assert "latency limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
 
 
 def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate_keeps_them_at_another() -> None:
@@ -89,9 +100,9 @@ def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate
 
 def test_limits_that_nothing_keeps_name_the_nearest() -> None:
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), trial(1, 200.0, ttft=1.5))
-    assert "p99 TTFT <= 1 s; nearest: trial 1 (parallel=1)" in impossible(found)
-    assert "ttft_s.p99 is 1.5 s, over 1 s" in impossible(found)
-    assert "No configuration is within the limits p99 TTFT <= 1 s" in plan_text(found)
+    assert "p99 TTFT <= 1 s; nearest: trial 1 (parallel 1)" in reason(found)
+    assert "ttft_s.p99 is 1.5 s, over 1 s" in reason(found)
+    assert "none within the limits p99 TTFT <= 1 s" in plan_text(found)
 
 
 def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
@@ -99,7 +110,7 @@ def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
     again = dataclasses.replace(again, candidate=once.candidate)
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, again)
     assert found.best is None
-    assert impossible(found).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
+    assert reason(found).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
 
 
 def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
@@ -108,7 +119,7 @@ def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
     found = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
     text = plan_text(found)
     assert "0.4 TTFT p99 s" in text
-    assert "-50.0% TTFT p99 vs baseline" in text
+    assert "-50.0% TTFT p99 (baseline: " in text
     assert result(found, "x")["objective"] == {"name": objective, "direction": "min"}
 
 

@@ -54,9 +54,9 @@ def hook(check: str, name: str, body: str, names: str, *, before: str = "", argu
     return Fault(check, HOOKS, "", new, names, also)
 
 
-def module(check: str, statements: str, names: str) -> Fault:
+def module(check: str, statements: str, names: str, also: tuple[str, ...] = ()) -> Fault:
     """Run statements when the module of hooks is imported."""
-    return Fault(check, HOOKS, "from flagcore_acme", f"{statements}\nfrom flagcore_acme", names)
+    return Fault(check, HOOKS, "from flagcore_acme", f"{statements}\nfrom flagcore_acme", names, also)
 
 
 def foreign(name: str) -> Fault:
@@ -111,10 +111,10 @@ MODULE = (
     module("import_loads_no_framework", "try:\n    import pynvml\nexcept ImportError:\n    pass", "pynvml"),
     module("import_has_no_side_effects", "print('hello')", "hello"),
     module("import_has_no_side_effects", "import os\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
-    module("import_has_no_side_effects", "import time\ntime.sleep(0.7)", "takes"),
+    module("import_has_no_side_effects", "import time\ntime.sleep(3.2)", "takes"),
     module("import_has_no_side_effects", "import logging\nlogging.basicConfig(level=40)", "logging"),
     module("import_has_no_side_effects", "import numpy\nnumpy.seterr(all='ignore')", "numpy"),
-    module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop"),
+    module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop", also=("import_has_no_side_effects",)),
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),
     hook("hooks_have_no_side_effects", "chips", "print('loading')\n        return own", "loading"),
     hook("hooks_have_no_side_effects", "chips", "__import__('warnings').simplefilter('ignore')\n        return own", "flagcore_chips"),
@@ -124,10 +124,10 @@ MODULE = (
     hook("hooks_do_not_modify_arguments", "prepare_launch", "launch.environment['ACME'] = '1'\n        return own", "flagcore_prepare_launch"),
     hook("hooks_write_no_files", "maturity", "open('acme.log', 'w').close()\n        return own", "acme.log"),
     module("hooks_return_quickly", "import os\nimport sys\nif sys.argv[0].endswith('asking.py'):\n    os._exit(3)", "import"),
-    hook("hooks_return_quickly", "maturity", "__import__('time').sleep(1.2)\n        return own", "flagcore_maturity"),
+    hook("hooks_return_quickly", "maturity", "__import__('time').sleep(3.5)\n        return own", "flagcore_maturity"),
 )
 CHIPS = (
-    hook("chips_and_devices_are_valid", "chips", "return [*own, 'A2']", "flagcore_chips"),
+    hook("chips_and_devices_are_valid", "chips", "return [*own, 'A2']", "flagcore_chips", also=("foreign_chips_get_no_answer",)),
     Fault("chips_and_devices_are_valid", CHIP, "kind: estimated, method", "kind: guessed, method", "a1.yaml: memory_bytes.source.kind"),
     Fault("chips_and_devices_are_valid", CHIP, "devices_per_node: 8", "devices_per_node: 8\ndevices_per_node: 16", "duplicate key devices_per_node"),
     Fault("figures_have_sources", CHIP, "TODO: made up, replace it by a figure with its source", " ", "A1: memory_bytes"),
@@ -171,6 +171,7 @@ COSTS = (
     memory("workspace_is_in_bytes", "workspace_bytes", "lambda self: 6e9"),
     Fault("idle_memory_is_small", HOOKS, "1.2 * 2**30", "1.2 * 2**34", "device_used_bytes"),
     Fault("idle_memory_is_small", HOOKS, "1.2 * 2**30", "1.2", "device_used_bytes"),
+    hook("memory_model_is_valid", "memory_model", "return own and 'large'", "flagcore_memory_model"),
     hook("kernel_costs_are_valid", "kernel_costs", "return own and 'fast'", "flagcore_kernel_costs"),
     kernels("kernel_times_grow_with_size", "host_copy_seconds", "lambda self, b: 1 / b"),
     kernels("launch_time_is_in_seconds", "launch_seconds", "lambda self: 8.0"),
@@ -227,7 +228,7 @@ FAILURES = (
     Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(?i:warning)\"", "warning"),
     Fault("failure_patterns_are_fast", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(a+)+$\"", "takes more than"),
     Fault("failure_patterns_are_fast", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(x+x+)+y\"", "takes more than"),
-    Fault("failures_name_known_engines", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
+    Fault("quirks_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
 )
 RUNS = (
     reading("telemetry_names_are_known", "{**figures, 'acme_mood': 1.0}", "acme_mood"),
@@ -247,7 +248,7 @@ RUNS = (
 )
 DETECTION = (
     hook("detection_is_quick", "devices", "return own or (Device(index=0, chip='ACME A1'),) * 2", "one index", also=("*",)),
-    hook("missing_tool_lists_no_devices", "devices", "return own or (Device(index=0, chip='A0'),)", "A0"),
+    hook("missing_tool_lists_no_devices", "devices", "return own or (Device(index=0, chip='A0'),)", "A0", also=("visible_devices_are_respected", "vendor_selection_is_respected")),
     hook("crashing_tool_lists_no_devices", "devices", "from flagcore.vendorkit.smi import run_tool\n        output = run_tool('acme-smi')\n        assert not output or output.status in (0, None, -25)\n        return own", "AssertionError"),
     hook("hanging_tool_is_stopped", "devices", "import shutil, subprocess\n        if shutil.which('acme-smi'): subprocess.run(['acme-smi'], capture_output=True)\n        return own", "acme-smi", also=("crashing_tool_lists_no_devices", "garbage_lists_no_devices")),
     Fault("hanging_tool_is_stopped", DISCOVER, 'listing=list_with(smi.read, "acme-smi")', 'listing=lambda seconds: list_with(smi.read, "acme-smi")(100.0)', "100 s"),

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.testing.checks import CHECKS, asking, failures, importing
+from flagcore.testing.checks import CHECKS, failures, side_effects
 from flagcore.testing.kit import run_all
 from tests.testing.faults import FAULTS, hook
 from tests.testing.faulty import Fault, broken, healthy, imported
 
 WITHOUT_FAULT = {
-    "chips_are_found_by_name",
     "chips_can_be_pickled",
     "larger_micro_batches_need_more_memory",
     "log_examples_match",
@@ -23,8 +22,9 @@ WITHOUT_FAULT = {
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SECONDS", 1.0)
-    monkeypatch.setattr(failures, "SECONDS", 1.0)
+    monkeypatch.setattr(side_effects, "SECONDS", 3.0)
+    monkeypatch.setattr(side_effects, "IMPORT_SECONDS", 3.0)
+    monkeypatch.setattr(failures, "SECONDS", 3.0)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,6 @@ def test_healthy_plugin_passes_all_checks(acme: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
 def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importing, "SECONDS", 0.6)
     (check,) = (each for each in CHECKS if each.__name__ == fault.check)
     with imported(broken(tmp_path, acme, fault)) as plugin:
         (result,) = run_all([check], plugin)

@@ -46,7 +46,7 @@ def test_every_figure_keeps_its_source() -> None:
         ("vendor: x", "", "vendor", ""),
         ("vendor: x", "vendor: x\ncolour: red", "colour", ""),
         ("topology: switch", "topology: star", "link.topology", "switch"),
-        ("[Example X1]", "[1]", "aliases", ""),
+        ("[Example X1]", "[1]", "aliases[0]", ""),
         ("chip: X1", "chip: [", "the file", ""),
         (GOOD, "- a list", "the file", ""),
         ("vendor: x", "vendor: x\ndevices_per_node: 0", "devices_per_node", ""),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Source
+from flagcore.domain.knob import in_versions
 from flagcore.vendorkit.variables import Variable, adapters, fill, interface
-from flagcore.vendorkit.versions import in_range
 from tests import small
 
 VARIABLE = Variable(
@@ -40,7 +40,7 @@ def test_a_variable_is_left_out_beside_a_setting_that_it_does_not_go_with() -> N
 def test_a_range_of_releases_holds_where_the_release_is_in_it_or_not_known(
     versions: str, release: str | None, holds: bool
 ) -> None:
-    assert in_range(versions, release) == holds
+    assert in_versions(versions, release) == holds
 
 
 def test_network_of_the_machine_is_filled_in_or_the_variable_is_not_given(tmp_path: Path) -> None:

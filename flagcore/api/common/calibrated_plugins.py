@@ -1,20 +1,25 @@
-"""Plugins whose costs give way to what was measured on the user's own devices."""
+"""Chips and costs from the user's own calibrations, and chips that no plugin lists."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from flagcore.api.common.machine_load import busy
-from flagcore.api.common.unlisted_chips import chip_of, support_from
 from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.contracts import CollectiveCosts
-from flagcore.domain.chip import Chip, bare
+from flagcore.domain.chip import Chip, Device, Fact, Source, Support, bare
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
-from flagcore.errors import RunError
+from flagcore.errors import NoDevice, RunError
+from flagcore.i18n import _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
@@ -23,6 +28,7 @@ from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loader import Plugin
+from flagcore.vendorkit.smi import tool_output
 
 CALIBRATED = "calibration"
 """Name of the source of a chip that only a calibration knows."""
@@ -55,13 +61,16 @@ class CalibratedPlugins(LoadedPlugins):
             saved: tuple[tuple[Path, Calibration], ...] = ()
             with suppress(RunError):  # reported when its times are read
                 saved = self._calibrations.all()
-            for _, calibration in reversed(saved):
+            for _file, calibration in reversed(saved):
                 if calibration.facts is not None and bare(calibration.chip) not in catalogue:
                     with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
                         chip = chip_of(calibration)
                         catalogue[bare(calibration.chip)] = (chip, CALIBRATED)
                         self._chips.append(chip)
-                        self._support[chip.name] = support_from(calibration.facts, chip.name)
+                        kind, backend = (
+                            str(calibration.facts.get(key)) for key in ("device_type", "distributed_backend")
+                        )
+                        self._support[chip.name] = support_of(kind, backend, chip.name)
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
@@ -93,34 +102,149 @@ class CalibratedPlugins(LoadedPlugins):
         if chip.name not in self._found:
             found = self._calibrations.find(chip, _installed_torch())
             if not self._found:
-                for _, error in self._calibrations.unreadable():
+                for _file, error in self._calibrations.unreadable():
                     self._warn(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
-                message = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
-                self._warn("; ".join([message, *busy(found[1].others or 0.0)]))
+                date, others = found[1].date[:10], busy(found[1].others or 0.0)
+                message = _("{chip} is predicted from its calibration of {date}", chip=chip.name, date=date)
+                self._warn("; ".join([f"{message} ({found[0]})", *others]))
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
-        """Tell, once a chip, that a node has more devices than were measured."""
         name, most = group.chip.name, calibration.devices
         if most < group.devices_per_node and name not in self._few:
             self._few.add(name)
-            self._warn(
-                f"{name} was calibrated on {most} of the {group.devices_per_node} devices of a node: collectives "
-                "among more were not measured; run `flag calibrate` where all of them are"
+            text = _(
+                "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
+                chip=name,
+                count=most,
+                total=group.devices_per_node,
             )
+            self._warn(text)
 
 
 def _curve(costs: KernelCostStack | None) -> Curve:
-    """Return the curve that a plugin gives for its chip, or the core's."""
     curve = getattr(costs.sources[0][1], "curve", None) if costs else None
     return curve if isinstance(curve, Curve) else Curve()
 
 
 def _installed_torch() -> str | None:
-    """Return the version of torch that is installed, without importing it."""
-    try:
+    with suppress(PackageNotFoundError):
         return version("torch")
-    except PackageNotFoundError:
+    return None
+
+
+SECONDS = 60.0
+"""What importing torch with a vendor's driver may take."""
+
+VENDOR = "uncatalogued"
+
+_ASK = """
+import json, torch
+accelerator = getattr(torch, "accelerator", None)
+kind = ""
+if accelerator is not None and accelerator.is_available():
+    kind = accelerator.current_accelerator().type
+elif torch.cuda.is_available():
+    kind = "cuda"
+module = getattr(torch, kind) if kind else None
+found = [module.get_device_properties(place) for place in range(module.device_count())] if kind else []
+backend = torch.distributed.get_default_backend_for_device(kind) if kind else ""
+print(json.dumps({"kind": kind, "backend": backend, "devices": [[each.name, each.total_memory] for each in found]}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """Accelerators of this machine as torch reports them: their type, the backend of collectives, and each device."""
+
+    kind: str
+    backend: str
+    devices: tuple[Device, ...]
+
+
+def ask_torch() -> Torch | None:
+    """Return what torch reports, in a separate process; None without torch or without an accelerator."""
+    if (_installed_torch() or "").endswith("+cpu"):
         return None
+    for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):
+        with suppress(ValueError, KeyError, TypeError):
+            reported = json.loads(line[line.index("{") :])
+            devices = tuple(
+                Device(index=place, chip=str(name), memory_bytes=int(total))
+                for place, (name, total) in enumerate(reported["devices"])
+            )
+            found = Torch(kind=str(reported["kind"]), backend=str(reported["backend"]), devices=devices)
+            return found if devices else None
+    return None
+
+
+def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
+    """Return the chip of this machine that no plugin catalogues, how torch runs on it, and its devices; None if there
+    is none.
+
+    Raises NoDevice for devices that a plugin lists but torch cannot use: nothing can be measured on them.
+    """
+    unlisted = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
+    reported = ask_torch()
+    if reported and not unlisted:
+        unlisted = [device for device in reported.devices if loaded.find_chip(device.chip) is None]
+    if not unlisted:
+        return None
+    name = Counter(device.chip for device in unlisted).most_common(1)[0][0]
+    if reported is None:
+        problem = _("no installed plugin lists {chip}, and torch finds no accelerator here", chip=name)
+        raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
+    here = tuple(device for device in unlisted if device.chip == name)
+    memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
+    source = Source(kind="measured", detail="what torch says of the device")
+    known = Fact(value=float(memory), source=source) if memory else None
+    chip = Chip(name=name, vendor=VENDOR, memory_bytes=known, devices_per_node=len(here))
+    return chip, support_of(reported.kind, reported.backend, name), here
+
+
+def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
+    """Return the facts that a calibration stores of a chip that no plugin lists, as plain data."""
+    return {
+        "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
+        "devices_per_node": chip.devices_per_node,
+        "device_type": support.device_type,
+        "distributed_backend": support.distributed_backend,
+    }
+
+
+def chip_of(calibration: Calibration) -> Chip:
+    """Return an uncatalogued chip from its calibration.
+
+    Its rates are those of the largest kernels that were measured, over the share of a peak that such kernels reach
+    elsewhere: what the roofline needs where nothing was measured.
+    """
+    facts = calibration.facts or {}
+    source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
+    rates: dict[str, float] = {}
+    for row in calibration.rows:
+        if row.get("kernel") == "gemm":
+            rate = 2e6 * float(row["m"]) * float(row["n"]) * float(row["k"]) / float(row["us"])
+            rates[str(row["precision"])] = max(rates.get(str(row["precision"]), 0.0), rate)
+    moved = [1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"]
+    return Chip(
+        name=calibration.chip,
+        vendor=VENDOR,
+        memory_bytes=_fact(facts.get("memory_bytes"), source),
+        memory_bandwidth_bytes_per_second=_fact(max(moved, default=0.0) / Curve().memory_share, source),
+        dense_flops_per_second={
+            name: Fact(value=rate / Curve().gemm_share, source=source) for name, rate in sorted(rates.items())
+        },
+        devices_per_node=int(facts.get("devices_per_node") or 1),
+    )
+
+
+def support_of(kind: str, backend: str, name: str) -> EngineSupport:
+    """Return how engines run on an uncatalogued chip: as torch reports, untested."""
+    reason = f"no installed plugin lists {name}; torch calls it {kind}"
+    return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
+
+
+def _fact(value: object, source: Source) -> Fact | None:
+    return Fact(value=float(value), source=source) if isinstance(value, (int, float)) and value > 0 else None

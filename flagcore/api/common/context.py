@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import UNNAMED, SpecLike, spec_data
+from flagcore.api.common.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
 from flagcore.api.common.runs import SPEC, Run, load_run
 from flagcore.api.common.transfer import past_of_problem
-from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
-from flagcore.contracts import SearchContext, Workload
+from flagcore.contracts import Costs, SearchContext, Workload
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import RunError, UsageError
+from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
@@ -55,12 +55,19 @@ class Snapshot:
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""
-        task, costs = self.task, self.problem.platform.costs
-        predicted = predict_columns(task, self.workload, columns, costs)
-        components = predict_components(task, self.workload, columns, predicted.worst_stage, costs)
-        figures = replace(predicted.row(0), components=of_row(components, 0))
+        return prediction_records(self.task, self.workload, columns, self.problem.platform.costs)[0]
+
+
+def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
+    """Return what is predicted of each row, by component of its worst stage, too; with a reason where no time is."""
+    predicted = predict_columns(task, workload, columns, costs)
+    components = predict_components(task, workload, columns, predicted.worst_stage, costs)
+    records = []
+    for row in range(len(predicted.step_time_s)):
+        figures = replace(predicted.row(row), components=of_row(components, row))
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
-        return why | record(task, figures)
+        records.append(why | record(task, figures))
+    return records
 
 
 def build_problem_of_spec(
@@ -83,7 +90,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         return _snapshot(place, problem, workload, learn(()), Past.empty())
     run = load_run(place)
     if chip is not None:
-        raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
+        raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
     stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(_spec(home / SPEC, None, without), stored)
@@ -121,8 +128,9 @@ def _require_known_values(run: Run, problem: Problem) -> None:
             try:
                 axis.encode(value)
             except ValueError:
-                message = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
-                raise RunError(f"{run.folder} cannot be read: {message}") from None
+                names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
+                text = _("{folder} is of another version: trial {number} has {knob} = {value}", **names)
+                raise RunError(text) from None
 
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
@@ -141,5 +149,5 @@ def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Map
     if chip is None:
         return spec
     if spec.cluster.groups:
-        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {file} gives cluster.groups")
+        raise UsageError(_("--chip {chip} needs a spec of one chip; {file} has cluster.groups", chip=chip, file=file))
     return replace(spec, cluster=replace(spec.cluster, chip=chip))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.common.knobs import knobs_of_spec
+from flagcore.api.common.inputs import knobs_of_spec
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import gains
@@ -16,9 +16,10 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
-from flagcore.report.formats import as_html
+from flagcore.i18n import _
+from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.result import SCHEMA_VERSION
-from flagcore.report.text import candidate_columns, candidate_text
+from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec import spec_as_data
 from flagcore.stages.learn import learn
 from flagcore.store import RunDirectory, stored_trials
@@ -27,7 +28,7 @@ RESULT, SPEC = "result.json", "spec.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Run:
+class Run(Notebook):
     """What a run's folder holds: finished, interrupted, or still going on.
 
     `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
@@ -42,13 +43,13 @@ class Run:
     data: Mapping[str, Any]
     fidelity: str
     trials: tuple[Trial, ...]
-    repeats: tuple[Trial, ...]
-    probes: tuple[Trial, ...]
-    imported: tuple[Trial, ...]
     baseline: Trial | None
     best: Trial | None
     gains: tuple[float, ...]
     search_state: SearchState
+    repeats: tuple[Trial, ...] = ()
+    probes: tuple[Trial, ...] = ()
+    imported: tuple[Trial, ...] = ()
     engines: Mapping[str, Run] = field(default_factory=dict)
 
     @property
@@ -66,7 +67,7 @@ class Run:
         """Whether the result lacks trials that have ended: the run is in progress, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
-        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > count_trials(self.data)
+        return not self.data or ended_trials(self) > count_trials(self.data)
 
     @property
     def stopped_because(self) -> str | None:
@@ -81,17 +82,11 @@ class Run:
         return tuple(_compared(trial) for trial in self.trials)
 
     def __repr__(self) -> str:
-        best = (
-            f"best trial {self.best.number}: {candidate_text(self.best.candidate, self.knobs)}"
-            if self.best
-            else "no best"
-        )
-        gain = "" if self.gain is None else f", gain {self.gain:+.1%}"
-        return f"<Run {self.folder}: {len(self.trials)} trials, {best}{gain}>"
+        return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.gain, self.knobs)}>"
 
-    def _repr_html_(self) -> str:
+    def __str__(self) -> str:
         columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **STEPS}
-        return as_html(repr(self).strip("<>"), self.predictions, columns)
+        return render(self.predictions, "table", columns)
 
 
 STEPS = {"state": "state", "step s": "measured", "~step s": "predicted", "~believed s": "believed"}
@@ -115,7 +110,7 @@ def read_run(path: Path) -> Run:
         return _of_several(path, data)
     known = RunDirectory(path).known()
     if known is None:
-        raise RunError(f"{path} is not a run; `flag tune` creates one, in `--run-dir`")
+        raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
     stored = stored_trials(path, known["run"], known["fixed"].get("storage"))
     fidelities = [each.fidelity for each in stored if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
@@ -138,6 +133,12 @@ def read_run(path: Path) -> Run:
     )
 
 
+def unreadable(file: Path, error: object) -> RunError:
+    """Return the error of a result that cannot be read."""
+    why = getattr(error, "strerror", None) or repr(error)
+    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=why))
+
+
 def _result(path: Path) -> Mapping[str, Any]:
     file = path / RESULT
     try:
@@ -148,8 +149,7 @@ def _result(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise RunError(f"{file} cannot be read ({why}); `flag tune` writes it") from None
+        raise unreadable(file, error) from None
 
 
 def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
@@ -157,12 +157,16 @@ def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
         names = [name for name, each in data["engines"].items() if "error" not in each]
         won = str(data["engine"])
         if won not in names:
-            raise ValueError(f"engine = {won} is none of those that ran")
+            raise ValueError(f"engine = {won} did not run")
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+        raise unreadable(path / RESULT, error) from None
     runs = {name: read_run(path / name) for name in names}
-    figures = {name: getattr(runs[won], name) for name in Run.__slots__ if name not in ("folder", "data", "engines")}
-    return Run(folder=path, data=data, engines=runs, **figures)
+    return replace(runs[won], folder=path, data=data, engines=runs)
+
+
+def ended_trials(run: Run) -> int:
+    """Return how many trials have ended."""
+    return len(run.trials) + len(run.repeats) + len(run.probes)
 
 
 def count_trials(data: Mapping[str, Any]) -> int:
@@ -175,10 +179,11 @@ def _require_complete_journal(run: Run) -> None:
     try:
         expected = count_trials(run.data)
     except TypeError as error:
-        raise RunError(f"{run.folder / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
-    if (stored := len(run.trials) + len(run.repeats) + len(run.probes)) < expected:
-        lost = f"the journal has {stored} of the {expected} trials of result.json, so it was cut or replaced"
-        raise RunError(f"{run.folder}: {lost}; restore it, or read result.json and report.html")
+        raise unreadable(run.folder / RESULT, error) from None
+    if ended_trials(run) < expected:
+        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected}
+        lost = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
+        raise RunError(lost + "; " + _("restore it, or read result.json and report.html"))
 
 
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
@@ -188,16 +193,13 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
         baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
         gains = tuple(float(each) for each in data["gains"])
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+        raise unreadable(path / RESULT, error) from None
     return Run(
         folder=path,
         spec=spec_as_data(path / SPEC),
         data=data,
         fidelity=ESTIMATE,
         trials=tuple(trials.values()),
-        repeats=(),
-        probes=(),
-        imported=(),
         gains=gains,
         search_state=learn((), ESTIMATE),
         baseline=baseline,
@@ -217,12 +219,11 @@ def _as_predicted(data: Mapping[str, Any]) -> Trial:
 
 
 def _compared(trial: Trial) -> Mapping[str, Any]:
-    expected, believed = trial.predicted, trial.believed or {}
-    steps = {"predicted": expected.get("step_time_s"), "believed": believed.get("step_time_s")}
     return {
         "number": trial.number,
         "candidate": trial.candidate.as_dict(),
         "state": trial.state.value,
         "measured": trial.measurement.step_time_s if trial.measurement else None,
-        **{name: step.get("value") if isinstance(step, Mapping) else None for name, step in steps.items()},
+        "predicted": lookup(trial.predicted, "step_time_s.value"),
+        "believed": lookup(trial.believed or {}, "step_time_s.value"),
     }

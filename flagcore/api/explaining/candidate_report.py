@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.explaining.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_rules_of, state_of
 from flagcore.api.explaining.neighbors import (
     changes,
@@ -25,18 +25,19 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
+from flagcore.i18n import _
 from flagcore.problem import fastest
 from flagcore.report.candidate_report import candidate_report_text
-from flagcore.report.formats import as_html
+from flagcore.report.formats import Notebook
 from flagcore.report.result import trial as trial_record
-from flagcore.report.serving_text import limits_text
+from flagcore.report.text import limits_text
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
 from flagcore.strategies.learned import believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CandidateReport:
+class CandidateReport(Notebook):
     """Report on one candidate, as plain data: GiB and seconds, knobs by name.
 
     `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
@@ -77,9 +78,6 @@ class CandidateReport:
     def __repr__(self) -> str:
         return f"<CandidateReport of {self.name}: {self.state}; {self.because[0]}>"
 
-    def _repr_html_(self) -> str:
-        return as_html(f"{self.name}: {self.state}", [], {}, below=str(self))
-
 
 def explain_candidate(
     where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
@@ -104,7 +102,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     tried = [trial for trial in all_trials(snapshot) if trial.candidate == same]
     state, because, taught = state_of(snapshot, same, row, tried, rules, predicted)
     if state == OUTSIDE:
-        because += [f"it would be removed: {each}" for each in snapshot.pruned_by(meant)]
+        because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(meant)]
     believed_of = _believed(snapshot, row)
     step = None if predicted is None else _scaled(snapshot, row, predicted)
     near = nearest_measured(snapshot, meant, same)
@@ -137,45 +135,46 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
 
 def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
     """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
-    known_as = _by_name(snapshot, name.strip().casefold())
-    if known_as is None:
+    candidate = _by_name(snapshot, name.strip().casefold())
+    if candidate is None:
         return parse_candidate(name, snapshot.problem, snapshot.workload)
-    return columns_of(snapshot, known_as), frozenset()
+    return columns_of(snapshot, candidate), frozenset()
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     """Return the candidate behind a name that is no list of knobs, None for one that is."""
-    run, order = snapshot.run, fastest(snapshot.problem)
-    word, _, rest = name.partition(" ")
-    digits = rest.strip() if word == "trial" else name
+    run, order, where = snapshot.run, fastest(snapshot.problem), snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
     if name == "best":
         best = run.best if run else None
         if best is None and (run is not None or not order.size):
-            raise UsageError(f"{snapshot.where} has no best: {_no_best(snapshot)}")
+            raise UsageError(_("{where} has no best: {reason}", where=where, reason=_no_best(snapshot)))
         return best.candidate if best else snapshot.problem.space.candidate(int(order[0]))
+    digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None
-    number = int(digits)
+    number, trials = int(digits), {trial.number: trial for trial in all_trials(snapshot)}
+    if run is not None and number not in trials:
+        known = ", ".join(map(str, sorted(trials))) or _("none")
+        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
     if run is not None:
-        trials = {trial.number: trial for trial in all_trials(snapshot)}
-        if number not in trials:
-            there = f"it has {', '.join(map(str, sorted(trials)))}" if trials else "it has none"
-            raise UsageError(f"{snapshot.where} has no trial {number}; {there}")
         return trials[number].candidate
     if not 1 <= number <= order.size:
-        raise UsageError(f"{snapshot.where} has no candidate {number}; those that are left are 1 to {order.size:,}")
+        problem = _(
+            "{where} has no candidate {number}; it has 1 to {last:,}", where=where, number=number, last=order.size
+        )
+        raise UsageError(problem)
     return snapshot.problem.space.candidate(int(order[number - 1]))
 
 
 def _no_best(snapshot: Snapshot) -> str:
     if snapshot.run is None:
-        return "no candidate is left"
+        return _("no candidate is left")
     limits = snapshot.task.spec.limits
-    return (
-        f"no trial kept {limits_text(limits)}" if limits and snapshot.search_state.fastest else "nothing was measured"
-    )
+    if limits and snapshot.search_state.fastest:
+        return _("no trial is within the limits {limits}", limits=limits_text(limits))
+    return _("nothing was measured")
 
 
 def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:

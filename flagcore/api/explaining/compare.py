@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,9 +21,10 @@ from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
-from flagcore.report.comparison import compared_text
+from flagcore.i18n import _
+from flagcore.report.candidate_report import compared_text
 from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import as_html, lookup
+from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
@@ -32,7 +34,7 @@ MOST_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Comparison:
+class Comparison(Notebook):
     """Two candidates `a` and `b`, part by part, as plain data: seconds and GiB, each pair in this order.
 
     `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (what trials made of that; None
@@ -70,9 +72,6 @@ class Comparison:
         gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.sure}"
         return f"<Comparison of {self.a['name']} and {self.b['name']}: {gap}>"
 
-    def _repr_html_(self) -> str:
-        return as_html(repr(self).strip("<>"), [], {}, below=str(self))
-
 
 @dataclass(frozen=True, slots=True)
 class _Side:
@@ -107,25 +106,14 @@ class _Side:
         return step if isinstance(step, float) else None
 
     def data(self) -> dict[str, Any]:
-        report = self.report
-        return {
-            "name": report.name,
-            "where": report.where,
-            "candidate": report.candidate,
-            "chip": report.chip,
-            "devices": report.devices,
-            "state": report.state,
-            "because": list(report.because),
-            "predicted": report.predicted,
-            "believed": report.believed,
-            "measured": self._measured(),
-        }
+        shown = ("name", "where", "candidate", "chip", "devices", "state", "because", "predicted", "believed")
+        return {name: getattr(self.report, name) for name in shown} | {"measured": self._measured()}
 
     def _measured(self) -> dict[str, Any] | None:
         figures = [run.measurement for run in self.runs if run.measurement]
         if not figures:
             return None
-        used = max((each.device_used_bytes or each.peak_reserved_bytes or 0 for each in figures), default=0)
+        used = max(each.device_used_bytes or each.peak_reserved_bytes or 0 for each in figures)
         return {
             "step_time_s": self.measured_s,
             "spread_s": median(each.spread_s for each in figures),
@@ -163,17 +151,17 @@ def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
         return Path(text), "best"
     if of is not None and not colon and os.sep not in text:
         return of, text
-    raise UsageError(f"{text} is no run; give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates")
+    raise UsageError(_("{text} is not a run: give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates", text=text))
 
 
 def _compared(a: _Side, b: _Side) -> Comparison:
     specs = [side.known.task.spec for side in (a, b)]
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
-        raise UsageError(f"{a.known.where} and {b.known.where} cannot be compared: one trains, the other serves")
+        places = {"a": a.known.where, "b": b.known.where}
+        raise UsageError(_("{a} and {b} cannot be compared: one trains, the other serves", **places))
     gap, sure = _gap(a, b)
-    predictions = [side.report.predicted or {} for side in (a, b)]
-    if not all(predictions):
-        predictions = [{}, {}]
+    both = a.report.predicted and b.report.predicted
+    predictions = [(side.report.predicted if both else None) or {} for side in (a, b)]
     time = _pairs(*(each.get("time", {}) for each in predictions))
     memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
     figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in predictions]
@@ -219,26 +207,18 @@ def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     """Return what differs between two tasks beside the candidates, `key: a -> b`."""
     if a is b:
         return ()
-    first, second = (
-        {"chip": each.task.cluster.chips, "devices": each.task.cluster.devices, "objective": each.task.spec.objective}
-        | {"model": _plain(each.task.spec.model), "work": _plain(each.task.spec.work)}
-        for each in (a, b)
-    )
-    found = list(differences(first, second))
-    more = [f"and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
+    tasks: list[object] = []
+    for task in (a.task, b.task):
+        spec, cluster = task.spec, task.cluster
+        place = {"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective}
+        tasks.append(place | {"model": _plain(spec.model), "work": _plain(spec.work)})
+    found = list(differences(tasks[0], tasks[1]))
+    more = [_("and {count} more", count=len(found) - MOST_DIFFERENCES)] if len(found) > MOST_DIFFERENCES else []
     return (*found[:MOST_DIFFERENCES], *more)
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    return {name: _simple(getattr(record, name)) for name in record.__slots__}
-
-
-def _simple(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _simple(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_simple(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+def _plain(record: Any) -> Any:
+    return json.loads(json.dumps(asdict(record), default=str))
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
@@ -248,26 +228,29 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
 
 
 def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
-    sides = (("A", a), ("B", b))
-    refused = [f"{name} is illegal: {side.report.because[0]}" for name, side in sides if not side.report.predicted]
-    if refused or gap is None:
-        return refused
+    illegal = [
+        _("{name} is illegal: {reason}", name=name, reason=side.report.because[0])
+        for name, side in (("A", a), ("B", b))
+        if not side.report.predicted
+    ]
+    if illegal or gap is None:
+        return illegal
     first, second = a.predicted_s, b.predicted_s
     if not first or not second:
-        return ["the time of one or both is unknown"]
+        return [_("the time of one or both is unknown")]
     expected = second / b.unit / (first / a.unit) - 1.0
     lines = []
-    if sure == BELIEVED:
-        lines.append(f"believed after trials {gap:+.1%} in time, predicted {expected:+.1%}")
-    if sure in (SURELY, PERHAPS):
-        lines.append(f"measured {gap:+.1%} in time, predicted {expected:+.1%}")
+    if sure != PREDICTED:
+        source = _("expected after trials") if sure == BELIEVED else _("measured")
+        text = _("{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, gap=gap, expected=expected)
+        lines.append(text)
     if sure in (SURELY, BELIEVED) and gap * expected < 0:
-        return [*lines, "the prediction has it the other way round, so its parts do not explain the gap"]
+        return [*lines, _("the prediction has the opposite sign, so its parts do not explain the gap")]
     shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
     total = sum(shares.values())
     order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
     if total and order:
-        several = ", ".join(f"{part_name(name)} {shares[name]:+.3g} s" for name in order[:3])
-        whose = "of a request's time" if a.known.task.spec.objective in SERVING else "of a step"
-        lines.append(f"predicted are {total:+.3g} s {whose}, most of it {several}")
+        several = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
+        whose = _("time of a request") if a.known.task.spec.objective in SERVING else _("step")
+        lines.append(_("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=whose, parts=several))
     return lines

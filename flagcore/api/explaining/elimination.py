@@ -1,32 +1,41 @@
-"""The state of a candidate and the reason for it, with figures."""
+"""What became of combinations and of single candidates, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.context import Snapshot
-from flagcore.api.explaining.candidate_parser import as_candidate
+from flagcore.api.common.candidate_parser import as_candidate, values_of
+from flagcore.api.common.context import Snapshot, load_snapshot
+from flagcore.api.common.inputs import SpecLike
+from flagcore.api.common.runs import RESULT, Run, unreadable
 from flagcore.api.explaining.neighbors import differing
+from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.noise import rivals
+from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
-from flagcore.problem import Problem, fastest
+from flagcore.errors import NothingFits
+from flagcore.i18n import N_, _
+from flagcore.problem import Problem, fastest, require_candidate
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
-from flagcore.stages.prune import LEARNED, NEEDS_AS_MUCH_MEMORY, needed_share
+from flagcore.report.formats import Notebook
+from flagcore.report.text import funnel, repeats_text, role_text, state_name
+from flagcore.stages.prune import LEARNED, needed_share
 
 ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
 """What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
 ran; it may be tried."""
 LEGAL = {
-    True: "it would be legal, and fit",
-    False: "it would be legal, but not fit",
-    None: "it would be legal; whether it would fit is unknown",
+    True: N_("it would be legal, and fit"),
+    False: N_("it would be legal, but not fit"),
+    None: N_("it would be legal; whether it would fit is unknown"),
 }
 """Text for a candidate outside the space, by whether it is predicted to fit."""
 
@@ -58,83 +67,83 @@ def state_of(
     predicted: Mapping[str, Any] | None,
 ) -> tuple[str, list[str], list[Mapping[str, Any]]]:
     """Return what became of a candidate, why in words, and the rules of this stage behind it."""
-    outside = _outside(snapshot, candidate)
     if broken:
-        return ILLEGAL, [*map(_broken_text, broken), *outside], []
+        return ILLEGAL, [*map(_broken_text, broken), *_outside(snapshot, candidate)], []
     if row is None:
-        unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
-        legal = LEGAL[(predicted or {"memory": {}})["memory"].get("fits")]
-        return OUTSIDE, [*(outside or unlisted), legal, *_needs(predicted)], []
+        unlisted = [_("not in the space: no combination of the values of the spec gives it")]
+        legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
+        return OUTSIDE, [*(_outside(snapshot, candidate) or unlisted), legal, *_needs(predicted)], []
+    taught = _taught(snapshot, row)
     wanted = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
-        return (
-            RAN,
-            [*(_ended(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
-            _taught(snapshot, row),
-        )
+        return RAN, [*(_ended(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)], taught
     probed = [_ended(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
-    taught = _taught(snapshot, row)
     if taught:
         return REMOVED, [*probed, *(_why_removed(snapshot, each, row, predicted) for each in taught)], taught
     return OPEN, [*probed, *_why_open(snapshot, row)], []
 
 
 def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    lines = []
-    for axis in snapshot.problem.space.axes:
-        value = candidate.as_dict()[axis.knob]
-        if value not in (*axis.values, axis.neutral, *axis.also):
-            few = ", ".join("unset" if each is None else str(each) for each in axis.values[:12])
-            more = ", ..." if len(axis.values) > 12 else ""
-            lines.append(f"not in the space: {axis.knob} = {value} is none of {few}{more}")
-    return lines
+    values = candidate.as_dict()
+    return [
+        _("not in the space: {knob} = {value}; {values}", knob=axis.knob, value=value, values=values_of(axis))
+        for axis in snapshot.problem.space.axes
+        if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.also)
+    ]
 
 
 def _broken_text(rule: Mapping[str, Any]) -> str:
     """Return a broken rule in words, with the values that it looked at."""
     here = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
-    return f"{rule['rule']}: {rule['says']}" + (f"; here {here}" if here else "")
+    return f"{rule['rule']}: {rule['says']}" + (f" ({here})" if here else "")
 
 
 def _ended(snapshot: Snapshot, trial: Trial) -> str:
     """Return how a trial ended: what it measured, beside the best, or why it did not."""
-    what = "probe" if trial.fidelity == PROBE else "trial"
+    what = _("probe") if trial.fidelity == PROBE else _("trial")
     role = "imported" if trial.source else trial.role.value
-    line = f"{what} {trial.number} ({role}) {trial.state.value}"
+    line = f"{what} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
     best, measured = snapshot.search_state.best, trial.measurement
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {seconds_text(snapshot.task.spec.objective, measured.step_time_s)}"
-    stopped = f"; it was ended early as {trial.reason}" if trial.state is TrialState.STOPPED and trial.reason else ""
     if trial.role is Role.IMPORTED:
-        return f"{line}, on another machine ({trial.source})"
+        return line + ", " + _("on another machine ({source})", source=trial.source)
     if measured.broken:
-        line += f"; it breaks a limit: {', '.join(measured.broken)}"
-    if best is None:
-        return line + stopped
-    runs = len(snapshot.search_state.runs_of(best.candidate))
-    if best.candidate == trial.candidate:
-        return line + ("; it is the best" if runs == 1 else "")
-    step = 1.0 / snapshot.search_state.speed_of(best.candidate)
-    of = seconds_text(snapshot.task.spec.objective, step) + (f", the median of its {runs} runs" if runs > 1 else "")
-    more = measured.step_time_s / step - 1.0
-    return f"{line}, {more:+.1%} in time against the best (trial {best.number}: {of}){stopped}"
+        line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
+    if best is not None and best.candidate != trial.candidate:
+        step, value = _best_step(snapshot, best)
+        share, shown = measured.step_time_s / step - 1.0, f"{_('trial')} {best.number}: {value}"
+        line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=shown)
+    elif best is not None and len(snapshot.search_state.runs_of(best.candidate)) == 1:
+        line += "; " + _("it is the best")
+    stopped = trial.state is TrialState.STOPPED and trial.reason
+    return line + ("; " + _("stopped early: {reason}", reason=trial.reason) if stopped else "")
+
+
+def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
+    """Return the seconds of a step of the best, and their text: the median if it ran more than once."""
+    runs, step = (
+        len(snapshot.search_state.runs_of(best.candidate)),
+        1.0 / snapshot.search_state.speed_of(best.candidate),
+    )
+    text = seconds_text(snapshot.task.spec.objective, step)
+    return step, text if runs == 1 else text + ", " + _("median of {count} runs", count=runs)
 
 
 def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    """Return the result of several runs of a candidate, and whether it may be as fast as the best.
-
-    The latter only if the best ran more than once.
-    """
-    runs, best = snapshot.search_state.runs_of(candidate), snapshot.search_state.best
-    near = best is not None and len(snapshot.search_state.runs_of(best.candidate)) > 1
-    near = near and any(trial.candidate == candidate for trial in rivals(snapshot.search_state))
-    open_yet = ["not significantly slower than the best"] if near else []
-    if len(runs) < 2:
-        return open_yet
-    step = 1.0 / snapshot.search_state.speed_of(candidate)
-    line = f"the median of its {len(runs)} runs: {seconds_text(snapshot.task.spec.objective, step)}"
-    return [f"{line}; it is the best" if best is not None and best.candidate == candidate else line, *open_yet]
+    """Return the median of several runs of a candidate and, if the best ran again too, whether it may be as fast."""
+    state = snapshot.search_state
+    runs, best, lines = state.runs_of(candidate), state.best, []
+    if len(runs) > 1:
+        seconds = seconds_text(snapshot.task.spec.objective, 1.0 / state.speed_of(candidate))
+        line = _("the median of its {count} runs: {value}", count=len(runs), value=seconds)
+        is_best = best is not None and best.candidate == candidate
+        lines.append(line + ("; " + _("it is the best") if is_best else ""))
+    repeated = best is not None and len(state.runs_of(best.candidate)) > 1
+    if repeated and any(trial.candidate == candidate for trial in rivals(state)):
+        lines.append(_("not significantly slower than the best"))
+    return lines
 
 
 def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
@@ -148,37 +157,103 @@ def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
 
 
 def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
+    state, predictions = snapshot.search_state, snapshot.problem.predictions
     if rule["rule"] == DOES_NOT_FIT:
-        space, predictions = snapshot.problem.space, snapshot.problem.predictions
-        search_state = snapshot.search_state
-        least = needed_share(space, predictions, (*search_state.trials, *search_state.probes))
-        line = "".join(_needs(predicted))
-        if least == 1.0:
-            return f"does_not_fit: {line}"
+        least = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
+        line = f"{DOES_NOT_FIT}: {''.join(_needs(predicted))}"
         needed = float(predictions.device_used_bytes[row]) * least / 2**30
-        return f"does_not_fit: {line}; after what trials used, it is believed to need {needed:.2f} GiB at the least"
+        return line if least == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed)
+    line = f"{rule['rule']}: {rule['says']}"
     if rule["trial"] is None:
-        return f"{rule['rule']}: {rule['says']}"
+        return line
     trial = next(each for each in all_trials(snapshot) if each.number == rule["trial"])
     here = snapshot.problem.space.candidate(row).as_dict()
-    step = trial.measurement.step_time_s if trial.measurement else None
-    ran = "ran out of memory" if rule["rule"] == NEEDS_AS_MUCH_MEMORY else f"took {step:.4g} s/step" if step else "ran"
     differs = differs_text(differing(here, trial.candidate.as_dict()), snapshot.problem.knobs)
-    return f"{rule['rule']}: {rule['says']}: trial {trial.number} ({differs}) {ran}"
+    return f"{line}: {_('trial')} {trial.number} ({differs}) {state_name(trial.state.value)}"
 
 
 def _why_open(snapshot: Snapshot, row: int) -> list[str]:
-    order = fastest(snapshot.problem)
-    place = np.flatnonzero(order == row)
-    lines = (
-        [f"it is number {int(place[0]) + 1:,} of {order.size:,} in the order of predicted times"] if place.size else []
-    )
-    run = snapshot.run
+    order, run = fastest(snapshot.problem), snapshot.run
+    places = (np.flatnonzero(order == row) + 1).tolist()
+    lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
     if run is None:
-        return lines or ["no rule removed it"]
-    why = run.stopped_because
-    return [f"it was not tried: {f'the search ended because {why}' if why else 'the run has not ended'}", *lines]
+        return lines or [_("no rule removed it")]
+    if run.stopped_because:
+        return [_("untried: the search stopped: {reason}", reason=run.stopped_because), *lines]
+    return [_("untried: the run has not ended"), *lines]
 
 
 def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
     return [] if predicted is None else [needs_text(predicted["memory"])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation(Notebook):
+    """Where all combinations went, the message of each rule by name, and why the run stopped.
+
+    `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
+    plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
+    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `fidelity` is that of a run's trials.
+    """
+
+    counts: Counts
+    says: Mapping[str, str]
+    ended_because: str | None = None
+    nothing_fits: str | None = None
+    knobs: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    lost_repeats: Mapping[int, str] = field(default_factory=dict)
+    fidelity: str = RUN
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
+
+    def __str__(self) -> str:
+        return "\n".join([funnel(self.counts, self.fidelity), *repeats_text(self.lost_repeats)])
+
+
+def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+    """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
+
+    Raises the errors of `flagcore.errors`.
+    """
+    found = load_snapshot(where, chip, without)
+    problem, task = found.problem, found.task
+    counts, because, lost = before_trials(problem), None, dict[int, str]()
+    if found.run is not None:
+        lost = failed_repeats(found.run.repeats)
+        counts, because = (
+            _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
+            found.run.stopped_because,
+        )
+    says = {rule.name: rule.message for rule in problem.legality.rules}
+    says |= {rule.name: rule.message for rule in problem.rules}
+    nothing_fits = None
+    try:
+        require_candidate(problem)
+    except NothingFits as error:
+        nothing_fits = str(error)
+    return Explanation(
+        counts=counts,
+        says=says | LEARNED,
+        ended_because=because,
+        nothing_fits=nothing_fits,
+        knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
+        notes=plugin_notes(problem.platform),
+        lost_repeats=lost,
+        fidelity=RUN if found.run is None else found.run.fidelity,
+    )
+
+
+def _saved_counts(run: Run) -> Counts | None:
+    """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
+    if run.in_progress:
+        return None
+    try:
+        counts = Counts(**run.data["counts"])
+        if not counts.balanced:
+            raise ValueError("its counts do not add up")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise unreadable(run.folder / RESULT, error) from None
+    return counts

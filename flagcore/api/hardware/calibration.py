@@ -7,26 +7,26 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from flagcore import __version__, plugins
+from flagcore.api.common.calibrated_plugins import VENDOR, facts_of, uncatalogued
+from flagcore.api.common.inputs import loaded_plugins, warn
 from flagcore.api.common.machine_load import Load, busy
-from flagcore.api.common.unlisted_chips import VENDOR, facts_of, uncatalogued
-from flagcore.api.common.warnings import loaded_plugins, warn
 from flagcore.calibration import Calibration, Calibrations, Experience
 from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
+from flagcore.i18n import _, did_you_mean
 from flagcore.plugins import LoadedPlugins
+from flagcore.report.page.run import tail
 from flagcore.stages.discover import best_chip
 
 PROGRAM = "flagcore.microbench"
@@ -52,20 +52,26 @@ def calibrate(
     measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
     """
     if find_spec("torch") is None:
-        raise NoDevice("measuring needs torch, not installed here; pip install torch")
+        raise NoDevice(_("torch is not installed; run `pip install torch`"))
     with loaded_plugins(without) as loaded:
         chip, support, here, engine = _target(loaded)
         if devices is not None and devices > len(here):
             raise UsageError(
-                f"--devices {devices}: this machine has {len(here)} x {chip.name}; use {len(here)} or fewer"
+                _(
+                    "--devices {asked}: this machine has {count} x {chip}",
+                    asked=devices,
+                    count=len(here),
+                    chip=chip.name,
+                )
             )
         count = devices or len(here)
         environment = dict(loaded.environment(chip, engine))
-    kept = Calibrations.of_user()
-    kept.check_writable()
+    calibrations_of_user = Calibrations.of_user()
+    calibrations_of_user.check_writable()
     if on_start is not None:
-        on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
-    warn(_too_few(chip, support, len(here), count))
+        on_start(
+            _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
+        )
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         job = Path(folder, "job.json")
         output = Path(folder, "found.json")
@@ -82,30 +88,30 @@ def calibrate(
         try:
             found = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunError(f"the measurement ended without a result ({error})") from None
+            raise RunError(_("the measurement ended without a result: {reason}", reason=error)) from None
     warn(busy(others))
     made = _calibration(chip, here[0], count, found, others)
     if chip.vendor == VENDOR:
         made = replace(made, facts=facts_of(chip, support))
-    return made, kept.save(made)
+    return made, calibrations_of_user.save(made)
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """Return a record for each calibration that is kept, and warn of files that are none. Raises RunError."""
-    kept_here = Calibrations.of_user()
-    warn(error for _, error in kept_here.unreadable())
+    """Return a record for each saved calibration, and warn of files that cannot be read. Raises RunError."""
+    saved = Calibrations.of_user()
+    warn(error for _, error in saved.unreadable())
     return [
         {
-            "chip": kept.chip,
-            "devices": kept.devices,
-            "torch": kept.torch,
-            "driver": kept.driver or None,
-            "date": kept.date,
-            "kernels": sum("kernel" in row for row in kept.rows),
-            "collectives": sum("collective" in row for row in kept.rows),
+            "chip": each.chip,
+            "devices": each.devices,
+            "torch": each.torch,
+            "driver": each.driver or None,
+            "date": each.date,
+            "kernels": sum("kernel" in row for row in each.rows),
+            "collectives": sum("collective" in row for row in each.rows),
             "file": str(path),
         }
-        for path, kept in kept_here.all()
+        for path, each in saved.all()
     ]
 
 
@@ -124,8 +130,8 @@ def summary(calibration: Calibration) -> list[dict[str, Any]]:
     for (name, which), rows in kinds.items():
         best, unit = _best(name, rows)
         spread = 100.0 * median(float(row["spread"]) for row in rows)
-        record = {"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit}
-        records.append(record | {"spread_percent": spread})
+        figures = {"measured": len(rows), "best": best, "unit": unit, "spread_percent": spread}
+        records.append({"what": f"{name} {which}", **figures})
     return records
 
 
@@ -151,10 +157,9 @@ def forget(chip: str) -> list[str]:
     if gone:
         return [str(path) for path in gone]
     names = sorted({each.chip for _, each in kept.all()})
-    near = get_close_matches(chip.casefold(), [name.casefold() for name in names], n=1)
-    there = f"kept are those of {', '.join(names)}" if names else "none is kept of any chip"
-    hint = f"did you mean {next(name for name in names if name.casefold() == near[0])}?" if near else there
-    raise UsageError(f"no calibration of {chip!r} is kept in {kept.folder}; {hint}")
+    there = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
+    hint = did_you_mean(chip, names) or there
+    raise UsageError(_("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=kept.folder, hint=hint))
 
 
 def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
@@ -174,7 +179,7 @@ def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, .
         if support.device_type is not None and support.distributed_backend is not None:
             return chip, support, tuple(device for device in found if chip.has_name(device.chip)), engine
         reasons.append(support.reason)
-    raise NoDevice("; ".join(reasons) or "no engine is installed that says how torch runs here")
+    raise NoDevice("; ".join(reasons) or _("no engine is installed"))
 
 
 def _job(
@@ -197,7 +202,7 @@ def _job(
 
 
 def _run(launch: Launch) -> None:
-    """Run the program to its end. Raises RunError with its last words if it fails, Interrupted."""
+    """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
     running: Running | None = None
     ended: Exit | None = None
     try:
@@ -205,29 +210,15 @@ def _run(launch: Launch) -> None:
         while ended is None:
             ended = running.wait(60.0)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; nothing was kept") from None
+        raise Interrupted(_("interrupted; nothing was saved")) from None
     finally:
         if running is not None and ended is None:
             running.stop()
     if ended.code == 0:
         return
-    words = ""
-    with suppress(OSError):
-        lines = Path(launch.folder, "stderr.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        words = f": {lines[-1][:300]}" if lines else ""
-    why = "took too long" if ended.ended_by == "timeout" else f"ended with status {ended.code}"
-    raise RunError(f"the measurement {why}{words}")
-
-
-def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[str]:
-    usual = chip.devices_per_node
-    if support.shared_devices or min(here, count) >= usual:
-        return []
-    whose = f"{here} x {chip.name} found" if count == here else f"{count} of {here} x {chip.name} measured"
-    return [
-        f"{whose}, where a node has {usual}: collectives among more than {count} are not measured; "
-        "run it on a whole node"
-    ]
+    last = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
+    status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
+    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last]))))
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
-from flagcore.api.common.warnings import loaded_plugins
+from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import untested_reason
 from flagcore.domain.chip import Chip, Fact, Support
-from flagcore.domain.maturity import Maturity
 from flagcore.errors import FlagError, NoDevice
+from flagcore.i18n import _
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
         found = loaded.devices()
         if not found:
             names = ", ".join(plugin.name for plugin in loaded.plugins)
-            raise NoDevice(f"no device found by the installed plugins ({names or 'none'})")
+            raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
         return [_device(loaded, device) for device in found]
 
 
@@ -33,42 +33,29 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     loaded = plugins.load_plugins(without)
     undetected = loaded.undetected()
     chips = loaded.chips()
-    records: list[dict[str, Any]] = [
-        {
-            "name": plugin.name,
-            "distribution": plugin.distribution,
-            "version": plugin.version,
-            "status": "loaded",
-            "maturity": _maturity(loaded.maturity(plugin)),
-            "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
-            "warnings": list(plugin.warnings),
-            "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
-            "undetected": undetected.get(plugin.name),
-        }
-        for plugin in loaded.plugins
-    ]
-    known = {record["name"] for record in records}
-    records += [
-        {
-            "name": failure.name,
-            "distribution": failure.distribution,
-            "version": None,
-            "status": "failed",
-            "maturity": None,
-            "chips": [],
-            "warnings": [],
-            "problem": str(failure),
-            "undetected": None,
-        }
-        for failure in loaded.failures
-        if failure.name not in known
-    ]
+    records: list[dict[str, Any]] = []
+    for plugin in loaded.plugins:
+        maturity = loaded.maturity(plugin)
+        records.append(
+            {
+                "name": plugin.name,
+                "distribution": plugin.distribution,
+                "version": plugin.version,
+                "status": "loaded",
+                "maturity": {"word": maturity.word, **asdict(maturity)} if maturity else None,
+                "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
+                "warnings": list(plugin.warnings),
+                "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
+                "undetected": undetected.get(plugin.name),
+            }
+        )
+    names = {record["name"] for record in records}
+    empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "warnings": []}
+    for failure in loaded.failures:
+        if failure.name not in names:
+            known = {"name": failure.name, "distribution": failure.distribution}
+            records.append({**known, **empty, "problem": str(failure), "undetected": None})
     return records
-
-
-def _maturity(maturity: Maturity | None) -> dict[str, Any] | None:
-    """Return what a plugin says of itself; `word` is hardware, transcripts or documents, the best of it."""
-    return {"word": maturity.word, **asdict(maturity)} if maturity else None
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -78,47 +65,39 @@ def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def doctor() -> list[dict[str, Any]]:
-    """Return one record a thing that flagcore may need: what it is for, its version or None, and what mends it."""
-    records: list[dict[str, Any]] = [
-        _part("flagcore", "the tuner", __version__, ""),
-        _part("python", "3.10 or later", platform.python_version(), "install a newer Python"),
+    """Return one record per thing that flagcore may need: what for, its version or None, and the fix."""
+    records = [
+        _part("flagcore", _("the tuner"), __version__, ""),
+        _part("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
     for name in plugins.names(plugins.WORKLOADS):
         try:
             engine = plugins.workload(name)
         except FlagError as error:
-            records.append(_part(name, "engine", None, str(error)))
+            records.append(_part(name, _("engine"), None, str(error)))
             continue
-        marks = ", untested" if untested_reason(engine) else ""
+        marks = ", " + _("untested") if untested_reason(engine) else ""
         for module, requirement in engine.modules.items():
-            records.append(_requirement(Requirement(requirement), f"engine {name} ({module}{marks})", name))
+            purpose = _("engine {name} ({module}{marks})", name=name, module=module, marks=marks)
+            records.append(_requirement(Requirement(requirement), purpose, name))
     records += _support()
     for record in plugin_table():
-        name, loaded = record["distribution"] or record["name"], record["status"] == "loaded"
-        records.append(
-            _part(name, f"plugin {record['name']}", record["version"] if loaded else None, record["problem"] or "")
-        )
+        name, found = record["distribution"] or record["name"], record["version"]
+        records.append(_part(name, _("plugin {name}", name=record["name"]), found, record["problem"] or ""))
         if record["undetected"]:
-            records.append(_part(name, f"devices of plugin {record['name']}", None, record["undetected"]))
+            records.append(_part(name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]))
     return records
 
 
-def _support() -> list[dict[str, Any]]:
-    """Return one record an engine and kind of chip that was found here: whether somebody says that it works."""
+def _support() -> Iterator[dict[str, Any]]:
+    """Yield one record per engine and kind of chip found here: whether the chip's plugin supports it."""
     with loaded_plugins(()) as loaded:
         found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
-        pairs = [(chip, engine) for chip in found.values() for engine in plugins.names(plugins.WORKLOADS)]
-        answers = [(chip, engine, loaded.engine_support(chip, engine)) for chip, engine in pairs]
-    return [
-        {
-            "name": chip.name,
-            "for": f"engine {engine} on this chip",
-            "version": answer.device_type,
-            "ok": answer.support is Support.YES,
-            "mend": "" if answer.support is Support.YES else f"{answer.support.value}: {answer.reason}",
-        }
-        for chip, engine, answer in answers
-    ]
+        for chip in found.values():
+            for engine in plugins.names(plugins.WORKLOADS):
+                answer = loaded.engine_support(chip, engine)
+                fix = "" if answer.support is Support.YES else f"{answer.support.value}: {answer.reason}"
+                yield _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, not fix)
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
@@ -166,16 +145,17 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
     }
 
 
-def _part(name: str, purpose: str, found: str | None, mend: str) -> dict[str, Any]:
-    return {"name": name, "for": purpose, "version": found, "ok": found is not None, "mend": mend if not found else ""}
+def _part(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+    """Return a record of `doctor`; by default all is well if a version was found."""
+    ok = found is not None if ok is None else ok
+    return {"name": name, "for": purpose, "version": found, "ok": ok, "mend": "" if ok else fix}
 
 
 def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
     """Return a record of an installed distribution, not ok if it is missing or of another version than wanted."""
-    mend = f"pip install 'flagcore[{extra}]'"
     try:
         found = version(wanted.name)
     except PackageNotFoundError:
-        return _part(wanted.name, purpose, None, mend)
-    fits = wanted.specifier.contains(found, prereleases=True)
-    return {"name": wanted.name, "for": purpose, "version": found, "ok": fits, "mend": "" if fits else mend}
+        found = None
+    ok = found is not None and wanted.specifier.contains(found, prereleases=True)
+    return _part(wanted.name, purpose, found, f"pip install 'flagcore[{extra}]'", ok)

@@ -9,28 +9,27 @@ from pathlib import Path
 import numpy as np
 
 from flagcore import plugins
+from flagcore.api.common.candidate_parser import as_candidate
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths
-from flagcore.api.explaining.candidate_parser import as_candidate
+from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, write_spec
 from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
-from flagcore.domain.secrets import secrets_in_data
+from flagcore.domain.plan import measured_over
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError, SpecError, UsageError
+from flagcore.i18n import _
 from flagcore.problem import Problem, candidate_columns
-from flagcore.report.formats import as_yaml
 from flagcore.spec.serving import engines_of
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
 from flagcore.store import OptunaStore, RunDirectory
-from flagcore.store.directory import write
 
 FARTHEST = 20.0
 """A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
@@ -65,21 +64,22 @@ def import_history(
     """
     path, (name, data) = Path(file), spec_data(spec)
     if len(engines_of(data)) > 1:
-        raise UsageError(f"{name} names several engines; give a spec with the one whose rows are wanted")
+        raise UsageError(_("{file} names several engines: give a spec of the one that was tuned", file=name))
     tool = plugins.importer(importer)
     if not isinstance(tool, HistoryReader):
-        raise UsageError(f"{tool.title} has no history that can be imported")
+        raise UsageError(_("{tool} has no history that can be imported", tool=tool.title))
     history = tool.read_history(path)
     problem, workload = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
-        kinds = ("servers", "training") if history.serves else ("training", "servers")
-        raise UsageError(f"{path} is of {kinds[0]}, but {name} is of {kinds[1]}")
+        kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))
+        raise UsageError(f"{path}: {kinds[0]}; {name}: {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
     reader = _Rows(problem, workload, str(path.resolve()), role, tool.title)
     trials = list(reader.trials(history.rows))
     if not trials:
-        raise UsageError(f"no row of {path} can be taken: {'; '.join(reader.notes[:5]) or 'it has none'}")
+        reasons = "; ".join(reader.notes[:5]) or _("it has none")
+        raise UsageError(_("no row of {file} can be imported: {reasons}", file=path, reasons=reasons))
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     kept = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
     return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs)
@@ -103,13 +103,11 @@ def _save(
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
         if any(trial.source == trials[0].source for trial in store.trials()):
-            message = f"{directory.path} has the rows of {trials[0].source} already"
-            raise RunError(f"{message}; --run-dir names another folder")
-        write(
-            directory.path / "spec.yaml",
-            as_yaml(with_absolute_paths(data, base)) + "\n",
-            private=bool(secrets_in_data(data)),
-        )
+            source = trials[0].source
+            raise RunError(
+                _("{folder} has the rows of {file}: use another --run-dir", folder=directory.path, file=source)
+            )
+        write_spec(directory.path, data, base)
         kept = tuple(store.add(trial) for trial in trials)
         if experience:
             Experience.of_user().save(f"{run}-imported", problem.platform.task, kept)
@@ -133,49 +131,46 @@ class _Rows:
         knobs = {axis.knob: axis for axis in self.problem.space.axes}
         unknown = [each for each in dict.fromkeys(knob for row in rows for knob in row.knobs) if each not in knobs]
         if unknown:
-            self.notes.append(f"columns that are no knobs here are left out: {', '.join(unknown)}")
+            self.notes.append(_("columns that are not knobs are skipped: {names}", names=", ".join(unknown)))
         for row in rows:
-            if row.refused:
-                self.notes.append(f"line {row.line} is left out: {row.refused}")
-                continue
             try:
                 candidate = self._candidate(row, knobs)
-                trial = self._trial(row, candidate)
             except UsageError as error:
-                self.notes.append(f"line {row.line} is left out: {error}")
+                self.notes.append(_("line {number} is skipped: {reason}", number=row.line, reason=error))
                 continue
             self._seen[candidate] = row.line
-            yield trial
+            yield self._trial(row, candidate)
         named = {knob for row in rows for knob in row.knobs}
         absent = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in named]
         if absent and self._seen:
-            message = "columns that are not there count as off, as 1 or as what follows from the others"
-            self.notes.append(f"{message}: {', '.join(absent)}")
+            self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent)))
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
         """Return the candidate of a row. Raises UsageError for one that is not in the space."""
         task, space = self.problem.platform.task, self.problem.space
+        if row.refused:
+            raise UsageError(row.refused)
         if row.engine is not None and row.engine != task.spec.work.engine:
-            raise UsageError(f"it is of {row.engine}, the spec of {task.spec.work.engine}")
+            raise UsageError(_("its engine is {engine}, not {wanted}", engine=row.engine, wanted=task.spec.work.engine))
         if row.split:
-            raise UsageError("its first or last stage has layers of its own, which are no knobs; see train.settings")
+            raise UsageError(_("the numbers of layers of its first or last stage are not knobs; see train.settings"))
         own = {knob: value for knob, value in row.knobs.items() if knob in knobs}
         values = {knob: value for knob, value in own.items() if value is not None or knobs[knob].neutral is None}
         for knob, value in values.items():
             listed = (*knobs[knob].values, knobs[knob].neutral, None)
             if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in listed:
-                raise UsageError(f"{knob} = {value} is no size")
+                raise UsageError(_("{knob} = {value} is not a size", knob=knob, value=value))
         try:
             columns = candidate_columns(task, self.workload, values)
         except SpecError as error:
             raise UsageError(str(error)) from None
         if broken := broken_rules_of(self.problem, columns):
-            raise UsageError(f"it breaks {broken[0]['rule']}: {broken[0]['says']}")
+            raise UsageError(_("illegal: {rule}", rule=f"{broken[0]['rule']}: {broken[0]['says']}"))
         candidate = as_candidate(space.axes, canonical(columns, self.problem.legality.merges))
         if space.find(candidate) is None:
-            raise UsageError("the space of the spec does not have it")
+            raise UsageError(_("not in the space of the spec"))
         if candidate in self._seen:
-            raise UsageError(f"it is the candidate of line {self._seen[candidate]} again")
+            raise UsageError(_("the same candidate as line {number}", number=self._seen[candidate]))
         return candidate
 
     def _trial(self, row: HistoryRow, candidate: Candidate) -> Trial:
@@ -193,15 +188,14 @@ class _Rows:
             reason=row.error,
         )
         if row.out_of_memory:
-            return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title} noted OOM")
+            return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title}: OOM")
         measured = _served(task, row) if isinstance(task.spec.work, ServeSpec) else _trained(task, row)
         if measured is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
         earlier = self._figures.setdefault(row_figures, row.line) if row_figures else row.line
-        if earlier != row.line:  # its recorder keeps the figures of the task before where one fails
-            reason = f"its figures are those of line {earlier}, as {self.title} repeats them where a task fails"
-            return replace(trial, reason=reason)
+        if earlier != row.line:  # the recorder repeats the figures of the task before where one fails
+            return replace(trial, reason=f"repeats the figures of line {earlier}, as {self.title} does after a failure")
         return replace(trial, state=TrialState.MEASURED, measurement=measured)
 
 
@@ -243,25 +237,20 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
         spread_s=0.0,
         tokens_per_second_per_device=(tokens or 0.0) / devices,
         figures=figures,
-        broken=tuple(f"{each} is {_limit_text(figures, each)}" for each in missing),
+        broken=tuple(
+            f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
+            for each in missing
+        ),
     )
-
-
-def _limit_text(figures: Mapping[str, float], name: str) -> str:
-    return f"{figures[name]:.4g} s, over its limit" if name in figures else "not measured"
 
 
 def _doubts(trials: list[Trial]) -> list[str]:
     """Return a line if what was measured is far from everything that is predicted."""
-    ratios = []
-    for trial in trials:
-        step = trial.predicted.get("step_time_s")
-        if trial.measurement and isinstance(step, Mapping):
-            ratios.append(trial.measurement.step_time_s / float(step["value"]))
+    ratios = [ratio for trial in trials if (ratio := measured_over(trial, "predicted"))]
     middle = float(np.median(ratios)) if ratios else 1.0
     if 1.0 / FARTHEST < middle < FARTHEST:
         return []
-    return [f"measured steps are {middle:.3g} times the predicted ones: are they milliseconds, and of this job?"]
+    return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=middle)]
 
 
 def read_tree(

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.context import build_problem_of_spec
+from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
 from flagcore.contracts import Platform, Workload, model_parts
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Effect, Knob, Knobs
 from flagcore.domain.plan import Counts, count
-from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
+from flagcore.i18n import _
 from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
-from flagcore.report.formats import as_html, lookup
+from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import model_table, predict_components, record
+from flagcore.stages.predict import model_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Estimate:
+class Estimate(Notebook):
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
@@ -51,10 +51,10 @@ class Estimate:
         best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
-    def _repr_html_(self) -> str:
-        columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **FIGURES}
-        shown = {name: key for name, key in columns.items() if any(lookup(each, key) for each in self.candidates)}
-        return as_html(repr(self).strip("<>"), self.candidates, shown)
+    def __str__(self) -> str:
+        shown = {name: key for name, key in FIGURES.items() if any(lookup(each, key) for each in self.candidates)}
+        columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **shown}
+        return render(self.candidates, "table", columns)
 
 
 FIGURES = {
@@ -105,21 +105,18 @@ def estimate(
 
 
 def _runs(task: Task) -> str:
-    """Return what a prediction of a spec is of: the user's own command, or what stands in for one."""
+    """Return what runs the job that a prediction is of: the user's own command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
-        return f"as {task.spec.work.engine} serves the load of serve.profile"
+        return _("as {engine} serves the load of serve.profile", engine=task.spec.work.engine)
     train = task.spec.train
     if train.command is not None:
-        return "as train.command runs it"
-    if train.implementation not in (None, "local"):
-        how = f"as {train.engine} runs it with the layers of {train.implementation}"
-        return (
-            f"with train.settings, for the rest {how}" if train.settings else f"{how}; train.settings plan another run"
-        )
-    how = "as flagcore's own trial program runs it: the engine's own layers, nothing"
-    if train.settings:
-        return f"with train.settings, for the rest {how} else overlaps; train.implementation plans another run"
-    return f"{how} overlaps; train.implementation and train.settings plan another run"
+        return _("as train.command runs it")
+    if train.implementation in (None, "local"):
+        how = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+    else:
+        names = {"engine": train.engine, "implementation": train.implementation}
+        how = _("as {engine} runs it with the layers of {implementation}", **names)
+    return _("{how}; with train.settings", how=how) if train.settings else how
 
 
 def before_trials(problem: Problem) -> Counts:
@@ -130,15 +127,10 @@ def before_trials(problem: Problem) -> Counts:
 
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
     """Return candidates with their predictions and, by component, what their worst stages hold."""
-    task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
-    stages = problem.predictions.worst_stage[rows]
-    components = predict_components(task, workload, columns, stages, problem.platform.costs)
-    records = []
-    for place, row in enumerate(rows):
-        figures = replace(problem.predictions.row(int(row)), components=of_row(components, place))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, problem.platform.costs)}"}
-        records.append({"candidate": space.candidate(int(row)).as_dict(), **why, **record(task, figures)})
-    return records
+    space, platform = problem.space, problem.platform
+    records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
+    candidates = [space.candidate(int(row)).as_dict() for row in rows]
+    return [{"candidate": each, **known} for each, known in zip(candidates, records, strict=True)]
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

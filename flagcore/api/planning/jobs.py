@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.common.warnings import loaded_plugins
+from flagcore.api.common.context import prediction_records
+from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import (
     Costs,
     KeyWarnings,
     Workload,
-    memory_components,
     model_parts,
     require_job_records,
     require_prober,
@@ -25,18 +25,17 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.prediction import of_row
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
+from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical
 from flagcore.stages.discover import costs
 from flagcore.stages.legality import legality
-from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import model_table, rank_record, record
+from flagcore.stages.predict import model_table, rank_record
 
 AT_ONCE = 1024
 
@@ -90,8 +89,7 @@ def _refused(error: FlagError) -> Answer:
     return {"status": "unknown", "reason": str(error)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Platform:
+class _Platform(NamedTuple):
     """The answers of plugins about a cluster."""
 
     group: NodeGroup
@@ -99,11 +97,8 @@ class _Platform:
     support: EngineSupport
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One job, ready to be predicted. `warnings` tell what in it does nothing and what was assumed, `noted` names the
-    settings that its source's notes tell of.
-    """
+class _Row(NamedTuple):
+    """One job, ready to be predicted. `noted` are the settings that the notes of its source mention."""
 
     place: int
     task: Task
@@ -145,7 +140,7 @@ class _Jobs:
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
             hint = unknown_chip_hint(job.chip, self._loaded.chips())
-            raise NotModelled(f"no installed plugin knows the chip {job.chip!r}; {hint}")
+            raise NotModelled(_("no installed plugin lists the chip {chip!r}; {hint}", chip=job.chip, hint=hint))
         devices = min(job.devices_per_node, job.devices)
         if job.devices % devices:
             problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
@@ -208,20 +203,14 @@ def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Column
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
     task = rows[0].task
     columns = canonical(columns, workload.merges(task))
-    predictions = workload.predict(task, columns, platform.costs)
-    components = memory_components(workload, task, columns, predictions.worst_stage, platform.costs)
+    records = prediction_records(task, workload, columns, platform.costs)
     answers: dict[int, Answer] = {}
-    untimed = no_time(task, platform.costs) if not np.isfinite(predictions.step_time_s).all() else ""
-    for number, row in enumerate(rows):
-        figures = replace(predictions.row(number), components=of_row(components, number))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {untimed}"}
+    for number, (row, known) in enumerate(zip(rows, records, strict=True)):
         warnings = {"warnings": list(row.warnings)} if row.warnings else {}
-        answers[row.place] = {"status": "ok", **why, **warnings, **record(task, figures)}
+        answers[row.place] = {"status": "ok", **warnings, **known}
         if row.rank is not None:
-            only = _taken(columns, np.array([number]))
-            answers[row.place]["rank"] = rank_record(
-                require_prober(workload).rank(task, only, row.rank, platform.costs)
-            )
+            rank = require_prober(workload).rank(task, _taken(columns, np.array([number])), row.rank, platform.costs)
+            answers[row.place]["rank"] = rank_record(rank)
     return answers
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,18 +9,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flagcore import plugins
-from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
-from flagcore.contracts import require_prober
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
+from flagcore.api.common.inputs import loaded_plugins, parsed, warn_about_problem
+from flagcore.contracts import Workload, require_prober
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
+from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
-from flagcore.report.text import candidate_text
+from flagcore.report.text import candidate_text, state_name
 from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
@@ -65,9 +64,10 @@ def probe(
     candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
-    spec, given = _spec(Path(spec_file), candidate, without)
+    file = Path(spec_file)
+    spec = parsed(spec_as_data(file), file=str(file), base=file.parent, without=without)
     if spec.cluster.groups:
-        raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
+        raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
@@ -75,6 +75,9 @@ def probe(
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
+        if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
+            problem = build_problem(_with_baseline(spec, candidate, problem, workload), loaded, workload)
+            candidate = "baseline"
         require_launchable(problem)
         warn_about_problem(problem, workload)
         here = loaded.devices()
@@ -83,43 +86,29 @@ def probe(
         world = problem.platform.task.cluster.devices
         wrong = [rank for rank in ranks if not 0 <= rank < world]
         if wrong:
-            raise UsageError(f"--rank {wrong[0]}: the ranks of {world} devices are 0 to {world - 1}")
+            raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         found = []
-        for number, each in enumerate(_chosen(problem, "baseline" if given else candidate, top)):
+        for number, each in enumerate(_chosen(problem, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             on_start = _reporter(on_rank, candidate_text(each, problem.knobs), world)
             try:
                 several = problem.platform, workload, launcher, each, where, limit, ranks, on_start
                 probed = probe_candidate(*several, devices=devices)
             except KeyboardInterrupt:
-                raise Interrupted("interrupted") from None
+                raise Interrupted(_("interrupted")) from None
             found.append((each, probed))
         if not any(probed.measured or probed.out_of_memory for _, probed in found):
             last = found[-1][1].ranks[-1]
-            raise EveryTrialFailed(f"no rank gave a result; the last one: {last.state.value}: {last.reason}")
+            why = f"{state_name(last.state.value)}: {last.reason}"
+            raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
         return [_probed_record(problem, *pair) for pair in found]
 
 
-def _spec(file: Path, candidate: str | None, without: Collection[str]) -> tuple[Spec, bool]:
-    """Return the spec, and whether its baseline is a candidate that was given by its knobs."""
-    data, given = spec_as_data(file), _knobs(candidate)
-    if given is not None:
-        data = {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "baseline": given}}
-    return parsed(data, file=str(file), base=file.parent, without=without), given is not None
-
-
-def _knobs(candidate: str | None) -> dict[str, KnobValue] | None:
-    """Return the knobs that a text names, None for a place in the list. Raises UsageError."""
-    if candidate is None or candidate == "baseline" or candidate.isdecimal():
-        return None
-    try:
-        if candidate.lstrip().startswith("{"):
-            return dict(json.loads(candidate))
-        pairs = (pair.partition("=") for pair in candidate.split(","))
-        return {name.strip(): yaml.safe_load(value) if equals else None for name, equals, value in pairs}
-    except (ValueError, yaml.YAMLError):
-        raise UsageError(f"--candidate {candidate}: give a number, baseline, or knobs as name=value,...") from None
+def _with_baseline(spec: Spec, candidate: str, problem: Problem, workload: Workload) -> Spec:
+    """Return a spec with a candidate that was typed by its knobs as the baseline, which is in every space."""
+    columns, _named = parse_candidate(candidate, problem, workload)
+    return replace(spec, baseline=as_candidate(problem.space.axes, columns).as_dict())
 
 
 def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
@@ -130,7 +119,7 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
     if candidate is not None:
         number = int(candidate)
         if not 1 <= number <= order.size:
-            raise UsageError(f"--candidate {candidate}: there are {order.size} candidates")
+            raise UsageError(_("--candidate {id}: there are {count} candidates", id=candidate, count=order.size))
         order = order[number - 1 : number]
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
@@ -138,7 +127,7 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
 def _reporter(on_rank: Callable[[str], object] | None, candidate: str, world: int) -> Callable[[int], object]:
     def report(rank: int) -> None:
         if on_rank is not None:
-            on_rank(f"probing rank {rank} of {world}: {candidate}")
+            on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=candidate))
 
     return report
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flagcore.api.common.context import Snapshot, load_snapshot, run_home
-from flagcore.api.common.knobs import knobs_of_spec
-from flagcore.api.common.runs import SPEC, count_trials, read_run
-from flagcore.api.common.warnings import warn
+from flagcore.api.common.inputs import knobs_of_spec, warn
+from flagcore.api.common.runs import SPEC, count_trials, ended_trials, read_run
 from flagcore.contracts import Workload
 from flagcore.domain.plan import summarize
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.files import read_regular
+from flagcore.i18n import N_, _
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem
 from flagcore.report.page.assembly import page
@@ -32,7 +32,7 @@ from flagcore.store.directory import write
 
 REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
-DIFFERENT = "Here the best is predicted otherwise than when the run was made: what was not kept of that is left out."
+DIFFERENT = N_("This machine predicts the best differently than the run did: details of its prediction are omitted.")
 SAME = 1e-6
 """Two predictions of one candidate are the same if they differ by less, as a share."""
 
@@ -47,41 +47,40 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(f"{run_dir} has a result that cannot be shown ({error!r})") from error
+        raise RunError(_("the result in {folder} cannot be shown: {reason!r}", folder=run_dir, reason=error)) from error
 
 
 def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
-    """Write the page of a run that has just ended, and what it needs to be written again. Return whether it is there.
+    """Write the page of a run that has just ended, and what it needs to be written again.
 
-    A failure is only a warning.
+    Returns whether it was written; a failure is only a warning.
     """
-    try:
+
+    def made() -> str:
         best = ending.plan.best.candidate if ending.plan.best else None
         found = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
-        shown = RunData.to_hand_on(
-            data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir), knobs=ending.plan.knobs
-        )
-        write(run_dir / REPORT, as_html(page(shown)))
-    except Exception as error:
-        _warn_no_report(run_dir, error)
-        return False
-    return True
+        rest: dict[str, Any] = {"folder": run_dir, "called": str(run_dir), "knobs": ending.plan.knobs}
+        return as_html(page(RunData.redacted(data, found, _secrets(run_dir), **rest)))
+
+    return _is_written(run_dir, made)
 
 
 def save_report_of_engines(run_dir: Path) -> bool:
     """Write the page of a run over several engines; like `save_report`."""
+    return _is_written(run_dir, lambda: report(run_dir))
+
+
+def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
+    file = run_dir / REPORT
     try:
-        write(run_dir / REPORT, report(run_dir))
+        write(file, made())
     except Exception as error:
-        _warn_no_report(run_dir, error)
+        why = f"{type(error).__name__}: {error}"
+        command = f"flag report {run_dir}"
+        warn([_("{file} was not written ({reason}); try `{command}`", file=file, reason=why, command=command)])
         return False
     return True
-
-
-def _warn_no_report(run_dir: Path, error: Exception) -> None:
-    why = f"{type(error).__name__}: {error}"
-    warn([f"{run_dir / REPORT} was not written ({why}); the result is none the worse, try `flag report {run_dir}`"])
 
 
 def _data(folder: Path, without: Collection[str]) -> RunData:
@@ -90,28 +89,29 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     home, found, notes = run_home(run), run.data, list[str]()
     held = json_file(home / INSIGHT)
     usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
-    ended = len(run.trials) + len(run.repeats) + len(run.probes)
-    more = ended - count_trials(found) if run.fidelity != ESTIMATE else 0
+    more = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not usable or more > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:
-            raise RunError(f"{folder} has no result yet, and its trials cannot be shown: {why}")
+            raise RunError(
+                _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=why)
+            )
         if understood is None:
-            notes.append(f"{more} more trials have ended since this result." if more > 0 else "")
-            notes.append("" if usable else f"What result.json does not keep is left out: {why}")
+            notes.append(_("{count} more trials have ended since this result.", count=more) if more > 0 else "")
+            notes.append("" if usable else _("Details of predictions are omitted: {reason}", reason=why))
         elif not found or more > 0:
             task, space = understood.task, understood.problem.space
             plan = summarize(task, space, understood.pruned, understood.search_state, "", understood.problem.knobs)
             found, usable = result(plan, str(folder)), {}
-            notes.append("This run is in progress, or was killed: the report covers the trials that have ended.")
+            notes.append(_("This run is in progress, or was killed: the report covers the trials that have ended."))
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
-            notes.append("" if usable else DIFFERENT)
+            notes.append("" if usable else _(DIFFERENT))
     shown_notes = tuple(filter(None, notes))
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    return RunData.to_hand_on(found, usable, secrets, folder=home, called=str(folder), notes=shown_notes, knobs=knobs)
+    return RunData.redacted(found, usable, secrets, folder=home, called=str(folder), notes=shown_notes, knobs=knobs)
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:

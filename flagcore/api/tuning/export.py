@@ -1,37 +1,44 @@
-"""What a tune leaves behind: the result, and the best configuration in every form in which it can be used."""
+"""What a tune leaves behind: the result, and the best configuration as a spec, a launch and a script."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flagcore.api.common.warnings import warn
-from flagcore.api.tuning.script import MEETING_PLACE, SECRETS, Hidden, directory, excuse, script, secrets_script
+from flagcore.api.common.inputs import warn
 from flagcore.api.tuning.serve_best import serve
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data, secrets_in_environment
-from flagcore.domain.trial import RUN
+from flagcore.domain.secrets import (
+    is_secret,
+    redact_data,
+    secrets_in_arguments,
+    secrets_in_data,
+    secrets_in_environment,
+)
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.i18n import _
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
-from flagcore.report.formats import as_html, as_yaml
-from flagcore.report.plan_text import plan_text
+from flagcore.report.formats import Notebook, as_yaml
+from flagcore.report.page.markdown import result_text
 from flagcore.report.result import result
-from flagcore.report.text import candidate_text
+from flagcore.report.text import best_text, candidate_text
 from flagcore.stages.launch import planned_launch
 from flagcore.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Outcome:
+class Outcome(Notebook):
     """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
 
     `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
@@ -43,20 +50,13 @@ class Outcome:
     data: Mapping[str, Any]
     run_best: bool
     can_start: bool = True
-    heading: str = ""
     reported: bool = False
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
+        return result_text(self.data, self.plan.knobs)
 
     def __repr__(self) -> str:
-        best = self.plan.best
-        message = f"best trial {best.number}: {candidate_text(best.candidate, self.plan.knobs)}" if best else "no best"
-        gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
-        return f"<Outcome in {self.run_dir}: {message}{gain}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(repr(self).strip("<>"), [], {}, below=str(self))
+        return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.gain, self.plan.knobs)}>"
 
 
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
@@ -67,11 +67,12 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", redact_text(plan_text(plan), secrets_in_environment(os.environ)) + "\n")
+        write(run_dir / "report.txt", result_text(data, plan.knobs) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
             if cannot:
+                (folder / "launch.json").unlink(missing_ok=True)
                 write(run_dir / "best.sh", excuse(plan, cannot))
             else:
                 best = plan.best.candidate
@@ -104,24 +105,25 @@ def run_best(
         ready = tuple(map(str, launch.get("ready", ())))
         lacking = [str(name) for name in launch.get("needs", ()) if not os.environ.get(str(name))]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
-        raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
+        reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
+        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
+        raise RunError(problem) from None
     if lacking:
-        raise UsageError(f"{', '.join(lacking)} must be set: secrets of a shell are not saved")
+        raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
         sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    goes = f"output comes here, files go to {launch.get('folder', folder)}"
     try:
         os.chdir(folder)
         program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
-        warn([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
+        warn([_("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
+        names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
+        raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
 
 
 def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str | None:
@@ -137,7 +139,9 @@ def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str 
     except NoDevice:
         pass  # the engine is not installed on this machine
     if platform.task.spec.work.command is None and platform.support.device_type is None:
-        return f"no installed plugin supports {workload.name} on {platform.task.cluster.chips}"
+        return _(
+            "no installed plugin supports {engine} on {chip}", engine=workload.name, chip=platform.task.cluster.chips
+        )
     return None
 
 
@@ -154,3 +158,102 @@ def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
     """Return the user's spec with every knob fixed to the best value."""
     tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
     return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"
+
+
+MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
+SECRETS = "secrets.sh"
+"""Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """The secrets of a launch. `inherited` are variables that have the same value in this shell.
+
+    `kept` are the others by name; a secret in the command line that no variable has gets a name of its own.
+    """
+
+    inherited: tuple[str, ...]
+    kept: Mapping[str, str]
+    variables: Mapping[str, str]
+    """The variable that has a secret of the command line, by the secret."""
+
+    @classmethod
+    def of(cls, launch: Launch) -> Hidden:
+        """Return the secrets of `launch`, as this shell has them or not."""
+        named = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
+        inherited = [name for name, value in named.items() if os.environ.get(name) == value]
+        kept = {name: value for name, value in named.items() if name not in inherited}
+        mine = {value: name for name, value in os.environ.items() if is_secret(name) and value}
+        variables = {value: name for name, value in named.items()}
+        for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
+            if value in mine and mine[value] not in kept:
+                variables[value] = mine[value]
+                inherited.append(mine[value])
+            elif value not in variables:
+                variables[value] = f"FLAGCORE_SECRET_{number}"
+                kept[variables[value]] = value
+        found = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
+        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=kept, variables=found)
+
+    def __bool__(self) -> bool:
+        return bool(self.inherited or self.kept)
+
+
+def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
+    """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
+    exports += [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in launch.environment.items()
+        if name not in hidden.inherited and name not in hidden.kept
+    ]
+    needs = [f': "${{{name}:?set it first: its value is not kept}}"' for name in hidden.inherited]
+    needs += [f". {shlex.quote(str(folder / SECRETS))} || exit 1"] if hidden.kept else []
+    lines = [
+        "#!/bin/sh",
+        heading(plan),
+        f"cd {shlex.quote(directory(launch))} || exit 1",
+        *exports,
+        *needs,
+        f"exec {' '.join(quoted(word, hidden.variables) for word in launch.argv)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def secrets_script(hidden: Hidden) -> str:
+    """Return a shell script that sets the secrets which this shell does not have."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
+    return "\n".join(["# Secrets of the best configuration: not to be handed on.", *lines]) + "\n"
+
+
+def quoted(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
+    for value, name in variables.items():
+        before, found, after = word.partition(value)
+        if found:
+            ends: Sequence[str] = [quoted(each, variables) if each else "" for each in (before, after)]
+            return f'{ends[0]}"${name}"{ends[1]}'
+    return shlex.quote(word)
+
+
+def excuse(plan: Plan, why: str) -> str:
+    """Return a shell script that prints why the best cannot be started."""
+    message = f"echo {shlex.quote(f'this cannot be started: {why}')} >&2"
+    return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
+
+
+def heading(plan: Plan) -> str:
+    """Return a comment that describes the best."""
+    assert plan.best is not None
+    of = {
+        RUN: f"{len(plan.trials)} trials",
+        PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
+        ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
+    }[plan.fidelity]
+    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
+
+
+def directory(launch: Launch) -> str:
+    """Return where a launch starts."""
+    return launch.directory or launch.folder

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, UsageError
+from flagcore.i18n import _
 from flagcore.launchers.local import start_for_users
 
 PERIOD_SECONDS = 0.5
@@ -26,7 +27,7 @@ def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int
     taken = [url for url in launch.ready if _listens(url)]
     if taken:
         port = urlsplit(taken[0]).port
-        raise UsageError(f"port {port} is in use by another program; stop it, or start best.sh on another machine")
+        raise UsageError(_("port {port} is in use by another program", port=port))
     try:
         running = start_for_users(launch, stdout, 2)
     except (LaunchError, OSError) as error:

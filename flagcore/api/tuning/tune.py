@@ -1,36 +1,50 @@
-"""Tune a spec in a run directory."""
+"""Tune a spec in a run directory, with one engine or with several."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths, with_fidelity
+from flagcore.api.common.inputs import (
+    RUNS,
+    SpecLike,
+    fixed_task,
+    loaded_plugins,
+    parsed,
+    spec_data,
+    warn,
+    warn_about_problem,
+    with_absolute_paths,
+    with_fidelity,
+    write_spec,
+)
 from flagcore.api.common.transfer import past_of_problem
-from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
-from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
 from flagcore.contracts import OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
+from flagcore.domain.objective import is_rate
+from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
-from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
+from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
+from flagcore.i18n import _
 from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
-from flagcore.report.formats import as_yaml
-from flagcore.report.plan_text import drift_text
-from flagcore.report.serving_text import impossible
+from flagcore.report.page.run import RunData
+from flagcore.report.page.summary import no_best
+from flagcore.report.text import drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
-from flagcore.store.directory import write
+from flagcore.store.directory import writable, write
 
 PROBE_STRATEGY = "learned"
 """The strategy that chooses what is probed before the first run."""
@@ -103,7 +117,7 @@ class _EngineRun:
                 outcome = self._save(result)
             finally:
                 self.directory.close()
-        _raise_failure(result, self.directory.path)
+        _raise_failure(result, outcome)
         return outcome
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
@@ -114,7 +128,13 @@ class _EngineRun:
         fixed = known["fixed"]
         if fixed.get("storage") != self.storage:
             where = redact_text(fixed.get("storage") or "its own journal")
-            raise RunError(f"{self.directory.path} has its trials in {where}: use the same --storage, or --new")
+            raise RunError(
+                _(
+                    "{folder} has its trials in {storage}: use the same --storage, or --new",
+                    folder=self.directory.path,
+                    storage=where,
+                )
+            )
         same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
         return baseline if same_spec else self.spec.baseline
@@ -141,19 +161,18 @@ class _EngineRun:
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if done := len(store.trials()):
-            warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
-        text = as_yaml(with_absolute_paths(self.data, self.base)) + "\n"
-        write(directory.path / "spec.yaml", text, private=bool(secrets_in_data(self.data)))
+            warn([_("resuming {folder}: trials done: {count}; --new starts over", folder=directory.path, count=done)])
+        write_spec(directory.path, self.data, self.base)
         return store
 
     def _save(self, result: TuneResult) -> Outcome:
-        warn(filter(None, [drift_text(result.plan)]))
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
+        warn(filter(None, [drift_text(outcome.data["noise"])]))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
-            warn([f"later runs will not learn from this one: {error}"])
+            warn([_("later runs will not learn from this one: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
 
 
@@ -169,20 +188,92 @@ def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Pa
     """Raise RunError if the folder has trials of a higher fidelity: their result would be overwritten."""
     highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
     if highest > FIDELITIES.index(control.fidelity):
-        problem = f"has trials of fidelity {FIDELITIES[highest]}, which is higher than {control.fidelity}"
-        raise RunError(f"{run_dir} {problem}: use another --run-dir, or --new")
+        names = {"folder": run_dir, "higher": FIDELITIES[highest], "fidelity": control.fidelity}
+        raise RunError(
+            _("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new", **names)
+        )
 
 
-def _raise_failure(result: TuneResult, run_dir: Path) -> None:
-    plan = result.plan
+def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
+    plan, run_dir = outcome.plan, outcome.run_dir
     if isinstance(result.error, Interrupted):
-        raise Interrupted(f"interrupted; finished trials are in {run_dir}")
+        raise Interrupted(_("interrupted; finished trials are in {folder}", folder=run_dir))
     if result.error:
         raise result.error
     if plan.best is None and plan.fastest is not None:
-        raise NothingFits(impossible(plan))
+        raise NothingFits(no_best(RunData(result=outcome.data, folder=run_dir, knobs=plan.knobs)))
     if plan.best is None:
         last = plan.trials[-1] if plan.trials else None
         logs = f" (logs in {(run_dir / last.log).parent})" if last else ""
-        why = f"; the last one: {last.state.value}: {last.reason}{logs}" if last else ""
-        raise EveryTrialFailed(f"none of {len(plan.trials)} trials gave a measurement{why}")
+        why = f"; {_('trial')} {last.number}: {last.state.value}: {last.reason}{logs}" if last else ""
+        raise EveryTrialFailed(_("none of {count} trials gave a measurement", count=len(plan.trials)) + why)
+
+
+WINNERS = ("best", "best.sh", "best.yaml")
+"""Files of the best: copied from the folder of the winning engine."""
+
+
+def each_engine(
+    data: Mapping[str, Any],
+    engines: tuple[str, ...],
+    run_dir: Path,
+    tune_one: Callable[[dict[str, Any], Path], Any],
+) -> Any:
+    """Tune `data` with each of `engines` in a folder of its own below `run_dir`, and return the outcome of the best.
+
+    Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
+    warning; if none can, the error of the first is raised.
+    """
+    done: dict[str, Any] = {}
+    failed: dict[str, FlagError] = {}
+    for engine in engines:
+        try:
+            done[engine] = tune_one(_share(only(data, engine), len(engines)), run_dir / engine)
+        except Interrupted:
+            raise
+        except FlagError as error:
+            warn([f"{engine}: {error}"])
+            failed[engine] = error
+    if not done:
+        raise next(iter(failed.values()))
+    sign = -1.0 if is_rate(next(iter(done.values())).plan.objective) else 1.0
+    order = sorted(done, key=lambda engine: sign * _best_figure(done[engine].data))
+    winner = done[order[0]]
+    result = {
+        **winner.data,
+        "run_dir": str(run_dir),
+        "engine": order[0],
+        "engines": {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed},
+    }
+    with writable(run_dir):
+        for name in WINNERS:
+            source, target = run_dir / order[0] / name, run_dir / name
+            if source.is_dir():
+                shutil.copytree(source, target, dirs_exist_ok=True)
+            elif source.exists():
+                shutil.copy2(source, target)
+        write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        write_spec(run_dir, data, run_dir)
+    return replace(winner, run_dir=run_dir, data=result)
+
+
+def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
+    tuner = dict(data.get("auto_tuner") or {})
+    control = dict(tuner.get("control") or {})
+    if isinstance(control.get("max_trials", 20), int):
+        control["max_trials"] = max(1, control.get("max_trials", 20) // parts)
+    if isinstance(control.get("max_time"), (int, float)):
+        control["max_time"] = control["max_time"] / parts
+    return {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def _best_figure(data: Mapping[str, Any]) -> float:
+    """Return the median seconds, or the rate, of a run's best."""
+    best = data["best"]
+    medians = {each["trial"]: each for each in data["noise"]["medians"]}
+    name = data["objective"]["name"]
+    if best["number"] in medians:
+        return float(medians[best["number"]][name])
+    measured = best["measured"]
+    figure = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
+    return 1.0 / figure if is_rate(name) else float(figure)

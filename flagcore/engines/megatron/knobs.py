@@ -59,7 +59,7 @@ SPACE_KNOBS = (
     _size(
         "micro_batch_size",
         "MBS",
-        "Samples that one device handles at once.",
+        "Samples that one device processes at once.",
         maximum=2**31,
         auto=lambda task: divisors(task.spec.train.global_batch_size),
         auto_help="every divisor of the global batch size",
@@ -97,25 +97,25 @@ SPACE_KNOBS = (
     _switch(
         "use_recompute",
         "recompute",
-        "Whether activations are computed again in the backward pass instead of stored.",
+        "Whether activations are recomputed in the backward pass instead of stored.",
         has_flag=False,
     ),
     _word(
         "recompute_granularity",
         "granularity",
-        "What is recomputed: whole layers, or the core attention; null is not set.",
+        "Scope of recomputation: whole layers (full) or the core attention (selective); null: not set.",
         ("selective", "full"),
     ),
     _word(
         "recompute_method",
         "method",
-        "How full recompute picks layers: chunks of equal size, or the first layers of a stage; null is not set.",
+        "Layers that full recomputation selects: equal chunks, or the first layers of a stage; null: not set.",
         ("uniform", "block"),
     ),
     _knob(
         "recompute_num_layers",
         "layers",
-        "Layers of one chunk (uniform), or layers of a stage that are recomputed (block); null is not set.",
+        "Layers of one chunk (uniform), or recomputed layers of a stage (block); null: not set.",
         part_of="use_recompute",
         maximum=LAYERS,
         auto=lambda task: tuple(range(1, task.spec.model.num_layers + 1)),

@@ -74,7 +74,7 @@ def _settings_run(train: TrainSpec) -> None:
         if _only_predicted(key, value):
             problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
             raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
-        if train.command is None and not _trial_runs(train, key, value):
+        if train.command is None and not trial_runs(train.precision, key, value):
             problem, fix = "is not what flagcore's own trial program can run", "leave it out, or give a train.command"
             raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix=fix)
 
@@ -88,14 +88,14 @@ def _only_predicted(key: str, value: SettingValue) -> bool:
     return key in ("recompute_num_layers_per_stage", "offload_stages") or (key, value) == ("trainable", "adapters")
 
 
-def _trial_runs(train: TrainSpec, key: str, value: SettingValue) -> bool:
+def trial_runs(precision: str, key: str, value: SettingValue) -> bool:
     """Return whether the trial program takes a setting, or runs the same way without it."""
     does: dict[str, tuple[SettingValue, ...]] = {
         "pipeline_schedule": (value,),
         "moe_expert_imbalance": (value,),
         "trainable": ("all",),
         "overlap_p2p_comm": (True,),
-        "accumulate_allreduce_grads_in_fp32": (train.precision == "bf16",),
+        "accumulate_allreduce_grads_in_fp32": (precision == "bf16",),
         **{name: (default,) for name, default in DEFAULTS[TRIAL].items()},
     }
     return key in TRIAL_SETTINGS or value in does.get(key, (False, "fp32", "none"))

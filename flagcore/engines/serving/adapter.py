@@ -12,7 +12,6 @@ Job records of published runs are completed with the settings that they omit:
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -23,13 +22,13 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving import launching, reading
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware
-from flagcore.engines.serving.common.knobs import count
+from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware, count
+from flagcore.engines.serving.common.program import release
 from flagcore.engines.serving.common.weights import weight_bytes
 from flagcore.engines.serving.engine import Engine, PublishedRuns
 from flagcore.engines.serving.predict import predict
@@ -46,15 +45,8 @@ class Serving:
         self.engine, self._where = engine, where
         self.name, self.modules, self.untested = engine.name, engine.modules, engine.untested
         self.knobs: tuple[Knob, ...] = engine.knobs
-
-    def axes(self, task: Task) -> tuple[Axis, ...]:
-        return self.engine.axes(task)
-
-    def rules(self, task: Task) -> tuple[Rule, ...]:
-        return self.engine.rules(task)
-
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        return self.engine.merges(task)
+        self.axes, self.rules, self.merges = engine.axes, engine.rules, engine.merges
+        self.installed_version = engine.version
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         engine, kinds = self.engine, heterogeneous.instance_kinds(task, columns)
@@ -143,9 +135,6 @@ class Serving:
         each = np.repeat(self.engine.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, each.tolist())
 
-    def installed_version(self, spec: Spec) -> str:
-        return self.engine.version(spec)
-
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return the patterns of the trial program, which has read the engine's own log."""
         return PATTERNS
@@ -163,7 +152,7 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
     values = dict(values)
     if runs.cache_type and serve.precision not in WIDE and "fp4" in chip.dense_flops_per_second:
         values.setdefault(CACHE_TYPE, runs.cache_type)
-    if runs.release and not re.match(r"v?\d+\.\d+", serve.engine_version or ""):
+    if runs.release and release(serve.engine_version or "") is None:
         serve = replace(serve, engine_version=runs.release)
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
     if runs.memory_flag and _weights_share(task, values) > CROWDED:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
@@ -13,10 +16,11 @@ from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Ru
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common import metrics
-from flagcore.engines.serving.common.hardware import TP
+from flagcore.engines.serving.common.command_line import EngineArgs
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, longest
 from flagcore.engines.serving.common.weights import fewest_devices
 from flagcore.engines.serving.load.result import COMPLETIONS
-from flagcore.engines.serving.model.work import HostTimes, Overheads, Releases, overheads_of
+from flagcore.engines.serving.model.work import Overheads, Releases, overheads_of
 
 PORT = "{port}"
 """Placeholder in a command line for the port, which is chosen when the server starts."""
@@ -61,6 +65,35 @@ class Settings:
     cache_element_bytes: FloatArray
     on_device: FloatArray | None = None
 
+    @classmethod
+    def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray) -> Settings:
+        """Return the engine's `own` settings, completed with those of the common knobs, which `columns` may lack.
+
+        Without further settings one pass computes a whole iteration, prompts are chunked, no graphs are captured, and
+        the cache takes a share of the memory.
+        """
+        ones = np.ones_like(columns[INSTANCES])
+        unknown = np.full(ones.shape, np.nan)
+        tensor, pipeline, data, expert = (columns.get(knob, ones) for knob in (TP, PP, DP, EP))
+        context = columns.get(common_knobs.CONTEXT_KNOB.name, 0 * ones)
+        common: dict[str, Any] = {
+            "instances": columns[INSTANCES],
+            "devices": tensor * pipeline * data,
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "data": data,
+            "expert": expert,
+            "pass_tokens": own["max_batched_tokens"],
+            "block_size": ones,
+            "context_len": common_knobs.or_default(context, longest(task.spec.serve.loads)),
+            "chunked": ones,
+            "graphs": 0 * ones,
+            "prefix_caching": columns.get(common_knobs.PREFIX_KNOB.name, 0 * ones),
+            "memory_fraction": unknown,
+            "cache_bytes": unknown,
+        }
+        return cls(**common | own)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
@@ -95,7 +128,7 @@ class Engine:
     modules: Mapping[str, str]
     """What its program imports, and the pip requirement that installs it."""
     knobs: tuple[Knob, ...]
-    parse_args: Callable[[Spec], common_knobs.EngineArgs]
+    parse_args: Callable[[Spec], EngineArgs]
     """Returns the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
     ready: Callable[[Spec], None]
     """Returns if servers can be started here. Raises SpecError or NoDevice with the problem and the fix."""
@@ -123,10 +156,10 @@ class Engine:
     """Path that answers 200 when requests are served."""
     split_by: str = TP
     """The knob that by default takes as many devices as the weights need."""
-    overheads: Releases = ()
+    overheads: Releases = field(default_factory=dict)
     """What the engine adds to its kernels, by the release from which on it holds, the newest first."""
-    host_times: HostTimes | None = None
-    """The same where devices are CPU cores."""
+    host_times: tuple[float, float] | None = None
+    """Seconds of an iteration and of each of its sequences where devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the iterations between two looks at new requests."""
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
@@ -152,8 +185,16 @@ class Engine:
         return metrics.counters(fetch, self.counters)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
-        """Return the overheads for a task. `on_host`: the CPU that schedules also computes."""
+        """Return the overheads for a task.
+
+        `on_host`: there is no device, the CPU that schedules also computes, and small kernels are no launches.
+        """
         serve = task.spec.serve
-        found = overheads_of(self.overheads, serve.engine_version, self.host_times if on_host else None, on_host)
+        found = overheads_of(self.overheads, serve.engine_version)
+        if on_host:
+            found = replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
+            if self.host_times is not None:
+                iteration, sequence = self.host_times
+                found = replace(found, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)
         receive = serve.engine_args.get(self.receive_flag)
         return replace(found, receive=receive) if isinstance(receive, int) and receive > 0 else found

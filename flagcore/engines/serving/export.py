@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
-from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.job import Instance
 
 FRONT_PORT = 8000
@@ -30,12 +29,12 @@ def launch(
     ready.
     """
     if len(instances) == 1:
-        only = at_port(instances[0], FRONT_PORT)
+        only = instances[0].at_port(FRONT_PORT)
         ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
         return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory, ready=ready)
-    fixed = [at_port(each, FRONT_PORT + number) for number, each in enumerate(instances, start=1)]
-    ports = [FRONT_PORT + number for number in range(1, len(fixed) + 1)]
-    Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
+    ports = _ports(instances)
+    fixed = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    Path(folder, NGINX).write_text(_filled("nginx.conf.j2", ports=ports), encoding="utf-8")
     compose = compose_yaml(fixed, folder, directory, common)
     start = Path(folder, START)
     secret = any(secrets_in_arguments(each.argv) for each in fixed)
@@ -47,74 +46,27 @@ def launch(
     return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory, ready=urls)
 
 
-def at_port(instance: Instance, port: int) -> Instance:
-    """Return an instance whose port is known."""
-    argv = tuple(word.replace(PORT, str(port)) for word in instance.argv)
-    environment = {name: value.replace(PORT, str(port)) for name, value in instance.environment.items()}
-    return replace(instance, argv=argv, environment=environment)
-
-
-def nginx_conf(ports: Sequence[int]) -> str:
-    """Return nginx's settings: least connections, unbuffered answers."""
-    servers = "\n".join(f"        server 127.0.0.1:{port} max_fails=0;" for port in ports)
-    return f"""\
-worker_processes auto;
-error_log stderr warn;
-pid /tmp/flagcore-nginx-{FRONT_PORT}.pid;
-events {{ worker_connections 65536; }}
-http {{
-    access_log off;
-    client_max_body_size 0;
-    upstream instances {{
-        least_conn;
-{servers}
-    }}
-    server {{
-        listen 127.0.0.1:{FRONT_PORT};
-        location / {{
-            proxy_pass http://instances;
-            proxy_http_version 1.1;
-            proxy_set_header Connection "";
-            proxy_buffering off;
-            proxy_request_buffering off;
-            proxy_read_timeout 3600s;
-            proxy_next_upstream off;
-        }}
-    }}
-}}
-"""
-
-
 def start_script(instances: Sequence[Instance], folder: str) -> str:
     """Return a shell script that runs all instances and the balancer, and ends them together."""
-    conf = shlex.quote(str(Path(folder, NGINX)))
-    ports = [str(FRONT_PORT + number) for number in range(1, len(instances) + 1)]
-    lines = [
-        "#!/bin/sh",
-        f"# {len(instances)} servers behind nginx at port {FRONT_PORT}; without it flagcore's own balancer.",
-        "pids=",
-        "trap 'trap - EXIT; kill $pids 2>/dev/null; wait' EXIT",
-        "trap 'exit 143' TERM",
-        "trap 'exit 130' INT",
-    ]
-    for instance in instances:
-        lines += [f"{shlex.join(_command(instance))} &", 'pids="$pids $!"']
-    lines += [
-        "if command -v nginx >/dev/null 2>&1; then",
-        f"    nginx -c {conf} -g 'daemon off;' &",
-        '    pids="$pids $!"',
-        "else",
-        "    echo 'nginx is not installed: using the small balancer of flagcore' >&2",
-        f"    {shlex.join((sys.executable, '-m', BALANCER, str(FRONT_PORT), *ports))} &",
-        '    pids="$pids $!"',
-        "fi",
-        "while sleep 1; do",
-        "    for pid in $pids; do",
-        '        kill -0 "$pid" 2>/dev/null || { echo "process $pid has ended: all are stopped" >&2; exit 1; }',
-        "    done",
-        "done",
-    ]
-    return "\n".join(lines) + "\n"
+    return _filled(
+        "start.sh.j2",
+        commands=[shlex.join(_command(each)) for each in instances],
+        conf=shlex.quote(str(Path(folder, NGINX))),
+        balancer=shlex.join((sys.executable, "-m", BALANCER, str(FRONT_PORT), *map(str, _ports(instances)))),
+    )
+
+
+def _ports(instances: Sequence[Instance]) -> list[int]:
+    return [FRONT_PORT + number for number in range(1, len(instances) + 1)]
+
+
+def _filled(template: str, **values: object) -> str:
+    """Return a file of `templates` with its values."""
+    from jinja2 import Environment, StrictUndefined
+
+    text = (files(__package__) / "templates" / template).read_text("utf-8")
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(text).render(front=FRONT_PORT, **values)
 
 
 def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> str:
@@ -157,9 +109,9 @@ def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, com
 
 def _command(instance: Instance) -> list[str]:
     """Return the command line of an instance with its environment and, where it has cores, pinned to them."""
-    given = [f"{name}={value}" for name, value in instance.environment.items()]
+    variables = [f"{name}={value}" for name, value in instance.environment.items()]
     pinned = ["taskset", "-c", ",".join(map(str, instance.cores))] if instance.cores else []
-    return [*(["env", *given] if given else []), *pinned, *instance.argv]
+    return [*(["env", *variables] if variables else []), *pinned, *instance.argv]
 
 
 def _places(word: str) -> set[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.spec import Spec
@@ -51,8 +50,8 @@ def launch(
 
     `where` is where the trial program imports the engine.
     """
-    instances = _instances(platform, engine, candidate)
-    serve = platform.task.spec.serve
+    task, serve = platform.task, platform.task.spec.serve
+    instances = tuple(_placed(platform, engine, each) for each in placements(task, candidate.as_dict()))
     directory = serve.directory or folder
     try:
         if for_real:
@@ -81,17 +80,6 @@ def launch(
     return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
 
 
-def _set_knobs(platform: Platform, engine: Engine, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
-    """Return the knobs that are set: for a neutral value the engine chooses, perhaps by model."""
-    neutral = {axis.knob: axis.neutral for axis in engine.axes(platform.task)}
-    return {knob: value for knob, value in values.items() if value not in (None, neutral.get(knob))}
-
-
-def _instances(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
-    """Return all servers of a candidate, each with its own devices or CPU cores."""
-    return tuple(_placed(platform, engine, placement) for placement in placements(platform.task, candidate.as_dict()))
-
-
 def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:
     """Return one server with its devices. Variables of the user go before those of the engine."""
     task, variable = platform.task, platform.support.visible_devices
@@ -102,13 +90,14 @@ def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instanc
         environment[variable] = ",".join(
             _visible(platform, variable)[placement.first : placement.first + placement.width]
         )
-    expected = _set_knobs(platform, engine, placement.values)
-    return Instance(argv=server.argv, environment=environment, cores=cores, asked=expected)
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # for such a value the engine chooses
+    asked = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
+    return Instance(argv=server.argv, environment=environment, cores=cores, asked=asked)
 
 
 def _visible(platform: Platform, variable: str) -> list[str]:
     """Return the names of the visible devices in order, or of all devices of a node."""
-    given = platform.task.spec.envs.get(variable) or os.environ.get(variable)
-    if given:
-        return [word.strip() for word in given.split(",")]
+    names = platform.task.spec.envs.get(variable) or os.environ.get(variable)
+    if names:
+        return [word.strip() for word in names.split(",")]
     return [str(index) for index in range(platform.task.cluster.groups[0].devices_per_node)]

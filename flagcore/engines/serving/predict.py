@@ -84,7 +84,7 @@ def predict(
     figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
     wider = WIDER if costs.guessed or costs.synchronous or untested else 1.0
-    return _predictions(task.spec.objective, figures, memory, settings, costs, kinds, wider)
+    return _predictions(context, figures, costs, wider)
 
 
 def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
@@ -115,22 +115,15 @@ def _file_weight_bytes(task: Task) -> float | None:
 
 def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
     """Return how candidates split the work."""
-
-    def count(values: object) -> FloatArray:
-        return np.asarray(values, dtype=np.float64)
-
-    tensor, data, pipeline = count(settings.tensor), count(settings.data), count(settings.pipeline)
-    captured = np.minimum(captured_tokens, 2.0 * count(settings.max_running))
+    names = ("tensor", "data", "expert", "pipeline", "instances", "pass_tokens")
+    counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
+    ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
+    captured = np.minimum(captured_tokens, 2.0 * settings.max_running)
     return Split(
-        tensor=tensor,
-        data=data,
-        expert=np.maximum(count(settings.expert), 1.0),
-        pipeline=pipeline,
-        instances=count(settings.instances),
-        cores=np.maximum(count(settings.devices) / (tensor * data * pipeline), 1.0),
-        captured=np.where(count(settings.graphs) > 0, captured, 0.0),
-        pass_tokens=np.maximum(count(settings.pass_tokens), 1.0),
-        cache_bytes=count(settings.cache_element_bytes),
+        **counts,
+        cores=np.maximum(settings.devices / ranks, 1.0),
+        captured=np.where(settings.graphs > 0, captured, 0.0),
+        cache_bytes=settings.cache_element_bytes.astype(np.float64),
     )
 
 
@@ -161,15 +154,8 @@ def _offloaded(serving: Serving, split: Split, memory: ServingMemory, on_device:
     return replace(memory, weights=weights, cache=memory.cache * part, token=memory.token * part)
 
 
-def _predictions(
-    objective: str,
-    figures: dict[str, FloatArray],
-    memory: ServingMemory,
-    settings: Settings,
-    costs: Costs,
-    kinds: InstanceKinds,
-    wider: float,
-) -> Predictions:
+def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Costs, wider: float) -> Predictions:
+    objective, memory, settings = context.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
     if objective == "goodput_requests_per_s":  # so that candidates without good requests can be compared
@@ -187,7 +173,7 @@ def _predictions(
     if capacity is not None:  # an engine does not start without room for one request
         beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
-    fullest, cache = kinds.worst(used), np.maximum(cache, 0.0)
+    fullest, cache = context.kinds.worst(used), np.maximum(cache, 0.0)
     figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest] / 2**30
     return Predictions(
         step_time_s=time,

@@ -13,8 +13,9 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.trial.job import MALFORMED
 
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading other JSON than that of the trial program may raise."""
 GOODPUT = "goodput_requests_per_s"
 PER_DEVICE = "output_tokens_per_s_per_device"
 LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
@@ -35,6 +36,8 @@ def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> 
         points = [_Point(task, point, devices) for point in data["points"]]
         pick = min if is_rate(task.spec.objective) else max
         chosen = pick(points, key=lambda point: (point.missed, point.step_s))
+        started = {name: float(value) for name, value in data["counters"].items()}
+        started["startup_s"] = max(map(float, data["startup_s"]))
         return Measurement(
             step_times_s=chosen.steps_s,
             step_time_s=chosen.step_s,
@@ -43,7 +46,7 @@ def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> 
             effective=_effective(candidate, data),
             versions={name: str(version) for name, version in data["versions"].items()},
             device_used_bytes=_resident(data, each) if on_cores else None,
-            figures=chosen.figures | _counted(data) | _memory(data, each if on_cores else [1] * len(each)),
+            figures=chosen.figures | started | _memory(data, each if on_cores else [1] * len(each)),
             points=tuple(point.plain() for point in points),
             broken=chosen.broken,
         )
@@ -56,7 +59,9 @@ class _Point:
 
     def __init__(self, task: Task, data: Mapping[str, Any], devices: int) -> None:
         self.load: Mapping[str, Any] = data["load"]
-        repeats = [_figures(repeat["figures"], devices) for repeat in data["repeats"]]
+        repeats = [{name: float(value) for name, value in repeat["figures"].items()} for repeat in data["repeats"]]
+        for figures in repeats:
+            figures[PER_DEVICE] = figures["output_tokens_per_s"] / devices
         counts = [repeat.get("completed") for repeat in data["repeats"]]
         self.answered = min(counts) if all(isinstance(each, int) for each in counts) else None
         self.figures = {
@@ -85,11 +90,6 @@ class _Point:
         return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
 
 
-def _figures(given: Mapping[str, Any], devices: int) -> dict[str, float]:
-    figures = {name: float(value) for name, value in given.items()}
-    return figures | {PER_DEVICE: figures["output_tokens_per_s"] / devices}
-
-
 def _of_none(name: str, figures: Mapping[str, float], answered: object) -> float:
     """Return a goodput for a load without good requests, so that it can be compared: half a request in all."""
     if name != GOODPUT or not isinstance(answered, int) or answered < 1:
@@ -98,8 +98,8 @@ def _of_none(name: str, figures: Mapping[str, float], answered: object) -> float
 
 
 def _words(name: str, figures: Mapping[str, float], limit: float) -> str:
-    known = f"{figures[name]:.4g} s" if name in figures else "not measured"
-    return f"{name} is {known}, over {limit:g} s"
+    figure = f"{figures[name]:.4g} s" if name in figures else "not measured"
+    return f"{name} is {figure}, over {limit:g} s"
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
@@ -109,12 +109,6 @@ def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, objec
         (f"{knob} (the engine's own choice)" if knob in asked and asked[knob] is None else knob): value
         for knob, value in dict(data["effective"]).items()
     }
-
-
-def _counted(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return what explains a score: the servers' counters, and the longest start."""
-    counters = {name: float(value) for name, value in data["counters"].items()}
-    return {**counters, "startup_s": max(float(each) for each in data["startup_s"])}
 
 
 def _resident(data: Mapping[str, Any], each: Sequence[int]) -> int | None:

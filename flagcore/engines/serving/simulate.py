@@ -72,16 +72,19 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     most = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
     few = firsts.size <= most
-    bases = {} if few else _in_closed_form(context, _heaviest(loads))
+    heaviest = max(loads, key=lambda load: load.flight(1))
+    bases = {} if few else _in_closed_form(context, heaviest)
     chosen = firsts if few else _promising(context, bases, firsts, most)
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
         if rows[0] in wanted:
-            of = list(zip(members[rows[0]], keys, strict=True))
-            points = [
-                load.figures([(Price(times, row, key[1][place]), key[0]) for row, key in of], context.serve.slo)
-                for place, load in enumerate(loads)
-            ]
+            points = []
+            for place, load in enumerate(loads):
+                prices = [
+                    (Price(times, row, lanes[place], context.overheads), count)
+                    for row, (count, lanes, _) in zip(members[rows[0]], keys, strict=True)
+                ]
+                points.append(load.figures(prices, context.serve.slo))
             best = _best(points, context.serve.slo, context.objective)
             for name in NAMES:
                 table[name][rows] = best[name]
@@ -92,11 +95,6 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             rest[np.isnan(bases[name])] = False
             table[name] = np.where(rest, bases[name] * ratio, table[name])
     return table
-
-
-def _heaviest(loads: Sequence[SimulatedLoad]) -> SimulatedLoad:
-    """Return the load point with most requests in flight, which ranks candidates."""
-    return max(loads, key=lambda load: load.flight(1))
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
@@ -112,7 +110,7 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     A cache that is too small for one request is no limit here: the memory excludes the candidate, and its figures are
     those with room.
     """
-    settings, over, stages = context.settings, context.overheads, float(context.split.pipeline[row])
+    settings, stages = context.settings, float(context.split.pipeline[row])
     ranks, block = float(context.split.data[row]), float(settings.block_size[row])
     flight, longest = load.flight(int(context.split.instances[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
@@ -125,11 +123,6 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
         block=1.0 if roomy else block,
         ranks=ranks,
         stages=stages,
-        mixes=over.mixes,
-        reserve=over.reserve,
-        receive=over.receive,
-        entry=over.entry,
-        request=over.request,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
     )
 

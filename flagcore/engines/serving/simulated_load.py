@@ -10,6 +10,7 @@ import numpy as np
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.engines.serving.load.figures import statistics_of, widest_limits
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.model.simulation import Outcome, simulate
@@ -122,15 +123,10 @@ class SimulatedLoad:
         shares = [1.0 / lanes] * len(kinds)
         blind = (self.load.concurrency or lanes) < lanes or (self.arrivals is not None and not self.arrivals[-1])
         for _ in range(1 if blind else 2):
-            found = [self._lane(price, share, flight) for (price, _), share in zip(kinds, shares, strict=True)]
-            speeds = [len(out.requests) / sum(each.end - each.arrival for each in out.requests) for out in found]
-            last, shares = (
-                found,
-                [
-                    speed / sum(other * count for other, (_, count) in zip(speeds, kinds, strict=True))
-                    for speed in speeds
-                ],
-            )
+            last = [self._lane(price, share, flight) for (price, _), share in zip(kinds, shares, strict=True)]
+            speeds = [len(out.requests) / sum(each.end - each.arrival for each in out.requests) for out in last]
+            whole = sum(speed * count for speed, (_, count) in zip(speeds, kinds, strict=True))
+            shares = [speed / whole for speed in speeds]
         joined = Outcome([], duration=max(out.duration for out in last))
         for out, (_, count) in zip(last, kinds, strict=True):
             joined.requests += out.requests * count
@@ -173,8 +169,7 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
     if not values.size:
         return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
     if weights is None:
-        p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
-        return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+        return statistics_of(values)
     order = np.argsort(values)
     below = np.cumsum(weights[order])
     places = np.minimum(np.searchsorted(below, np.array([0.5, 0.9, 0.99]) * below[-1]), values.size - 1)
@@ -184,10 +179,7 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
 
 def _good(served: RequestTimes, several: BoolArray, slo: Mapping[str, float]) -> BoolArray:
     """Return which requests keep all limits on their latencies, the widest of several on one latency."""
-    widest: dict[str, float] = {}
-    for figure, limit in slo.items():
-        name = figure.partition(".")[0]
-        widest[name] = max(limit, widest.get(name, 0.0))
+    widest = widest_limits(slo)
     good = np.ones(served.ttft.size, dtype=np.bool_)
     tpot = np.where(several, served.tpot, 0.0)
     for name, values in (("ttft_s", served.ttft), ("tpot_s", tpot), ("e2e_s", served.e2e)):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import History, Importer
+from flagcore.contracts import History, Importer, ImportNote
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale.source import Note, Source
+from flagcore.importers.flagscale.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Imported:
     """
 
     data: dict[str, Any]
-    notes: tuple[Note, ...]
+    notes: tuple[ImportNote, ...]
     tree: dict[str, Any] = field(repr=False, default_factory=dict)
     file: str = ""
 

@@ -42,13 +42,12 @@ def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -
             _AT,
         )
     found: dict[str, Given] = {}
-    noted: set[str] = set()
     for engine in engines:
         made: Given = {}
         for key, value in common.items():
-            _add(source, engine, key, value, "engine_args", COMMON[engine], made, noted)
+            _add(source, engine, f"engine_args.{key}", value, COMMON[engine], made)
         for key, value in own.get(engine, {}).items():
-            _add(source, engine, key, value, f"engine_args_specific.{flagscale_name(engine)}", None, made, noted)
+            _add(source, engine, f"engine_args_specific.{flagscale_name(engine)}.{key}", value, None, made)
         found[engine] = made
     return found
 
@@ -68,31 +67,17 @@ def add_to_spaces(source: Source, given: dict[str, Given], spaces: dict[str, dic
                 spaces[engine][knob] = value
 
 
-def _add(
-    source: Source,
-    engine: str,
-    key: str,
-    value: Any,
-    where: str,
-    mapping: dict[str, str] | None,
-    made: Given,
-    noted: set[str],
-) -> None:
-    """Add one argument by the engine's name. Without a `mapping` the name is the same."""
-    at, name = f"serve[0].{where}.{key}", key.lstrip("-").replace("-", "_")
+def _add(source: Source, engine: str, key: str, value: Any, names: dict[str, str] | None, made: Given) -> None:
+    """Add one argument by the engine's name. Without `names` of the common arguments it has the same one."""
+    at, name = f"serve[0].{key}", key.rpartition(".")[2].lstrip("-").replace("-", "_")
+    called = name if names is None or engine == "vllm" else names.get(name)
     if name in OWN_ARGUMENTS:
-        if at not in noted:
-            source.note(at, f"dropped: {OWN_ARGUMENTS[name]}", _AT)
-            noted.add(at)
+        source.note(at, f"dropped: {OWN_ARGUMENTS[name]}", _AT)
         return
     if isinstance(value, (dict, list)):
         source.note(at, f"dropped ({value}): flagcore passes on single values", _AT)
         return
-    if mapping is None or name in mapping or engine == "vllm":
-        called = (mapping or {}).get(name, name)
-    elif engine == "sglang" and name in ("dtype", "trust_remote_code", "quantization", "kv_cache_dtype"):
-        called = name
-    else:
+    if called is None:
         source.note(at, f"dropped ({value}): FlagScale has no name for it in {engine}", _AT)
         return
     if called == "ctx_size" and name != called:

@@ -7,15 +7,15 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from flagcore.importers.flagscale.source import Note
+from flagcore.contracts import ImportNote
 
 WIDTH = 110
 _DUMP: dict[str, Any] = {"allow_unicode": True, "width": math.inf}
 
 
-def with_comments(data: Mapping[str, Any], notes: Iterable[Note]) -> str:
+def with_comments(data: Mapping[str, Any], notes: Iterable[ImportNote]) -> str:
     """Return `data` as YAML, each note above its key or above the nearest section that exists."""
-    at_key: dict[str, list[Note]] = {}
+    at_key: dict[str, list[ImportNote]] = {}
     for note in notes:
         at = note.at
         while at and not _has(data, at):
@@ -32,7 +32,7 @@ def _has(data: Any, at: str) -> bool:
     return True
 
 
-def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[Note]]) -> Iterator[str]:
+def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[ImportNote]]) -> Iterator[str]:
     import yaml
 
     depth = at.count(".") + 1 if at else 0
@@ -48,7 +48,7 @@ def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[Note]]) -
             yield from ("  " * depth + line for line in text.splitlines())
 
 
-def _comments(notes: Iterable[Note], depth: int) -> Iterator[str]:
+def _comments(notes: Iterable[ImportNote], depth: int) -> Iterator[str]:
     lead = "  " * depth + "# "
     for note in notes:
         yield from textwrap.wrap(

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from flagcore.importers.flagscale.compose_errors import Request, compose_error
+from flagcore.errors import SpecError
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
 
 _MUST_BE = re.compile(r"\$\{([\w.]+):\?\?\??\}")
 """FlagScale's notation for the value of another key that must be given."""
 _RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
+_TOP_FILE = "give the folder that has the tree's top file"
+_SUGGESTIONS = 12
+_OVERRIDE_FIXES = {
+    "Could not override": "fix the key, or add it: +{override}",
+    "Could not append": "the key exists already; change it: {override}",
+    "Sweep parameters": "give one value; lists of values to try go into experiment.auto_tuner.space",
+    "Ambiguous value": "give one value; lists of values to try go into experiment.auto_tuner.space",
+}
+"""Starts of hydra's messages about an override, and what to do."""
 Unresolved = list[tuple[str, str]]
 
 
@@ -34,20 +44,17 @@ def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) 
     from yaml import YAMLError
 
     if not directory.is_dir():
-        fix = "give the folder that has the tree's top file"
-        raise spec_error("--config-path", "is not a directory", value=str(directory), fix=fix)
+        raise spec_error("--config-path", "is not a directory", value=str(directory), fix=_TOP_FILE)
     if "/" in name:
-        fix = "give the folder to --config-path"
-        raise spec_error("--config-name", "contains a folder", value=name, fix=fix)
+        raise spec_error("--config-name", "contains a folder", value=name, fix="give the folder to --config-path")
     name = name.removesuffix(".yaml")
-    request = Request(directory=directory, name=name, overrides=overrides, file=file)
     try:
         with initialize_config_dir(str(directory.resolve()), version_base=None, job_name="flagcore"):
             composition = composed(name, overrides=_without_action(overrides, file))
         raw = OmegaConf.to_container(composition, resolve=False)
         own = OmegaConf.to_container(OmegaConf.load(directory / f"{name}.yaml"), resolve=False)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
-        raise compose_error(error, request) from None
+        raise _compose_error(error, directory, name, overrides, file) from None
     assert isinstance(raw, dict)
     if hydras := _of_hydra(own, overrides):
         raw["hydra"] = hydras
@@ -83,7 +90,6 @@ def _of_hydra(own: object, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain_references(value: Any) -> Any:
-    """Write `${key:??}` as `${key}` everywhere."""
     if isinstance(value, dict):
         return {str(key): _plain_references(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -111,3 +117,73 @@ def _resolved(node: Any, path: tuple[str, ...], unresolved: Unresolved, file: st
             message = _RAISED.sub("", str(error).splitlines()[0]).strip('"')
             unresolved.append((".".join(at), message))
     return made if isinstance(node, DictConfig) else list(made.values())
+
+
+def _compose_error(error: Exception, directory: Path, name: str, overrides: Sequence[str], file: str) -> SpecError:
+    """Return an error of hydra or OmegaConf with the file and line, the override or the key that it is about."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from yaml import MarkedYAMLError
+
+    if isinstance(error, MarkedYAMLError):
+        return _yaml_error(error, directory, file)
+    if isinstance(error, UnicodeDecodeError):
+        return spec_error("the tree", "is not UTF-8 text", fix="save its files as UTF-8", file=file)
+    if isinstance(error, RecursionError):
+        problem, fix = "contains itself, by an anchor or by defaults that name one another", "remove the cycle"
+        return spec_error("the tree", problem, fix=fix, file=file)
+    if isinstance(error, MissingConfigException):
+        missing = error.missing_cfg_file or ""
+        if missing in ("", name):
+            fix = _suggestion(sorted(path.stem for path in directory.glob("*.yaml")), name) or _TOP_FILE
+            return spec_error("--config-name", f"is not a file in {directory}", value=name, fix=fix)
+        group, _, last = str(missing).rpartition("/")
+        fix = _suggestion(sorted(error.options or ()), last) or f"create the folder {group}, or remove it from defaults"
+        return spec_error("defaults", f"needs {missing}.yaml, which does not exist", fix=fix, file=file)
+    message = next(_lines(error), type(error).__name__)
+    if isinstance(error, OverrideParseException):
+        message = "" if "LexerNoViableAlt" in message else f": {message}"
+        fix = "write key=value, with quotes if needed: key='a b', and an index as serve.0"
+        return spec_error("the override", f"is invalid{message}", value=error.override, fix=fix, file=file)
+    if override := next((each for each in overrides if _names(str(error), each)), None):
+        fixes = [fix for start, fix in _OVERRIDE_FIXES.items() if message.startswith(start)]
+        fix = "".join(fixes).format(override=override.lstrip("+")) or "fix it, or leave it out"
+        return spec_error("the override", f"is invalid: {message}", value=override, fix=fix, file=file)
+    cause = next((each for each in _causes(error) if getattr(each, "full_key", None)), error)
+    problem = f"cannot be composed: {next(_lines(cause), message)}"
+    key = str(getattr(cause, "full_key", None) or "the tree")
+    return spec_error(key, problem, fix="fix the tree or the overrides", file=file)
+
+
+def _yaml_error(error: Any, directory: Path, file: str) -> SpecError:
+    mark = error.problem_mark or error.context_mark
+    path = Path(mark.name) if mark else Path(file)
+    if path.is_relative_to(directory.resolve()):
+        path = directory / path.relative_to(directory.resolve())
+    problem = f"is not valid YAML: {error.problem or error.context}"
+    key = f"line {mark.line + 1}" if mark else "the file"
+    return spec_error(key, problem, fix="fix the line, or the one before it", file=str(path))
+
+
+def _suggestion(names: Sequence[str], near: str) -> str:
+    found = get_close_matches(near, names, n=3) or names[:_SUGGESTIONS]
+    return f"use {', '.join(found)}" if found else ""
+
+
+def _names(message: str, override: str) -> bool:
+    """Return whether a message of hydra's is about an override."""
+    key = override.lstrip("+~").partition("=")[0]
+    group = "Config group override" in message and "." not in key
+    return override in message or f"'{key}'" in message or group
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lines(error: BaseException) -> Iterator[str]:
+    """Yield the lines of an error without hydra's links and markers."""
+    for line in str(error).splitlines():
+        if line.strip("^ ") and not line.strip().startswith(("See http", "full_key:", "object_type")):
+            yield " ".join(line.split()).rstrip(".")

@@ -1,14 +1,17 @@
-"""FlagScale's names of serving engines, their knobs and flags, and the defaults that it tries."""
+"""FlagScale's names of serving engines, their knobs and flags, and the lists of `tables.yaml`."""
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from flagcore.engines.serving.llamacpp.knobs import KNOBS as LLAMACPP
 from flagcore.engines.serving.sglang.knobs import KNOBS as SGLANG
 from flagcore.engines.serving.vllm.knobs import KNOBS as VLLM
-from flagcore.importers.flagscale.tables import TABLES
 
+TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text(encoding="utf-8"))
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "llama_cpp": "llamacpp", "llamacpp": "llamacpp"}
 """flagcore's name of each engine that FlagScale names."""
 DEFAULT_ENGINES = ("vllm", "llama_cpp")

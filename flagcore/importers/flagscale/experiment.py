@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.errors import SpecError
+from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Source
-from flagcore.importers.flagscale.tables import TABLES
 from flagcore.spec.plain_data import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
@@ -101,7 +101,7 @@ def control(source: Source, *, seconds: float) -> dict[str, Any]:
         found["max_time"] = most
     run_best = source.take(f"{at}.run_best")
     if not isinstance(run_best, (bool, type(None))):
-        raise spec_error(f"{at}.run_best", "must be true or false", value=run_best, file=source.file)
+        raise source.error(f"{at}.run_best", "must be true or false", value=run_best)
     found["run_best"] = bool(run_best)
     if run_best is None:
         text = "unless this is false FlagScale runs the best at the end; in flagcore set it to true, or use `flag run`"
@@ -116,7 +116,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
     given = source.take(key, default)
     first = str(given).partition(":")[0]
     if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
-        raise spec_error(key, "must be a whole number from 1", value=given, fix=f"use {default}", file=source.file)
+        raise source.error(key, "must be a whole number from 1", value=given, fix=f"use {default}")
     if first != str(given):
         source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
     return int(first)
@@ -126,15 +126,9 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int
     """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
     from flagcore.spec.convert import UNEQUAL, read_hosts
 
-    key, at = f"{_RUNNER}.hostfile", "cluster"
-    if not path.is_file():
-        text = (
-            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
-        )
-        source.note(key, text, at)
-        return None
+    key, text = f"{_RUNNER}.hostfile", ""
     try:
-        hosts, slots = read_hosts(path, file=source.file)
+        hosts, slots = read_hosts(path, file=source.file) if path.is_file() else ((), None)
     except SpecError as error:
         if error.problem != UNEQUAL:
             at = key if error.key.startswith("cluster.") else error.key
@@ -143,10 +137,13 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int
             f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node count; "
             "cluster.groups has nodes of several chips"
         )
-        source.note(key, text, at)
-        return None
-    if nodes not in (None, len(hosts)):
+    if not text and not hosts:
+        text = (
+            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
+        )
+    elif not text and nodes not in (None, len(hosts)):
         text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
-        source.note(key, text, at)
+    if text:
+        source.note(key, text, "cluster")
         return None
     return str(path.resolve()), len(hosts), slots

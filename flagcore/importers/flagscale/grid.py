@@ -60,7 +60,6 @@ _FINISHED = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}
 
 
 def _walk(context: SearchContext, rows: IntArray) -> Iterator[int]:
-    """Yield rows in the order of the grid."""
     columns, axes = context.space.columns(rows), {axis.knob: axis for axis in context.space.axes}
     places = []
     for knob in [*(each for each in NESTING if each in axes), *(each for each in axes if each not in NESTING)]:

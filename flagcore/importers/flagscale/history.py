@@ -17,33 +17,11 @@ from flagcore.contracts import History, HistoryRow
 from flagcore.domain.candidate import KnobValue
 from flagcore.errors import UsageError
 from flagcore.files import read_regular
-from flagcore.importers.flagscale.engines import ENGINES, KNOB_NAMES
+from flagcore.importers.flagscale.engines import ENGINES, KNOB_NAMES, TABLES
 
 TRAINED = "performance"
-SERVED = {
-    "e2e_latency": "e2e_s.mean",
-    "request_throughput": "requests_per_s",
-    "token_throughput": "total_tokens_per_s",
-    "ttft": "ttft_s.mean",
-    "itl": "itl_s.mean",
-    "topt": "tpot_s.mean",
-}
-"""Columns of server metrics, by flagcore's names: latencies in milliseconds, tokens including prompts."""
-BOOKKEEPING = (
-    "idx",
-    "acc_step",
-    "memory_model",
-    "gpu_utilization",
-    "elapsed_time",
-    "start_time",
-    "max_mem",
-    "error",
-    "engine",
-    "pruned",
-    "stopped_by_tuner",
-    TRAINED,
-    *SERVED,
-)
+SERVED: dict[str, str] = TABLES["served_columns"]
+BOOKKEEPING = (*TABLES["bookkeeping_columns"], TRAINED, *SERVED)
 """Columns that are not knobs."""
 FIGURES = ("elapsed_time", "max_mem", TRAINED, *SERVED)
 EMPTY = ("", "none", "nan", "null", "n/a", "na", "<na>")
@@ -131,7 +109,6 @@ def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow
 
 
 def _refused(heading: Sequence[str], values: Sequence[str], cells: Mapping[str, str]) -> str:
-    """Return why a row cannot be used; empty if it can."""
     if len(values) != len(heading):
         return f"it has {len(values)} cells, the heading {len(heading)}; quote lists"
     if _value(cells.get("pruned", "")) is True:

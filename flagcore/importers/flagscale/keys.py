@@ -7,43 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES
+from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.validate import joined
 
-_RUNNER, _TUNER, _ITEM = "experiment.runner", "experiment.auto_tuner", "serve[0]"
-_MOVED = {
-    "model": f"{_ITEM}.engine_args.model",
-    "model.vocab_size": "train.data.tokenizer.vocab_size",
-    "cluster.nodes": f"{_RUNNER}.nnodes",
-    "cluster.devices_per_node": f"{_RUNNER}.nproc_per_node",
-    "cluster.hostfile": f"{_RUNNER}.hostfile",
-    "cluster.memory_per_device": f"{_TUNER}.memory_model.gpu_memory",
-    "auto_tuner.baseline": "train.system",
-    "auto_tuner.objective": f"{_TUNER}.performance.metric",
-    "serve.engine": f"{_TUNER}.engines",
-}
-_RENAMED = {
-    "num_moe_experts": ("num_experts", "num_moe_experts"),
-    "moe_first_dense_layers": ("moe_layer_freq",),
-    "gated_linear_unit": ("swiglu",),
-    "attention": ("attention_backend", "use_flash_attn"),
-    "implementation": ("transformer_impl",),
-    "precision": ("fp8", "fp8_format"),
-    "num_layers_in_first_pipeline_stage": ("decoder_first_pipeline_num_layers",),
-    "num_layers_in_last_pipeline_stage": ("decoder_last_pipeline_num_layers",),
-}
-_SECTIONS = (
-    ("auto_tuner.space.", f"{_TUNER}.space"),
-    ("auto_tuner.control.", f"{_TUNER}.control"),
-    ("auto_tuner.baseline.", "train"),
-    ("train.settings.", "train"),
-    ("train.", "train"),
-    ("model.", "train"),
-    ("serve.engine_args.", "serve"),
-    ("serve.profile.", f"{_ITEM}.profile"),
-)
-"""Sections of the spec, and of the tree where their keys come from, at any depth."""
+_MOVED: dict[str, str] = TABLES["keys_of_spec"]
+_RENAMED: dict[str, list[str]] = TABLES["names_of_spec"]
 _PLACE = re.compile(r"(\[\d+\])+$")
 
 
@@ -64,14 +33,17 @@ def _key_of(tree: Mapping[str, Any], key: str) -> str:
     if re.match(r"envs\b", key):
         return f"experiment.{key}"
     bare = _PLACE.sub("", key)
-    for section, above in _SECTIONS:
-        if not bare.startswith(section):
-            continue
-        name = bare.rpartition(".")[2]
-        names = _names(name)
-        there = [path for path in _leaves(tree) if path.startswith(above) and path.rpartition(".")[2] in names]
-        return f"{there[-1]}{key[len(bare) :]}" if there else key
-    return key
+    if bare.startswith(("auto_tuner.space.", "auto_tuner.control.")):
+        above = f"experiment.{'.'.join(bare.split('.')[:2])}"
+    elif bare.startswith(("auto_tuner.baseline.", "train.", "model.")):
+        above = "train"
+    elif bare.startswith("serve."):
+        above = "serve[0].profile" if bare.startswith("serve.profile.") else "serve"
+    else:
+        return key
+    names = _names(bare.rpartition(".")[2])
+    there = [path for path in _leaves(tree) if path.startswith(above) and path.rpartition(".")[2] in names]
+    return f"{there[-1]}{key[len(bare) :]}" if there else key
 
 
 def _names(name: str) -> set[str]:
@@ -83,7 +55,6 @@ def _names(name: str) -> set[str]:
 
 
 def _leaves(data: Any, at: str = "") -> Iterator[str]:
-    """Yield the paths of all values, such as `serve[0].engine_args.model`."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from _leaves(value, f"{at}.{key}" if at else str(key))

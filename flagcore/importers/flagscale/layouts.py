@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from flagcore.importers.flagscale.source import Source
-from flagcore.spec.plain_data import spec_error
 
 _EXPERIMENT, _RUNNER, _TUNER = "experiment", "experiment.runner", "experiment.auto_tuner"
 _OF_RUNNER = ("deploy", "hostfile", "nnodes", "nproc_per_node", "ssh_port", "master_addr", "master_port")
@@ -33,17 +32,16 @@ def normalize_layout(source: Source) -> None:
     """Move keys to where they belong, with a note on each. Raises SpecError without an experiment."""
     experiment = source.left.get(_EXPERIMENT)
     if experiment is not None and not isinstance(experiment, dict):
-        fix = "write its keys below it"
-        raise spec_error(_EXPERIMENT, "must be a mapping", value=experiment, fix=fix, file=source.file)
+        raise source.error(_EXPERIMENT, "must be a mapping", value=experiment, fix="write its keys below it")
     if experiment is None:
         near = get_close_matches(_EXPERIMENT, source.left.keys() - {_EXPERIMENT}, n=1)
         fix = f"did you mean {near[0]}?" if near else "give the tree's top file, which has it, as --config-name"
-        raise spec_error(_EXPERIMENT, "is missing", fix=fix, file=source.file)
+        raise source.error(_EXPERIMENT, "is missing", fix=fix)
     for key in ("task", "runner", "auto_tuner"):
         if not isinstance(given := experiment.get(key), (dict, type(None))):
             if key != "task":
                 fix = "write its keys below it"
-                raise spec_error(f"{_EXPERIMENT}.{key}", "must be a mapping", value=given, fix=fix, file=source.file)
+                raise source.error(f"{_EXPERIMENT}.{key}", "must be a mapping", value=given, fix=fix)
             experiment["task"] = {"type": given}
             source.note(f"{_EXPERIMENT}.task", f"read as {_EXPERIMENT}.task.type")
     for old, new in MOVED.items():

@@ -8,24 +8,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flagcore.engines.megatron.launching import trial_runs
 from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale.flags import Flags
-from flagcore.importers.flagscale.tables import TABLES
+from flagcore.importers.flagscale.engines import TABLES
+from flagcore.importers.flagscale.source import Flags
 from flagcore.spec.knobs import settings_of, settings_section
 
 _RENAMED_SETTINGS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-_SUPPORTED_BY_TRIALS = ("recompute_modules", "expert_tensor_parallel_size", *_RENAMED_SETTINGS.values())
-_TRIAL_DEFAULTS = {
-    "accumulate_allreduce_grads_in_fp32": True,
-    "moe_token_dispatcher_type": "alltoall",
-    "cp_comm_type": "all_gather",
-    "overlap_p2p_comm": True,
-}
-"""Defaults of flagcore's trial program that are not off."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _SETTING_NAMES = (*(knob.name for knob in SETTINGS), *_RENAMED_SETTINGS)
 RELEVANT: Collection[str] = (*_SETTING_NAMES, "peft_type", "bf16", "fp16", "fp8", "fp8_recipe")
@@ -106,7 +99,7 @@ def _settings(flags: Flags, runs: bool, precision: str) -> dict[str, Any]:
         key = _RENAMED_SETTINGS.get(name, name)
         if not _valid(key, value):
             flags.note(name, f"dropped: {value!r} is invalid for train.settings.{key}", "train.settings")
-        elif runs and not _supported_by_trial(key, value, precision):
+        elif runs and not trial_runs(precision, key, value):
             text = f"dropped ({value}): flagcore's trial program does not support it; set it with train.command"
             flags.note(name, text, "train.settings")
         else:
@@ -138,12 +131,6 @@ def _valid(key: str, value: object) -> bool:
         settings_of(settings_section(SETTINGS).model_validate({key: value}), SETTINGS)
         return True
     return False
-
-
-def _supported_by_trial(key: str, value: object, precision: str) -> bool:
-    if key == "accumulate_allreduce_grads_in_fp32":
-        return value is (precision == "bf16")
-    return key in _SUPPORTED_BY_TRIALS or _TRIAL_DEFAULTS.get(key) == value or value in (False, "fp32", "none")
 
 
 def _note_unused(flags: Flags) -> None:

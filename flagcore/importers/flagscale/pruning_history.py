@@ -8,7 +8,8 @@ Two rules deviate from the pattern, as in FlagScale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -56,12 +57,11 @@ class Entry:
     pruned_by: str | None = None
 
 
-def more_micro_batch(new: Values, old: Values) -> bool:
-    """Return whether the new micro batch is larger."""
+def _more_micro_batch(new: Values, old: Values) -> bool:
     return bool(old[MBS] < new[MBS])
 
 
-def less_recompute(new: Values, old: Values) -> bool:
+def _less_recompute(new: Values, old: Values) -> bool:
     """Return whether the new one recomputes less: not at all, or no more layers by block; or neither recomputes."""
     if bool(new[RECOMPUTE]) != bool(old[RECOMPUTE]):
         return not new[RECOMPUTE]
@@ -73,40 +73,27 @@ def less_recompute(new: Values, old: Values) -> bool:
     return both_uniform and (new[GRANULARITY], old[GRANULARITY]) == ("selective", "full")
 
 
-def no_sequence_parallel(new: Values, old: Values) -> bool:
-    """Return whether the new one lacks sequence parallelism that the old one has."""
+def _no_sequence_parallel(new: Values, old: Values) -> bool:
     return not new[SP] and bool(old[SP])
 
 
-def less_tensor_parallel(new: Values, old: Values) -> bool:
+def _less_tensor_parallel(new: Values, old: Values) -> bool:
     """Return whether the new one moves tensor to pipeline parallelism, their product the same."""
     return new[TP] * new[PP] == old[TP] * old[PP] and bool(new[TP] < old[TP])
 
 
-def no_distributed_optimizer(new: Values, old: Values) -> bool:
-    """Return whether the new one lacks the distributed optimizer that the old one has."""
+def _no_distributed_optimizer(new: Values, old: Values) -> bool:
     return not new[DIST_OPT] and bool(old[DIST_OPT])
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """Knobs of one axis, and whether a candidate needs at least as much memory on them."""
-
-    name: str
-    knobs: tuple[str, ...]
-    needs_more: Callable[[Values, Values], bool]
-
-
-AXES = {
-    axis.name: axis
-    for axis in (
-        Axis("mbs", (MBS,), more_micro_batch),
-        Axis("recompute", (RECOMPUTE, METHOD, GRANULARITY, LAYERS), less_recompute),
-        Axis("sp", (SP,), no_sequence_parallel),
-        Axis("tp_pp", (TP, PP), less_tensor_parallel),
-        Axis("distopt", (DIST_OPT,), no_distributed_optimizer),
-    )
+AXES: Mapping[str, tuple[tuple[str, ...], Callable[[Values, Values], bool]]] = {
+    "mbs": ((MBS,), _more_micro_batch),
+    "recompute": ((RECOMPUTE, METHOD, GRANULARITY, LAYERS), _less_recompute),
+    "sp": ((SP,), _no_sequence_parallel),
+    "tp_pp": ((TP, PP), _less_tensor_parallel),
+    "distopt": ((DIST_OPT,), _no_distributed_optimizer),
 }
+"""The knobs of each axis, and whether a candidate needs at least as much memory on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +106,18 @@ class HistoryRule:
 
     @property
     def name(self) -> str:
-        """The names of the axes, joined."""
         return "_".join(self.axes)
+
+    def key(self, values: Values) -> tuple[Any, ...]:
+        """Return the values that two candidates must share to be compared."""
+        return tuple(value for knob, value in values.items() if knob not in self.compared)
 
     def prunes(self, new: Entry, old: Entry) -> bool:
         """Return whether `old` prunes `new`, and write into `new` the result that FlagScale then copies."""
         if self.axes in _WITH_RESULTS:
             verdict = _WITH_RESULTS[self.axes](new.values, old)
         else:
-            more = all(AXES[name].needs_more(new.values, old.values) for name in self.axes)
+            more = all(AXES[name][1](new.values, old.values) for name in self.axes)
             verdict = "memory" if more and old.out_of_memory and self.also(old.values) else None
         if verdict == "memory":
             new.out_of_memory, new.performance = True, None
@@ -140,7 +130,7 @@ def _by_micro_batch(new: Values, old: Entry) -> str | None:
     """A smaller micro batch than one that ran gets its result; a larger one than one out of memory is out too."""
     if old.values[MBS] > new[MBS] and old.performance:
         return "performance"
-    return "memory" if more_micro_batch(new, old.values) and old.out_of_memory else None
+    return "memory" if _more_micro_batch(new, old.values) and old.out_of_memory else None
 
 
 def _by_recompute(new: Values, old: Entry) -> str | None:
@@ -159,7 +149,7 @@ def _by_recompute(new: Values, old: Entry) -> str | None:
 
 def _by_sequence_parallel(new: Values, old: Entry) -> str | None:
     """Without sequence parallelism a candidate gets the result that it has with it, out of memory included."""
-    if not no_sequence_parallel(new, old.values):
+    if not _no_sequence_parallel(new, old.values):
         return None
     return "performance" if old.performance else "memory" if old.out_of_memory else None
 
@@ -175,11 +165,11 @@ tp_pp recompute; tp_pp mbs sp; tp_pp mbs recompute; tp_pp recompute sp; tp_pp mb
 distopt recompute; distopt sp; distopt tp_pp; distopt mbs recompute; distopt mbs sp; distopt mbs tp_pp;
 distopt recompute sp; distopt recompute tp_pp; distopt sp tp_pp; distopt mbs recompute sp; distopt mbs recompute tp_pp;
 distopt mbs sp tp_pp; distopt recompute sp tp_pp; distopt mbs recompute sp tp_pp"""
-"""The rules in the order in which they are request: every set of the five axes but the empty one."""
+"""The rules in the order in which they are asked: every set of the five axes but the empty one."""
 
 
 def _rule(axes: tuple[str, ...]) -> HistoryRule:
-    compared = frozenset(knob for name in axes for knob in AXES[name].knobs)
+    compared = frozenset(knob for name in axes for knob in AXES[name][0])
     if axes == ("tp_pp", "mbs"):  # also requires that the older candidate has sequence parallelism
         return HistoryRule(axes, compared, lambda old: bool(old[SP]))
     if axes == ("distopt", "mbs", "recompute", "sp"):  # requires equal and different sequence parallelism: never true
@@ -195,23 +185,16 @@ class History:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._by_key: dict[tuple[int, tuple[Any, ...]], list[Entry]] = {}
+        self._by_key = defaultdict[tuple[int, tuple[Any, ...]], list[Entry]](list)
 
     def add(self, entry: Entry) -> None:
-        """Append an entry."""
         self.entries.append(entry)
-        for key in _keys(entry.values):
-            self._by_key.setdefault(key, []).append(entry)
+        for place, rule in enumerate(RULES):
+            self._by_key[place, rule.key(entry.values)].append(entry)
 
     def rule(self, new: Entry) -> str | None:
         """Return the first rule that prunes `new`, and write the copied result into `new`; None if no rule does."""
-        for rule, key in zip(RULES, _keys(new.values), strict=True):
-            if any(rule.prunes(new, old) for old in self._by_key.get(key, ())):
+        for place, rule in enumerate(RULES):
+            if any(rule.prunes(new, old) for old in self._by_key[place, rule.key(new.values)]):
                 return rule.name
         return None
-
-
-def _keys(values: Values) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield for each rule the values that two candidates must share to be compared."""
-    for place, rule in enumerate(RULES):
-        yield place, tuple(value for knob, value in values.items() if knob not in rule.compared)

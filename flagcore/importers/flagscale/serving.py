@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.importers.flagscale import arguments, layouts
-from flagcore.importers.flagscale.engines import DEFAULT_ENGINES, ENGINES, KNOB_NAMES, KNOBS, OWN_SPACE, flagscale_name
+from flagcore.importers.flagscale.engines import (
+    DEFAULT_ENGINES,
+    ENGINES,
+    KNOB_NAMES,
+    KNOBS,
+    OWN_SPACE,
+    TABLES,
+    flagscale_name,
+)
 from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
 from flagcore.importers.flagscale.source import Source, leaves
-from flagcore.spec.plain_data import spec_error
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
-_OBJECTIVES = {
-    "e2e_latency": "e2e_s",
-    "request_throughput": "requests_per_s",
-    "token_throughput": "total_tokens_per_s",
-    "total_token_throughput": "total_tokens_per_s",
-    "ttft": "ttft_s",
-    "itl": "itl_s",
-    "topt": "tpot_s",
-    "tpot": "tpot_s",
-}
-_PROFILE = {"prefix_len": 0, "input_len": 1024, "output_len": 1024, "num_prompts": 200, "range_ratio": 0.5}
-"""FlagScale's default load."""
+_OBJECTIVES: dict[str, str] = TABLES["objectives"]
+_PROFILE: dict[str, Any] = TABLES["own_profile"]
 _UNSUPPORTED_BLOCK = 8
 
 
@@ -36,19 +33,18 @@ def serving(source: Source) -> dict[str, Any]:
     item = _item(source)
     engines = _engines(source, item)
     layouts.normalize_specific_arguments(source, item, [flagscale_name(each) for each in engines])
-    model, weights = _model(source, item, engines)
+    model = _model(source, item, engines)
     given = arguments.engine_arguments(source, item, engines)
     spaces = _spaces(source, engines)
     serve: dict[str, Any] = {"engine": engines[0] if len(engines) == 1 else engines}
-    if weights != model:
-        serve["weights"] = weights
     if len(engines) == 1:
         if given[engines[0]]:
             serve["engine_args"] = {key: value for key, (_, value) in given[engines[0]].items()}
     else:
         arguments.add_to_spaces(source, given, spaces)
     serve["profile"] = _profile(source, item)
-    _drop_resources(source, item)
+    if (resources := item.pop("resources", None)) is not None:
+        source.note("serve[0].resources", f"dropped ({resources}): they follow from the knobs", "auto_tuner.space")
     machines, nodes, _ = cluster(source)
     if engines == ["llamacpp"] and nodes == 1 and machines.pop("devices_per_node", None):
         text = "dropped: llama.cpp uses the devices that are found, or the CPU cores"
@@ -76,8 +72,7 @@ def _item(source: Source) -> dict[str, Any]:
         name = other.get("serve_id") if isinstance(other, dict) else other
         source.note(f"serve[{place}]", f"dropped ({name}): the first model of the list is tuned", "serve")
     if not items or not isinstance(items[0], dict):
-        fix = "give a list with serve_id, engine and engine_args"
-        raise spec_error("serve", "has no model", fix=fix, file=source.file)
+        raise source.error("serve", "has no model", fix="give a list with serve_id, engine and engine_args")
     item = dict(items[0])
     if (name := item.pop("serve_id", None)) is not None:
         source.note("serve[0].serve_id", f"dropped ({name}): it is FlagScale's name of the model", "serve")
@@ -85,12 +80,11 @@ def _item(source: Source) -> dict[str, Any]:
 
 
 def _engines(source: Source, item: dict[str, Any]) -> list[str]:
-    """Return flagcore's names of the engines that are tuned."""
     own, wanted = item.pop("engine", None), source.take(f"{_TUNER}.engines")
     key, at = f"{_TUNER}.engines", "serve.engine"
     if isinstance(own, (dict, list)):
         fix = f"give one of {', '.join(list(ENGINES)[:3])}, and its arguments under engine_args"
-        raise spec_error("serve[0].engine", "is not an engine", value=own, fix=fix, file=source.file)
+        raise source.error("serve[0].engine", "is not an engine", value=own, fix=fix)
     quiet = not wanted
     if not wanted:
         wanted = own or list(DEFAULT_ENGINES)
@@ -101,7 +95,7 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
         if not isinstance(name, str) or name not in ENGINES:
             fix = f"use {', '.join(list(ENGINES)[:3])}"
             key = key if name != own else "serve[0].engine"
-            raise spec_error(key, "is not a supported engine", value=name, fix=fix, file=source.file)
+            raise source.error(key, "is not a supported engine", value=name, fix=fix)
         if name != ENGINES[name]:
             source.note(key, f"{name} is {ENGINES[name]} in flagcore", at)
         found.append(ENGINES[name])
@@ -110,12 +104,11 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _model(source: Source, item: dict[str, Any], engines: list[str]) -> tuple[str, str]:
-    """Return the paths of the model's shape and of its weights."""
+def _model(source: Source, item: dict[str, Any], engines: list[str]) -> str:
+    """Return the path of the weights, for llama.cpp the first GGUF file of a folder, as FlagScale does."""
     args = item.get("engine_args")
     if not isinstance(args, (dict, type(None))):
-        fix = "write its keys below it"
-        raise spec_error("serve[0].engine_args", "must be a mapping", value=args, fix=fix, file=source.file)
+        raise source.error("serve[0].engine_args", "must be a mapping", value=args, fix="write its keys below it")
     specific = item.get("engine_args_specific")
     places = [args, *(specific.values() if isinstance(specific, dict) else ())]
     found = [
@@ -127,27 +120,19 @@ def _model(source: Source, item: dict[str, Any], engines: list[str]) -> tuple[st
     ]
     if not found and (module := item.get("module")):
         problem, fix = "is a program; only an engine's server can be tuned", "give engine and engine_args instead"
-        raise spec_error("serve[0].module", problem, value=module, fix=fix, file=source.file)
+        raise source.error("serve[0].module", problem, value=module, fix=fix)
     if not found or not isinstance(found[0], str):
-        fix = "give the path of the weights"
-        raise spec_error("serve[0].engine_args.model", "is missing", fix=fix, file=source.file)
+        raise source.error("serve[0].engine_args.model", "is missing", fix="give the path of the weights")
     path, key = Path(found[0]).expanduser().resolve(), "serve[0].engine_args.model"
     source.note(key, "the shape is read there; so are the weights unless serve.weights is given", "model")
     if engines == ["llamacpp"]:
-        path = _gguf(path)
+        path = next(iter(sorted(path.rglob("*.gguf"))), path) if path.is_dir() else path
     elif "llamacpp" in engines:
         source.note(key, "one path for all engines, but llamacpp needs a GGUF file: tune it separately", "model")
-    return str(path), str(path)
-
-
-def _gguf(path: Path) -> Path:
-    """Return the first GGUF file of a directory, as FlagScale does."""
-    files = sorted(path.rglob("*.gguf")) if path.is_dir() else []
-    return files[0] if files else path
+    return str(path)
 
 
 def _spaces(source: Source, engines: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the knobs of each engine."""
     given = source.section(f"{_TUNER}.space")
     sections = {ENGINES[key]: given.pop(key) for key in list(given) if key in ENGINES}
     found = {engine: _space_of(source, engine, sections.get(engine)) for engine in engines}
@@ -233,18 +218,12 @@ def _profile(source: Source, item: dict[str, Any]) -> dict[str, Any]:
     return {**found, "request_rate": "inf"}
 
 
-def _drop_resources(source: Source, item: dict[str, Any]) -> None:
-    if (given := item.pop("resources", None)) is not None:
-        text = f"dropped ({given}): they follow from the knobs"
-        source.note("serve[0].resources", text, "auto_tuner.space")
-
-
 def _objective(source: Source) -> str:
     metric, order = source.take(f"{_PERFORMANCE}.metric", "itl"), source.take(f"{_PERFORMANCE}.order")
     key, at = f"{_PERFORMANCE}.metric", "auto_tuner.objective"
     if not isinstance(metric, str) or metric not in _OBJECTIVES:
         fix = f"use {', '.join(list(_OBJECTIVES)[:6])}"
-        raise spec_error(key, "is not a metric of FlagScale's", value=metric, fix=fix, file=source.file)
+        raise source.error(key, "is not a metric of FlagScale's", value=metric, fix=fix)
     found = _OBJECTIVES[metric]
     best = "descend" if found.endswith("per_s") else "ascend"
     note = ": a typo for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""

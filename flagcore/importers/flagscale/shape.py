@@ -7,9 +7,8 @@ import math
 import re
 from typing import Any
 
-from flagcore.importers.flagscale.flags import Flags
-from flagcore.importers.flagscale.tables import TABLES
-from flagcore.spec.plain_data import spec_error
+from flagcore.importers.flagscale.engines import TABLES
+from flagcore.importers.flagscale.source import Flags
 
 _SAME = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm", "mtp_num_layers")
 _EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -24,13 +23,13 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     """Return the section `model`. Raises SpecError where a size is missing or a pattern of layers is not supported."""
     if vocabulary is None:
         fix = "give the number of tokens, also as an override: +train.data.tokenizer.vocab_size=32000"
-        raise spec_error("train.data.tokenizer.vocab_size", "is missing", fix=fix, file=flags.source.file)
+        raise flags.source.error("train.data.tokenizer.vocab_size", "is missing", fix=fix)
     found: dict[str, Any] = {key: value for key in _SAME if (value := flags.take(key)) is not None}
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
-            raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=flags.source.file)
+            raise flags.source.error(f"train.model.{key}", "is missing", fix="give it")
         if not isinstance(found[key], int):
-            raise spec_error(f"train.model.{key}", "must be a number", value=found[key], file=flags.source.file)
+            raise flags.source.error(f"train.model.{key}", "must be a number", value=found[key])
     found["vocab_size"] = vocabulary
     gated = bool(flags.take("swiglu"))
     found["gated_linear_unit"] = gated
@@ -87,7 +86,7 @@ def _width(flags: Flags, hidden: int, gated: bool) -> Any:
     numbers = [each for each in (multiple, factor) if each is not None]
     if any(isinstance(each, (bool, str, list)) or each <= 0 for each in numbers):
         value = {"multiple_of": multiple, "hidden_dim_multiplier": factor}
-        raise spec_error(flags.key("multiple_of"), "must be a positive number", value=value, file=flags.source.file)
+        raise flags.source.error(flags.key("multiple_of"), "must be a positive number", value=value)
     if multiple is None:
         if factor is not None:
             flags.note("hidden_dim_multiplier", f"dropped ({factor}): it needs multiple_of", "model.ffn_hidden_size")
@@ -108,8 +107,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     dense = _dense_layers(frequency, layers)
     if dense is None:
         key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
-        fix = "use e.g. [0]+[1]*26"
-        raise spec_error(key, problem, value=frequency, fix=fix, file=flags.source.file)
+        raise flags.source.error(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
     return {**found, "moe_first_dense_layers": dense} if dense else found
 
 

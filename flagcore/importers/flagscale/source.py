@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What happened to a key. `at` is the key of the spec above which the note stands; empty: at the top."""
-
-    key: str
-    text: str
-    at: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.text}"
+from flagcore.contracts import ImportNote
+from flagcore.errors import SpecError
+from flagcore.spec.plain_data import spec_error
 
 
 class Source:
@@ -25,11 +16,16 @@ class Source:
 
     def __init__(self, tree: Mapping[str, Any], *, file: str) -> None:
         self.left, self.file = deepcopy(dict(tree)), file
-        self.notes: list[Note] = []
+        self.notes: list[ImportNote] = []
 
     def note(self, key: str, text: str, at: str = "") -> None:
-        """Add a note on a key."""
-        self.notes.append(Note(key, " ".join(text.split()), at))
+        """Add a note on a key, once."""
+        if (note := ImportNote(key, " ".join(text.split()), at)) not in self.notes:
+            self.notes.append(note)
+
+    def error(self, key: str, problem: str, *, value: object = None, fix: str = "") -> SpecError:
+        """Return an error of the tree."""
+        return spec_error(key, problem, value=value, fix=fix, file=self.file)
 
     def at(self, path: str) -> Any:
         """Return the value at `path` without taking it; an empty mapping if there is none."""
@@ -94,3 +90,65 @@ def leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{at}.{key}")
         elif value is not None and value != {}:
             yield f"{at}.{key}", value
+
+
+def take_flags(source: Source, sections: Iterable[str], names: Collection[str]) -> list[tuple[str, Any]]:
+    """Take the flags called `names` from sections that are dropped otherwise, each with its full key."""
+    found = []
+    for name in sections:
+        section = source.at(name)
+        for key in [key for key, _ in leaves(section) if _flag(key) in names] if isinstance(section, dict) else ():
+            found.append((f"{name}{key}", source.take(f"{name}{key}")))
+    return found
+
+
+class Flags:
+    """Sections of a tree flattened to flags as FlagScale does it: of equal names the last one is used.
+
+    `before` are flags from other sections, with their full keys.
+    """
+
+    def __init__(self, source: Source, sections: Iterable[str], before: Iterable[tuple[str, Any]] = ()) -> None:
+        self.source = source
+        self._given: dict[str, tuple[str, Any]] = {}
+        self._where: dict[str, str] = {}
+        for key, value in before:
+            self._add(key, value)
+        for name in sections:
+            for key, value in leaves(source.section(name)):
+                self._add(f"{name}{key}", value)
+
+    def _add(self, key: str, value: Any) -> None:
+        flag, before = _flag(key), self._given.get(_flag(key))
+        if before:
+            self.source.note(before[0], f"dropped ({before[1]}): {key} comes later")
+        self._given[flag], self._where[flag] = (key, value), key
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return and remove the value of a flag; `default` if it is not given."""
+        return self._given.pop(name, ("", default))[1]
+
+    def has(self, name: str) -> bool:
+        """Return whether a flag is given and not taken yet."""
+        return name in self._given
+
+    def given(self) -> list[tuple[str, Any]]:
+        """Return the flags that are left, with their values."""
+        return [(flag, value) for flag, (_, value) in self._given.items()]
+
+    def key(self, name: str) -> str:
+        """Return the full key of a flag, or the usual one if it is not given."""
+        return self._where.get(name, f"train.model.{name}")
+
+    def note(self, name: str, text: str, at: str = "") -> None:
+        """Add a note on a flag."""
+        self.source.note(self.key(name), text, at)
+
+    def take_all(self) -> dict[str, tuple[str, Any]]:
+        """Return and remove the flags that are left, each with its full key."""
+        left, self._given = self._given, {}
+        return left
+
+
+def _flag(key: str) -> str:
+    return key.rpartition(".")[2].replace("-", "_")

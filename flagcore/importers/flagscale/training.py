@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
-from flagcore.importers.flagscale.flags import Flags, take_flags
 from flagcore.importers.flagscale.options import RELEVANT, options
 from flagcore.importers.flagscale.shape import shape
-from flagcore.importers.flagscale.source import Source, leaves
-from flagcore.importers.flagscale.tables import TABLES
-from flagcore.spec.plain_data import spec_error
+from flagcore.importers.flagscale.source import Flags, Source, leaves, take_flags
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _SIZES: tuple[str, ...] = (
@@ -52,7 +50,7 @@ def training(source: Source) -> dict[str, Any]:
     sizes = {key: flags.take(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
-            raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=source.file)
+            raise source.error(f"train.model.{key}", "is missing", fix="give it")
     train = {"engine": "megatron", **sizes, **options(flags, nodes=nodes)}
     tuner: dict[str, Any] = {}
     if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
@@ -80,7 +78,7 @@ def _drop_backend(source: Source, flags: Flags) -> None:
     key, backend = "experiment.task.backend", source.take("experiment.task.backend")
     if backend not in (None, "megatron") and not flags.has("num_layers"):
         problem, fix = "trains a model of its own, without Megatron's flags", "use a tree of the backend megatron"
-        raise spec_error(key, problem, value=backend, fix=fix, file=source.file)
+        raise source.error(key, problem, value=backend, fix=fix)
     if backend is not None:
         source.note(key, f"dropped ({backend}): a model in Megatron's flags is trained", "train.engine")
 
@@ -180,18 +178,16 @@ def _objective(source: Source) -> str:
 
 
 def _memory(source: Source, machines: dict[str, Any]) -> None:
-    """Set the memory of a device from FlagScale's memory model."""
     at = f"{_TUNER}.memory_model"
     given = source.section(at)
     size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
     name = given.pop("model_name", None)
     low, high = share if isinstance(share, list) and _shares(share) else (0.2, 0.8)
     if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
-        problem, fix = "must be a number above 0, of MB", "use 80000 for 80 GB"
-        raise spec_error(f"{at}.gpu_memory", problem, value=size, fix=fix, file=source.file)
+        raise source.error(f"{at}.gpu_memory", "must be a number above 0, of MB", value=size, fix="use 80000 for 80 GB")
     if share is not None and not _shares(share):
         problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
-        raise spec_error(f"{at}.gpu_utilization", problem, value=share, fix=fix, file=source.file)
+        raise source.error(f"{at}.gpu_utilization", problem, value=share, fix=fix)
     if size is not None:
         machines["memory_per_device"] = int(size * high) * _MIB
         text = f"{size} MB x {high}: the limit of a trial; FlagScale's lower bound {low} for pruning is not used"

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore.domain.objective import objective_value
-from flagcore.i18n import _
+from flagcore.i18n import _, ngettext
 from flagcore.report.formats import lookup
-from flagcore.report.page.blocks import Block, Cell, Chart, Section, cell, percent, table
+from flagcore.report.page.blocks import Chart, Section, cell, percent, table
 from flagcore.report.page.charts import layout, line, points, spread_axis
-from flagcore.report.page.run import RunData, configuration, name_of, number
-from flagcore.report.plan_text import far
+from flagcore.report.page.run import RunData, configuration, name_of, number, seconds_of, trial_cell
 
 
 def accuracy(run: RunData) -> Section | None:
@@ -19,43 +18,29 @@ def accuracy(run: RunData) -> Section | None:
     pairs = [(trial, both) for trial in run.trials if (both := _both(run, trial)) is not None]
     if not pairs:
         return None
-    blocks: list[Block] = [_scatter(run, pairs)]
-    learned = _learned(run)
-    if learned is not None:
-        blocks.append(learned)
-    return Section(anchor="accuracy", title=_("Predicted against measured"), blocks=tuple(blocks))
+    blocks = (_scatter(run, pairs), learning(run))
+    return Section(anchor="accuracy", title=_("Predicted against measured"), blocks=tuple(filter(None, blocks)))
 
 
-def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, float, float, float] | None:
+def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
     """Return the measured figure of a trial, and the predicted one with its interval."""
-    measured = trial["measured"]
-    if not measured:
-        return None
     key = "objective" if run.serves else "step_time_s"
     predicted = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]
-    if None in predicted:
+    seconds = seconds_of(trial) if trial["measured"] else None
+    if seconds is None or None in predicted:
         return None
-    seconds = float(measured["step_time_s"]["median"])
-    value, low, high = (each or 0.0 for each in predicted)
-    return (objective_value(run.objective, seconds) if run.serves else seconds, value, low, high)
+    return (objective_value(run.objective, seconds) if run.serves else seconds, *(each or 0.0 for each in predicted))
 
 
-def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, float, float, float]]]) -> Chart:
+def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...]]]) -> Chart:
     unit = run.unit if run.serves else _("s/step")
     rows = []
     for trial, (measured, value, low, high) in pairs:
         inside = low <= measured <= high
         figures = [cell(each) for each in (measured, value, low, high)]
         over = percent(measured / value - 1.0 if value else None, signed=True)
-        rows.append(
-            [
-                Cell(name_of(run, trial), float(trial["number"])),
-                configuration(run, trial),
-                *figures,
-                over,
-                _("inside") if inside else _("outside"),
-            ]
-        )
+        verdict = _("inside") if inside else _("outside")
+        rows.append([trial_cell(run, trial), configuration(run, trial), *figures, over, verdict])
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     data = table(
         _("Measured and predicted {unit}, with 80% intervals", unit=unit),
@@ -74,7 +59,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, flo
         "thickness": 1,
         "width": 4,
     }
-    hits = sum(low <= measured <= high for measured, value, low, high in (both for trial, both in pairs))
+    hits = sum(low <= measured <= high for _, (measured, _, low, high) in pairs)
     kind = spread_axis(values)
     return Chart(
         title=_("Predicted against measured"),
@@ -101,8 +86,8 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, flo
     )
 
 
-def _learned(run: RunData) -> Chart | None:
-    """Return the errors of predictions before and after learning, per trial."""
+def learning(run: RunData) -> Chart | None:
+    """Return the errors of predictions before and after learning, per trial; None without learning."""
     errors = run.result.get("predictions_off")
     pairs = [
         (trial, float(over["predicted"]), float(over["believed"]))
@@ -111,29 +96,25 @@ def _learned(run: RunData) -> Chart | None:
     ]
     if not errors or not pairs:
         return None
-    summary = _(
-        "The median error of predictions over {count} trials is {before}, and {after} after learning.",
-        count=errors["trials"],
-        before=far(errors["before"]),
-        after=far(errors["after"]),
-    )
-    rows = [
-        [
-            Cell(name_of(run, trial), float(trial["number"])),
-            percent(before - 1.0, signed=True),
-            percent(after - 1.0, signed=True),
-        ]
-        for trial, before, after in pairs
-    ]
-    data = table(
-        _("Relative error of the step time: measured / predicted - 1"),
-        [_("trial"), _("first prediction"), _("after learning")],
-        rows,
-    )
+    rows = []
+    for trial, before, after in pairs:
+        step = float(trial["measured"]["step_time_s"]["median"])
+        seconds = [step / before, step / after, step]
+        figures = [objective_value(run.objective, each) for each in seconds] if run.serves else seconds
+        shares = [percent(each - 1.0, signed=True) for each in (before, after)]
+        rows.append([cell(trial["number"]), *map(cell, figures), *shares])
+    what = run.unit if run.serves else _("step s")
+    headings = [_("trial"), f"~{what}", _("~learned"), what, _("error"), _("after learning")]
     numbers = [str(trial["number"]) for trial, _, _ in pairs]
     return Chart(
         title=_("Learning during the run"),
-        summary=summary,
+        summary=ngettext(
+            "Median prediction error over {count} trial: {before}, after learning {after}.",
+            "Median prediction error over {count} trials: {before}, after learning {after}.",
+            errors["trials"],
+            before=_error_text(errors["before"]),
+            after=_error_text(errors["after"]),
+        ),
         traces=(
             line(_("no error"), 6, numbers, [0.0] * len(pairs), line={"color": "#888888", "width": 1, "dash": "dot"}),
             points(_("first prediction"), 1, numbers, [before - 1.0 for _, before, _ in pairs], mode="lines+markers"),
@@ -146,5 +127,10 @@ def _learned(run: RunData) -> Chart | None:
             yaxis={"tickformat": "+.0%"},
             height=340,
         ),
-        table=data,
+        table=table(_("Relative error of the step time: measured / predicted - 1"), headings, rows),
     )
+
+
+def _error_text(share: float) -> str:
+    """Return a relative error as percent, or as a factor from 100% on."""
+    return f"{share:.1%}" if share < 1.0 else _("a factor of {factor}", factor=f"{1.0 + share:.3g}")

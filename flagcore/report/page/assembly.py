@@ -1,18 +1,20 @@
-"""The sections of a report page, in their order."""
+"""The sections of a report page in their order, and its last ones: environment and facts of chips."""
 
 from __future__ import annotations
 
-from flagcore.i18n import _, ngettext
+from collections.abc import Mapping
+from typing import Any
+
+from flagcore import __version__
+from flagcore.i18n import N_, _, ngettext
+from flagcore.report.formats import shown
 from flagcore.report.page.accuracy import accuracy
-from flagcore.report.page.blocks import Page
-from flagcore.report.page.environment import chips, environment
-from flagcore.report.page.funnel import funnel
+from flagcore.report.page.blocks import Block, Cell, Code, Facts, Page, Section, Text, cell, table
 from flagcore.report.page.improvements import improvements
-from flagcore.report.page.memory import memory
-from flagcore.report.page.progress import progress
-from flagcore.report.page.run import HOW, RunData
+from flagcore.report.page.resources import memory, step_time
+from flagcore.report.page.run import HOW, RunData, text_file
+from flagcore.report.page.search import funnel, progress
 from flagcore.report.page.serving import serving
-from flagcore.report.page.step_time import step_time
 from flagcore.report.page.summary import summary
 from flagcore.report.page.timeline import pipeline
 from flagcore.report.page.trials import trials
@@ -34,10 +36,9 @@ def page(run: RunData) -> Page:
         environment(run),
         chips(run),
     )
-    hardware, name = f"{run.result['devices']} x {run.result['chip']}", run.folder.resolve().name
-    title = _("Serving on {hardware}: {run}") if run.serves else _("Training on {hardware}: {run}")
+    title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
     return Page(
-        title=title.format(hardware=hardware, run=name),
+        title=_(title, hardware=run.hardware, run=run.folder.resolve().name),
         subtitle=ngettext(
             "{count} candidate, {how}; objective: {objective}",
             "{count} candidates, {how}; objective: {objective}",
@@ -47,3 +48,64 @@ def page(run: RunData) -> Page:
         ),
         sections=tuple(section for section in made if section is not None),
     )
+
+
+UNITS = {"bytes": (2**30, "GiB"), "bytes/s": (1e9, "GB/s"), "flops/s": (1e12, "TFLOP/s")}
+
+
+def environment(run: RunData) -> Section:
+    """Return versions, environment variables and the spec."""
+    trial = next((each for each in [run.best or {}, *run.all_trials] if each.get("measured")), None)
+    measured: Mapping[str, Any] = (trial or {}).get("measured") or {}
+    facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(__version__))]
+    facts += [(str(name), Cell(str(version))) for name, version in (measured.get("versions") or {}).items() if version]
+    blocks: list[Block] = [Facts(tuple(facts))]
+    number = (trial or {}).get("number")
+    variables = run.insight.get("environment") or {}
+    if variables:
+        rows: list[list[Any]] = [[str(name), str(value)] for name, value in variables.items()]
+        blocks.append(table(_("Environment variables set by plugins"), [_("variable"), _("value")], rows))
+    if measured.get("telemetry"):
+        rows = [[str(name), cell(float(value))] for name, value in measured["telemetry"].items()]
+        blocks.append(table(_("Telemetry of trial {number}", number=number), [_("metric"), _("value")], rows))
+    if measured.get("effective"):
+        rows = [[str(name), str(value)] for name, value in measured["effective"].items()]
+        caption = _("Effective values reported by the engine, trial {number}", number=number)
+        blocks.append(table(caption, [_("name"), _("value")], rows))
+    spec = text_file(run.folder / "spec.yaml", run.secrets)
+    if spec:
+        blocks.append(Code(_("Spec (spec.yaml)"), spec.rstrip()))
+    return Section(anchor="environment", title=_("Environment"), blocks=tuple(blocks))
+
+
+def chips(run: RunData) -> Section:
+    """Return the facts of the chips behind the predictions, each with its source."""
+    blocks: list[Block] = []
+    if run.insight.get("kernels_guessed"):
+        text = _("The kernels of this chip are not measured: times are predicted from its peaks, with wider intervals.")
+        blocks.append(Text(text, warning=True))
+    for chip in run.insight.get("chips") or []:
+        rows = [_fact(fact) for fact in chip["facts"]]
+        budget = chip.get("memory_budget_bytes")
+        if budget:
+            rows.append(
+                [
+                    _("memory limit per device"),
+                    Cell(f"{shown(budget / 2**30)} GiB", float(budget)),
+                    _("spec or driver"),
+                    "",
+                ]
+            )
+        of = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
+        blocks.append(table(of, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
+        if chip.get("notes"):
+            blocks.append(Text(str(chip["notes"])))
+    if not blocks:
+        blocks.append(Text(_("This run has no facts of the chip.")))
+    return Section(anchor="chips", title=_("Chip facts and sources"), blocks=tuple(blocks))
+
+
+def _fact(fact: Mapping[str, Any]) -> list[Any]:
+    unit, name = UNITS[fact["unit"]]
+    value, fact_name, kind = float(fact["value"]), fact["fact"], fact["kind"]
+    return [_(fact_name), Cell(f"{shown(value / unit)} {name}", value), _(kind), fact["from"]]

@@ -105,11 +105,15 @@ def cell(value: Any, text: str | None = None) -> Cell:
     return Cell(text if value is not None else "-", figure)
 
 
-def percent(share: float | None, *, signed: bool = False) -> Cell:
-    """Return a share as a cell in percent; `-` for None."""
-    if share is None:
-        return Cell("-")
-    return Cell(f"{share:+.1%}" if signed else f"{share:.1%}", share)
+def marked(value: float | None, mark: str = "~") -> Cell:
+    """Return a number as a cell after a mark: `~` is predicted or partly modelled; `-` for None."""
+    made = cell(value)
+    return made if value is None else Cell(mark + made.text, made.value)
+
+
+def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:
+    """Return a share as a cell in percent after a mark; `-` for None."""
+    return Cell("-") if share is None else Cell(mark + (f"{share:+.1%}" if signed else f"{share:.1%}"), share)
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> Table:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flagcore.i18n import _
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Section, Text, cell, percent, table
-from flagcore.report.page.knobs import sensitivity, value_text
-from flagcore.report.page.run import RunData, number
-from flagcore.report.text import knob_of, state_name
+from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, percent, table
+from flagcore.report.page.charts import COLOURS, points, rows_layout
+from flagcore.report.page.run import Record, RunData, number
+from flagcore.report.text import knob_of, state_name, values_text
 from flagcore.stages.predict import LIMITS
 
 MAX_CHANGES = 8
@@ -28,40 +28,28 @@ class _Limit:
     heading: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A candidate near the best: its figure of the bottleneck, its step time, and its trial."""
-
-    figure: float
-    seconds: float
-    near: Mapping[str, Any]
-    trial: Mapping[str, Any] | None
-
-
 def improvements(run: RunData) -> Section | None:
     """Return the bottleneck of the best and changes that reduce it; None without a best or its predicted time."""
     if run.best is None or lookup(run.best["predicted"], "step_time_s.value") is None:
         return None
     limit, knobs = _limit(run.best["predicted"]), run.insight.get("knobs") or []
-    blocks: list[Block] = [Text(_limited(run, run.best, limit))]
+    blocks: list[Block] = [Text(_bottleneck(run, run.best, limit))]
     if knobs:
-        blocks += [*_changes(run, run.best, limit), sensitivity(run, knobs)]
+        blocks += [_changes(run, run.best, limit), _sensitivity(run, knobs)]
     return Section(anchor="improvements", title=_("Bottleneck and possible improvements"), blocks=tuple(blocks))
 
 
-def _limit(predicted: Mapping[str, Any]) -> _Limit:
+def _limit(predicted: Record) -> _Limit:
     name = predicted.get("limit")
-    part = next((key for key, text in LIMITS.items() if text == name), None)
-    if name == "compute":
-        part = "compute_s"
-    if part is not None:
-        return _Limit(str(name), f"time.{part}", f"~{_(part_name(part))}, s")
     if name == "memory":
         return _Limit("memory", "memory.device_used_gib", _("~in use, GiB"))
-    return _Limit("", "step_time_s.value", "")
+    part = "compute_s" if name == "compute" else next((key for key, text in LIMITS.items() if text == name), None)
+    return (
+        _Limit(str(name), f"time.{part}", f"~{_(part_name(part))}, s") if part else _Limit("", "step_time_s.value", "")
+    )
 
 
-def _limited(run: RunData, best: Mapping[str, Any], limit: _Limit) -> str:
+def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
     predicted = best["predicted"]
     if not limit.name:
         return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
@@ -80,49 +68,48 @@ def _limited(run: RunData, best: Mapping[str, Any], limit: _Limit) -> str:
     )
 
 
-def _changes(run: RunData, best: Mapping[str, Any], limit: _Limit) -> Iterator[Block]:
-    """Yield the candidates that reduce the bottleneck and differ from the best in the fewest knobs."""
-    step = float(best["predicted"]["step_time_s"]["value"])
-    found = sorted(_found(run, best, limit), key=lambda change: (change.seconds, change.figure))
-    if not found:
-        yield Text(_("No candidate with one knob changed is predicted to reduce the bottleneck and to fit."))
-        return
-    rows: list[list[Any]] = []
-    for change in found[:MAX_CHANGES]:
-        changed = ", ".join(
-            f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in change.near["differs"].items()
-        )
-        predicted = change.near["predicted"]
-        figure = lookup(predicted, "objective.value") if run.serves else change.seconds
-        over = percent(change.seconds / step - 1.0, signed=True)
-        own = [cell(change.figure)] if limit.name else []
+def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
+    """Return the candidates that reduce the bottleneck and differ from the best in the fewest knobs."""
+    step, own = (float(lookup(best["predicted"], key) or 0.0) for key in ("step_time_s.value", limit.key))
+    near = {
+        _key(value["nearest"]["candidate"]): value["nearest"]
+        for knob in run.insight.get("knobs") or []
+        for value in knob["values"]
+        if value["value"] != knob["best"]
+    }
+    figures_of = {key: number(lookup(each["predicted"], limit.key)) for key, each in near.items()}
+    less = [each for key, each in near.items() if (figure := figures_of[key]) is not None and figure < own]
+    less.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
+    if not less:
+        return Text(_("No candidate with one knob changed is predicted to reduce the bottleneck and to fit."))
+    ran = {_key(trial["candidate"]): trial for trial in run.trials}
+    rows = []
+    for each in less[:MAX_CHANGES]:
+        changed = [f"{knob_of(knob, run.knobs).title} {_value_text(value)}" for knob, value in each["differs"].items()]
+        predicted, seconds = each["predicted"], float(each["predicted"]["step_time_s"]["value"])
+        figures = [cell(number(lookup(predicted, limit.key)))] if limit.name else []
+        figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
+        figures.append(percent(seconds / step - 1.0, signed=True))
         used = cell(number(lookup(predicted, "memory.device_used_gib")))
-        rows.append([changed, *own, cell(figure), over, used, _ran(run, change.trial)])
-    heading = [limit.heading] if limit.name else []
-    seconds = f"~{run.unit}" if run.serves else _("~step, s")
-    trial = _("trial, {unit}", unit=run.unit)
-    yield table(
+        rows.append([", ".join(changed), *figures, used, _ran(run, ran.get(_key(each["candidate"])))])
+    own_heading = [limit.heading] if limit.name else []
+    seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
+    return table(
         _("Changes of one knob that are predicted to reduce the bottleneck"),
-        [_("change"), *heading, seconds, _("~time vs best"), _("~in use, GiB"), trial],
+        [
+            _("change"),
+            *own_heading,
+            seconds_heading,
+            _("~time vs best"),
+            _("~in use, GiB"),
+            _("trial, {unit}", unit=run.unit),
+        ],
         rows,
         sortable=True,
     )
 
 
-def _found(run: RunData, best: Mapping[str, Any], limit: _Limit) -> Iterator[_Change]:
-    own = float(lookup(best["predicted"], limit.key) or 0.0)
-    ran, seen = {_key(trial["candidate"]): trial for trial in run.trials}, set[str]()
-    for knob in run.insight.get("knobs") or []:
-        for value in knob["values"]:
-            near = value["nearest"]
-            figure, key = number(lookup(near["predicted"], limit.key)), _key(near["candidate"])
-            if key in seen or value["value"] == knob["best"] or figure is None or not figure < own:
-                continue
-            seen.add(key)
-            yield _Change(figure, float(lookup(near["predicted"], "step_time_s.value")), near, ran.get(key))
-
-
-def _ran(run: RunData, trial: Mapping[str, Any] | None) -> Cell:
+def _ran(run: RunData, trial: Record | None) -> Cell:
     if trial is None:
         return Cell(_("untried"))
     measured = run.figure(trial)
@@ -130,5 +117,66 @@ def _ran(run: RunData, trial: Mapping[str, Any] | None) -> Cell:
     return Cell(f"{text} ({_('trial')} {trial['number']})", measured, f"#trial-{trial['number']}")
 
 
-def _key(candidate: Mapping[str, Any]) -> str:
+def _key(candidate: Record) -> str:
     return repr(sorted(candidate.items()))
+
+
+def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
+    """Return, for each value of each knob, how much slower the fastest predicted candidate with it is."""
+    least = min(_seconds(value) for knob in knobs for value in knob["values"])
+    spans = [(knob, [_seconds(value) / least - 1.0 for value in knob["values"]]) for knob in knobs]
+    spans.sort(key=lambda span: -max(span[1]))
+    rows: list[list[Any]] = []
+    marks: dict[bool, list[tuple[str, float, str]]] = {True: [], False: []}
+    for knob, slower in spans:
+        name = knob_of(str(knob["knob"]), run.knobs).title
+        for value, over in zip(knob["values"], slower, strict=True):
+            chosen, fastest = value["value"] == knob["best"], value["fastest"]
+            figure = lookup(fastest, "predicted.objective.value") if run.serves else _seconds(value)
+            text = _value_text(value["value"])
+            row = [name, text, _("yes") if chosen else "", percent(over, signed=True), cell(figure)]
+            rows.append([*row, cell(value["candidates"]), values_text(fastest["candidate"], run.knobs)])
+            marks[chosen].append((name, over, f"{name} = {text}"))
+    figure = f"~{run.unit}" if run.serves else _("~step s")
+    headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure, _("candidates that fit"), _("fastest")]
+    ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
+    every = [*marks[True], *marks[False]]
+    hover = {"text": [text for *_, text in every], "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
+    values = points(_("value of the knob"), 0, [over for _, over, _ in every], [name for name, *_ in every], **hover)
+    best = points(_("value of the best"), 1, [over for _, over, _ in marks[True]], [name for name, *_ in marks[True]])
+    return Chart(
+        title=_("Influence of each knob (predicted)"),
+        summary=_(
+            "{knob} has the largest influence: its worst value makes the fastest candidate {share:.1%} slower. Other "
+            "knobs are re-optimized for each value.",
+            knob=rows[0][0],
+            share=max(spans[0][1]),
+        ),
+        traces=(_ranges(run, spans), values, best | {"marker": ring}),
+        layout=rows_layout(_("slower than the fastest"), len(spans), xaxis={"tickformat": "+.0%"}),
+        table=table(
+            _("The fastest predicted candidate with each value, compared to the fastest of all"),
+            headings,
+            rows,
+            sortable=True,
+        ),
+    )
+
+
+def _value_text(value: object) -> str:
+    if value is None:
+        return _("unset")
+    return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
+
+
+def _seconds(value: Record) -> float:
+    return float(lookup(value["fastest"], "predicted.step_time_s.value"))
+
+
+def _ranges(run: RunData, spans: Sequence[tuple[Record, Sequence[float]]]) -> dict[str, Any]:
+    """Return a line per knob from its least to its largest figure."""
+    x = [each for _, slower in spans for each in (min(slower), max(slower), None)]
+    names = [knob_of(str(knob["knob"]), run.knobs).title for knob, _ in spans]
+    y = [each for name in names for each in (name, name, None)]
+    grey = {"color": "#888888", "width": 2}
+    return {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}

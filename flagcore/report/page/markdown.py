@@ -1,12 +1,22 @@
-"""A page as Markdown: charts as tables, all data of a run escaped."""
+"""A page as Markdown, and a result as plain text; charts are tables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+from flagcore.domain.knob import Knobs
+from flagcore.domain.plan import Counts
 from flagcore.i18n import _
+from flagcore.report import formats
+from flagcore.report.page.accuracy import learning
 from flagcore.report.page.blocks import Block, Chart, Code, Collapsed, Facts, Page, Table, Text
+from flagcore.report.page.run import Record, RunData
+from flagcore.report.page.serving import front_table
+from flagcore.report.page.summary import stopped, summary
+from flagcore.report.page.trials import trial_table
+from flagcore.report.text import funnel, lost_repeats, repeats_text
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 
@@ -54,3 +64,36 @@ def _fenced(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
+
+
+def result_text(result: Record, knobs: Knobs) -> str:
+    """Return a result (in the format of result.json) as text."""
+    run = RunData(result=result, folder=Path(result["run_dir"]), knobs=knobs)
+    ending = stopped(run)
+    parts = [text for block in summary(run).blocks if block not in ending for text in _plain_text(block)]
+    if run.all_trials:
+        parts.append("\n".join([_plain_table(trial_table(run)), *_reasons(run)]))
+    parts += [text for block in (front_table(run), learning(run)) for text in _plain_text(block)]
+    parts.append("\n".join([funnel(Counts(**result["counts"]), run.fidelity), *repeats_text(lost_repeats(result))]))
+    return "\n\n".join([*parts, *(each.text for each in ending)])
+
+
+def _reasons(run: RunData) -> list[str]:
+    failed = [trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best]
+    return [_("trial {number}: {reason}", number=trial["number"], reason=trial["reason"]) for trial in failed]
+
+
+def _plain_text(block: Block | None) -> Iterator[str]:
+    if isinstance(block, Text):
+        yield block.text
+    elif isinstance(block, Facts):
+        (title, first), *facts = block.items
+        yield "\n".join([f"{title}: {first.text}", *(f"  {name}: {cell.text}" for name, cell in facts)])
+    elif isinstance(block, Chart):
+        yield f"{block.summary}\n{_plain_table(block.table)}"
+    elif isinstance(block, Table):
+        yield f"{block.caption}:\n{_plain_table(block)}"
+
+
+def _plain_table(table: Table) -> str:
+    return formats.table(table.headings, [[cell.text for cell in row] for row in table.rows])

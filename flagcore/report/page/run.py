@@ -1,4 +1,4 @@
-"""The data of a report page: the result of a run, its predictions, and files of its folder."""
+"""The data of a report: the result of a run, its predictions, and files of its folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import N_, _
-from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
-from flagcore.report.text import values_text
+from flagcore.report.page.blocks import Cell
+from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
 HOW = {RUN: N_("measured"), PROBE: N_("probed on one device"), ESTIMATE: N_("predicted only")}
@@ -31,6 +31,8 @@ MAX_FILE = 1 << 20
 """The most bytes of a file that is shown."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
+Record = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
@@ -40,25 +42,19 @@ class RunData:
     that come first. `secrets` are values that must not be shown. `knobs` are those of the task.
     """
 
-    result: Mapping[str, Any]
+    result: Record
     folder: Path
-    called: str
-    insight: Mapping[str, Any] = field(default_factory=dict)
+    called: str = ""
+    insight: Record = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     knobs: Knobs = field(default_factory=dict)
 
     @classmethod
-    def to_hand_on(
-        cls, result: Mapping[str, Any], insight: Mapping[str, Any], secrets: Sequence[str], **rest: Any
-    ) -> RunData:
+    def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:
         """Return a run with its secrets removed: pages are shared."""
-        return cls(
-            result=redact_data(result, secrets),
-            insight=redact_data(insight, secrets),
-            secrets=tuple(secrets),
-            **rest,
-        )
+        data = {"result": redact_data(result, secrets), "insight": redact_data(insight, secrets)}
+        return cls(**data, secrets=tuple(secrets), **rest)
 
     @property
     def objective(self) -> str:
@@ -71,32 +67,47 @@ class RunData:
         return self.objective in SERVING
 
     @property
+    def unit(self) -> str:
+        """The objective with its unit."""
+        return heading(self.objective) if self.serves else "tokens/s/device"
+
+    @property
+    def hardware(self) -> str:
+        """The number of devices and their chip."""
+        return f"{self.result['devices']} x {self.result['chip']}"
+
+    @property
     def fidelity(self) -> str:
         """The fidelity of its trials."""
         return str(self.result["fidelity"])
 
     @property
-    def best(self) -> Mapping[str, Any] | None:
+    def best(self) -> Record | None:
         """The best trial."""
         return self.result.get("best")
 
     @property
-    def baseline(self) -> Mapping[str, Any] | None:
+    def baseline(self) -> Record | None:
         """The trial of the baseline."""
         return self.result.get("baseline")
 
     @property
-    def trials(self) -> Sequence[Mapping[str, Any]]:
+    def trials(self) -> Sequence[Record]:
         """One trial per candidate, in their order."""
         return list(self.result["trials"])
 
     @property
-    def all_trials(self) -> Sequence[Mapping[str, Any]]:
+    def all_trials(self) -> Sequence[Record]:
         """Probes, trials and repeats in their order."""
         every = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
         return sorted(every, key=lambda trial: int(trial["number"]))
 
-    def figure(self, trial: Mapping[str, Any]) -> float | None:
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """The latency limits in seconds."""
+        return self.result.get("limits") or {}
+
+    def figure(self, trial: Record) -> float | None:
         """Return the measured objective of a trial, None without a measurement."""
         if not trial["measured"]:
             return None
@@ -104,31 +115,36 @@ class RunData:
             return float(trial["measured"]["tokens_per_second_per_device"])
         return objective_value(self.objective, float(trial["measured"]["step_time_s"]["median"]))
 
-    def predicted(self, trial: Mapping[str, Any], bound: str = "value") -> float | None:
+    def predicted(self, trial: Record, bound: str = "value") -> float | None:
         """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""
         key = "objective" if self.serves else "tokens_per_second_per_device"
         return number(lookup(trial["predicted"], f"{key}.{bound}"))
 
-    def runs(self, trial: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def runs(self, trial: Record) -> list[Record]:
         """Return a trial and its repeats."""
         same = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
         return [trial, *(each for each in same if each["number"] != trial["number"])]
 
-    def why_broken(self, trial: Mapping[str, Any]) -> str:
+    def broken_limits(self, trial: Record) -> str:
         """Return the limits that a trial, or else its repeats, exceeded; empty without any."""
-        found = [(each["number"], (each["measured"] or {}).get("broken") or []) for each in self.runs(trial)]
-        return serving_text.broken_text(trial["number"], [(number, "; ".join(why)) for number, why in found if why])
+        found = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
+        if own := found.pop(trial["number"]):
+            return own
+        again = [_("trial {number}: {reason}", number=number, reason=why) for number, why in found.items() if why]
+        return _("exceeded when repeated ({runs})", runs=", ".join(again)) if again else ""
 
     @property
-    def nearest(self) -> Mapping[str, Any] | None:
-        """The trial nearest to the limits by the median of its runs, if none is within them."""
-        limits: Mapping[str, float] = self.result.get("limits") or {}
-        if self.best is not None or not limits:
+    def nearest(self) -> Record | None:
+        """The trial nearest to the limits if none is within them: by the median of its runs, of two the worse."""
+        if self.best is not None or not self.limits:
             return None
         ranked = []
         for trial in self.trials:
             missed = [
-                max((number(lookup(each["measured"], f"figures.{name}")) or inf) / limits[name] for name in limits)
+                max(
+                    (number(lookup(each["measured"], f"figures.{name}")) or inf) / most
+                    for name, most in self.limits.items()
+                )
                 for each in self.runs(trial)
                 if each["measured"]
             ]
@@ -136,20 +152,15 @@ class RunData:
                 ranked.append((median_high(missed), int(trial["number"]), trial))
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
-    @property
-    def unit(self) -> str:
-        """The objective with its unit."""
-        return serving_text.heading(self.objective) if self.serves else "tokens/s/device"
-
-    def trial_folder(self, trial: Mapping[str, Any]) -> Path:
+    def trial_folder(self, trial: Record) -> Path:
         """Return the folder of a trial."""
         return self.folder / "trials" / str(int(trial["number"]))
 
-    def metrics(self, trial: Mapping[str, Any]) -> Mapping[str, Any]:
+    def metrics(self, trial: Record) -> Record:
         """Return the metrics.json of a trial, empty if it cannot be read."""
         return json_file(self.trial_folder(trial) / "metrics.json")
 
-    def tails(self, trial: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def tails(self, trial: Record) -> list[tuple[str, str]]:
         """Return names and ends of the logs of a trial and of its probed ranks.
 
         Empty logs and links out of the folder are omitted.
@@ -169,18 +180,35 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def name_of(run: RunData, trial: Mapping[str, Any]) -> str:
+def name_of(run: RunData, trial: Record) -> str:
     """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
     role = "" if trial["role"] == "search" else trial["role"]
     if trial["fidelity"] != run.fidelity:
         role = trial["fidelity"]
+    imported = _("imported") if trial.get("source") and role != "imported" else ""
     best = _("best") if run.best and trial["number"] == run.best["number"] else ""
-    return " ".join(filter(None, [str(trial["number"]), _(role), best]))
+    return " ".join(filter(None, [str(trial["number"]), _(role), imported, best]))
 
 
-def configuration(run: RunData, trial: Mapping[str, Any]) -> str:
+def trial_cell(run: RunData, trial: Record) -> Cell:
+    """Return the name of a trial as a link to its details."""
+    return Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}")
+
+
+def configuration(run: RunData, trial: Record) -> str:
     """Return the candidate of a trial in one line."""
     return values_text(trial["candidate"], run.knobs)
+
+
+def seconds_of(trial: Record) -> float | None:
+    """Return the measured step time of a trial, of an estimate the predicted one."""
+    key = "predicted.step_time_s.value" if trial["state"] == "predicted" else "measured.step_time_s.median"
+    return number(lookup(trial, key))
+
+
+def points_of(trial: Record) -> list[Record]:
+    """Return the load points of a trial of servers."""
+    return [point for point in (trial["measured"] or {}).get("points") or [] if isinstance(point, Mapping)]
 
 
 def objective_text(run: RunData, figure: float | None) -> str:
@@ -212,7 +240,7 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
     return redact_text(_printable(text), secrets)
 
 
-def json_file(file: Path) -> Mapping[str, Any]:
+def json_file(file: Path) -> Record:
     """Return the object in a JSON file, an empty one if it cannot be read."""
     try:
         data = json.loads(read_regular(file))

@@ -2,69 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from flagcore.i18n import _
-from flagcore.report import serving_text
-from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, table
-from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
-from flagcore.report.page.latency_distribution import LATENCIES, distributions
-from flagcore.report.page.run import RunData, configuration, name_of, number
+import numpy as np
 
+from flagcore.domain.serving import STATISTICS
+from flagcore.i18n import _
+from flagcore.report.formats import lookup, shown
+from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
+from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
+from flagcore.report.page.run import Record, RunData, configuration, number, points_of, trial_cell
+from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
+
+LATENCIES = ("ttft_s", "tpot_s")
 RATE = "output_tokens_per_s"
+FRONT = {"output tok/s": RATE, "TPOT p50 s": "tpot_s.p50", "TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99"}
 
 
 def serving(run: RunData) -> Section | None:
     """Return load points and latencies; None for training."""
-    if not run.serves:
+    if not run.serves or not any(points_of(trial) for trial in run.trials):
         return None
-    points_of = [(trial, point) for trial in run.trials for point in (trial["measured"] or {}).get("points") or []]
-    if not points_of:
+    limits = limits_text(run.limits)
+    blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
+    unlimited = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
+    for latency in (*run.limits, *unlimited):
+        blocks += _against(run, latency, run.limits.get(latency))
+    return Section(anchor="serving", title=_("Throughput and latency"), blocks=(*blocks, *_distributions(run)))
+
+
+def front_table(run: RunData) -> Table | None:
+    """Return the Pareto front of throughput and latency; None for one load point."""
+    if not any(len(points_of(trial)) > 1 for trial in run.trials):
         return None
-    limits: Mapping[str, float] = run.result.get("limits") or {}
-    text = (
-        _("Latency limits: {limits}.", limits=serving_text.limits_text(limits)) if limits else _("No latency limits.")
-    )
-    blocks: list[Block] = [Text(text)]
-    for latency in _wanted(limits):
-        blocks += _against(run, points_of, latency, limits.get(latency))
-    blocks += distributions(run, limits)
-    return Section(anchor="serving", title=_("Throughput and latency"), blocks=tuple(blocks))
+    rows = [
+        [str(point["trial"]), load_text(point), *(cell(lookup(point, key)) for key in FRONT.values())]
+        for point in run.result.get("front") or ()
+    ]
+    return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
 
 
-def _wanted(limits: Mapping[str, float]) -> list[str]:
-    """Return the latencies to chart: those with a limit, else their median."""
-    wanted = list(limits)
-    wanted += [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in limits)]
-    return wanted
-
-
-def _against(
-    run: RunData, every: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], latency: str, limit: float | None
-) -> Iterator[Block]:
+def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
     """Yield output tokens per second against a latency, a marker per load point."""
     measured = [
-        (trial, point, float(x), float(y))
-        for trial, point in every
+        (trial, point, x, y)
+        for trial in run.trials
+        for point in points_of(trial)
         if (x := number(lookup(point, latency))) is not None and (y := number(point.get(RATE))) is not None
     ]
     if not measured:
         return
-    name, short = serving_text.name_of(latency), serving_text.SHORT_RATES[RATE]
+    name, short = latency_name(latency), SHORT_RATES[RATE]
     front = _front([(x, y) for _, _, x, y in measured])
     rows = []
     for trial, point, x, y in measured:
-        within = [] if limit is None else [_("yes") if x <= limit else _("no")]
-        optimal = _("yes") if (x, y) in front else _("no")
-        link = f"#trial-{trial['number']}"
-        row = [
-            Cell(name_of(run, trial), float(trial["number"]), link),
-            configuration(run, trial),
-            serving_text.load_text(point),
-        ]
-        rows.append([*row, cell(y), cell(x), optimal, *within])
+        within = [] if limit is None else [cell(x <= limit)]
+        first = [trial_cell(run, trial), configuration(run, trial), load_text(point)]
+        rows.append([*first, cell(y), cell(x), cell((x, y) in front), *within])
     headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
     data = table(
         _("Load points by {rate} and {latency}", rate=short, latency=name),
@@ -72,27 +70,17 @@ def _against(
         rows,
         sortable=True,
     )
-    best = run.best["number"] if run.best else None
-    groups = [
-        (_("others"), 0, 9, [each for each in measured if each[0]["number"] != best]),
-        (_("best"), 1, 14, [each for each in measured if each[0]["number"] == best]),
-    ]
     traces = []
     if len(front) > 1:
         traces.append(line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front]))
         traces[0]["line"] |= {"shape": "hv"}
-    for group, series, size, group_points in groups:
-        if group_points:
-            text = [
-                f"{_('trial')} {trial['number']}: {serving_text.load_text(point)}" for trial, point, *xy in group_points
-            ]
-            trace = points(group, series, [x for *_, x, _ in group_points], [y for *_, y in group_points], text=text)
+    best = run.best["number"] if run.best else None
+    for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
+        members = [each for each in measured if (each[0]["number"] == best) == (series == 1)]
+        if members:
+            text = [f"{_('trial')} {trial['number']}: {load_text(point)}" for trial, point, _x, _y in members]
+            trace = points(group, series, [x for *_, x, _ in members], [y for *_, y in members], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
-    shapes: list[Any] = []
-    x_values = [x for *_, x, _ in measured]
-    if limit is not None:
-        shapes = [limit_line(_("limit {seconds:g} s", seconds=limit), limit)]
-        x_values.append(limit)
     top = max(measured, key=lambda each: each[3])
     summary = _(
         "{count} of {total} load points are Pareto-optimal; the maximum is {rate} {unit} at {seconds} s {latency}.",
@@ -103,11 +91,17 @@ def _against(
         seconds=shown(top[2]),
         latency=name,
     )
+    limits = [] if limit is None else [limit]
     yield Chart(
         title=_("{rate} against {latency}", rate=short, latency=name),
         summary=summary,
         traces=tuple(traces),
-        layout=layout(f"{name}, s", short, shapes=shapes, xaxis=clear_axis(x_values)),
+        layout=layout(
+            f"{name}, s",
+            short,
+            shapes=[limit_line(_("limit {seconds:g} s", seconds=each), each) for each in limits],
+            xaxis=clear_axis([*(x for *_, x, _ in measured), *limits]),
+        ),
         table=data,
     )
 
@@ -118,3 +112,162 @@ def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float
         if not front or y > front[-1][1]:
             front.append((x, y))
     return front
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A trial of the best or of the baseline, or a repeat of it (`again`).
+
+    `values` are ascending quantiles of a latency in seconds, a list for each time the load ran.
+    """
+
+    who: str
+    again: bool
+    trial: Record
+    point: Record
+    values: tuple[tuple[float, ...], ...]
+
+
+def _distributions(run: RunData) -> Iterator[Block]:
+    """Yield the distribution of each latency, or its statistics if quantiles are missing."""
+    explained = False
+    for latency in LATENCIES:
+        statistics = _statistics(run, latency)
+        if not statistics.rows:
+            continue
+        runs = [each for each in _runs(run, latency) if each.values]
+        if runs:
+            yield _distribution(latency, runs, run.limits, statistics)
+            continue
+        if not explained:
+            yield Text(_("No distributions: the latencies of single requests of this run are not saved."))
+        explained = True
+        yield statistics
+
+
+def _trials(run: RunData) -> Iterator[tuple[str, bool, Record]]:
+    """Yield the best, or else the trial nearest to the limits, and the baseline, each followed by its repeats."""
+    first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
+    for who, trial in (first, (_("baseline"), run.baseline)):
+        again = trial is not first[1] and first[1] is not None and trial and trial["candidate"] == first[1]["candidate"]
+        if trial and trial["measured"] and not again:
+            yield from ((who, each is not trial, each) for each in run.runs(trial) if each["measured"])
+
+
+def _runs(run: RunData, latency: str) -> Iterator[_Run]:
+    """Yield the saved quantiles of the load point that decided for the best."""
+    place = _deciding_point(run.best or run.nearest)
+    for who, again, trial in _trials(run):
+        if place < len(points_of(trial)):
+            values = tuple(_quantiles(run, trial, place, latency))
+            yield _Run(who=who, again=again, trial=trial, point=points_of(trial)[place], values=values)
+
+
+def _deciding_point(best: Record | None) -> int:
+    """Return the index of the load point whose figures are those of the measurement."""
+    figures = lookup(best or {}, "measured.figures") or {}
+    keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
+    same = (all(point.get(key) == figures.get(key) for key in keys) for point in (points_of(best) if best else ()))
+    return next((place for place, is_same in enumerate(same) if is_same), 0)
+
+
+def _quantiles(run: RunData, trial: Record, place: int, latency: str) -> Iterator[tuple[float, ...]]:
+    """Yield the valid quantiles in the metrics.json of a trial."""
+    try:
+        repeats = run.metrics(trial)["points"][place]["repeats"]
+        found = [repeat["quantiles"][latency] for repeat in repeats]
+    except (LookupError, TypeError):
+        return
+    for values in found:
+        if not isinstance(values, list) or not values or not all(isinstance(each, (int, float)) for each in values):
+            continue
+        if all(math.isfinite(each) and each >= 0 for each in values) and all(a <= b for a, b in pairwise(values)):
+            yield tuple(float(each) for each in values)
+
+
+def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
+    short = SHORT_LATENCIES[latency]
+    own_limits = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
+    traces: list[dict[str, Any]] = []
+    for series, again in ((0, False), (2, True), (1, False), (3, True)):
+        same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
+        if same:
+            trace = line(_legend(same), series, *_curves([values for each in same for values in each.values]))
+            trace["line"] |= {"width": 1.5 if again else 3}
+            traces.append(trace)
+    for series, each in enumerate(one for one in runs if not one.again):
+        marks = [(number(lookup(each.point, f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
+        there = [(x, y) for x, y in marks if x is not None]
+        traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
+    shapes = [
+        limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({latency_name(name)})", limit)
+        for name, limit in own_limits.items()
+    ]
+    values = [float(x) for trace in traces for x in trace["x"] if x is not None]
+    load = load_text(runs[0].point)
+    return Chart(
+        title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
+        summary=" ".join(_summary(latency, each, own_limits) for each in runs if not each.again),
+        traces=tuple(traces),
+        layout=layout(
+            f"{short}, s",
+            _("share of requests"),
+            xaxis=clear_axis([*values, *own_limits.values()]),
+            yaxis={"tickformat": ".0%", "range": [0, 1.02]},
+            shapes=shapes,
+            height=420,
+        ),
+        table=statistics,
+    )
+
+
+def _legend(runs: Sequence[_Run]) -> str:
+    numbers = ", ".join(str(each.trial["number"]) for each in runs)
+    return ", ".join([runs[0].who, *([_("repeat")] if runs[0].again else []), f"{_('trial')} {numbers}"])
+
+
+def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
+    """Return lines of latency and share of requests, with a gap between two lines."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for values in several:
+        both = [values[0], values[0]] if len(values) == 1 else list(values)
+        x += [*both, None]
+        y += [*(float(share) for share in np.linspace(0.0, 1.0, len(both))), None]
+    return x[:-1], y[:-1]
+
+
+def _summary(latency: str, ran: _Run, limits: Mapping[str, float]) -> str:
+    half, most = (number(lookup(ran.point, f"{latency}.{name}")) for name in ("p50", "p99"))
+    text = f"{ran.who.capitalize()}: {SHORT_LATENCIES[latency]} p50 {shown(half)} s, p99 {shown(most)} s"
+    for limit in sorted(set(limits.values())):
+        share = min(_share_within(values, limit) for values in ran.values)
+        text += "; " + _("{share:.1%} of requests within {limit:g} s", share=share, limit=limit)
+    return f"{text}."
+
+
+def _share_within(values: Sequence[float], limit: float) -> float:
+    """Return the share of requests within `limit`, interpolated between quantiles."""
+    if limit >= values[-1]:
+        return 1.0
+    return float(np.interp(limit, values, np.linspace(0.0, 1.0, len(values)), left=0.0))
+
+
+def _statistics(run: RunData, latency: str) -> Table:
+    rows = []
+    for who, again, trial in _trials(run):
+        for point in points_of(trial):
+            figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
+            if figures[1] is not None:
+                parts = [who, _("repeat") if again else "", load_text(point)]
+                answered = number(point.get("answered"))
+                name = ", ".join(filter(None, parts))
+                rows.append([name, trial_cell(run, trial), cell(answered and int(answered)), *map(cell, figures)])
+    return table(
+        _(
+            "{latency} of requests, s; median over repeats of a load point",
+            latency=SHORT_LATENCIES[latency],
+        ),
+        [_("load point"), _("trial"), _("requests"), *STATISTICS],
+        rows,
+    )

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from flagcore.domain.objective import is_rate
-from flagcore.domain.trial import PROBE, RUN
-from flagcore.i18n import _, ngettext
-from flagcore.report import serving_text
+from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN
+from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Code, Facts, Section, Text, table
-from flagcore.report.page.run import HOW, RunData, configuration, name_of, objective_text, text_file
-from flagcore.report.text import state_name
+from flagcore.report.page.blocks import Block, Cell, Code, Facts, Section, Text, cell, table
+from flagcore.report.page.run import (
+    HOW,
+    Record,
+    RunData,
+    configuration,
+    number,
+    objective_text,
+    points_of,
+    text_file,
+    trial_cell,
+)
+from flagcore.report.text import at_load, drift_text, figures_text, gain_text, limits_text, load_text, state_name
+
+BEST = {
+    RUN: N_("Best on {hardware}"),
+    PROBE: N_("Best probed configuration on {hardware}"),
+    ESTIMATE: N_("Best predicted configuration on {hardware}"),
+}
+MAX_RIVALS = 5
+"""The most candidates to list that do not differ significantly from the best."""
 
 
 def summary(run: RunData) -> Section:
@@ -21,14 +37,44 @@ def summary(run: RunData) -> Section:
     blocks: list[Block] = [Text(note, warning=True) for note in run.notes]
     best = run.best
     if best is None:
-        blocks += [Text(_no_best(run), warning=True), *_failures(run)]
+        blocks += [Text(no_best(run) + ".", warning=True), *_failures(run)]
     else:
         blocks += [Facts(tuple(_facts(run, best))), *_doubts(run, best), *_commands(run)]
     if "engines" in run.result:
         blocks.append(_engines(run))
-    if run.result["stopped_because"]:
-        blocks.append(Text(_("Stopped: {reason}.", reason=run.result["stopped_because"])))
-    return Section(anchor="summary", title=_("Summary"), blocks=tuple(blocks))
+    for line, numbers in (run.result.get("slow_devices") or {}).items():
+        trials = ", ".join(map(str, numbers))
+        blocks.append(
+            Text(_("Slow device, which all others wait for: {line} (trial {trials}).", line=line, trials=trials))
+        )
+    blocks += [Text(_("Note: {note}.", note=note)) for note in run.result.get("notes") or ()]
+    return Section(anchor="summary", title=_("Summary"), blocks=(*blocks, *stopped(run)))
+
+
+def stopped(run: RunData) -> list[Text]:
+    """Return why the run stopped; nothing while it is in progress."""
+    because = run.result["stopped_because"]
+    return [Text(_("Stopped: {reason}.", reason=_(because)))] if because else []
+
+
+def no_best(run: RunData) -> str:
+    """Return why there is no best, with the trial nearest to the limits."""
+    trials, near = run.trials, run.nearest
+    if not trials:
+        return _("No trial has finished")
+    if not run.limits or not any(trial["measured"] for trial in trials):
+        return ngettext("{count} trial, not measured", "{count} trials, none measured", len(trials))
+    text = ngettext(
+        "{count} trial, not within the limits {limits}",
+        "{count} trials, none within the limits {limits}",
+        len(trials),
+        limits=limits_text(run.limits),
+    )
+    if near is None:
+        return text
+    values, reason = configuration(run, near), run.broken_limits(near)
+    nearest = _("nearest: trial {number} ({values}): {reason}", number=near["number"], values=values, reason=reason)
+    return f"{text}; {nearest}"
 
 
 def gain_cell(run: RunData, gain: float | None) -> Cell:
@@ -36,135 +82,149 @@ def gain_cell(run: RunData, gain: float | None) -> Cell:
     if gain is None:
         return Cell("-")
     mark = "" if run.fidelity == RUN else "~"
-    return Cell(mark + serving_text.gain_text(run.objective, gain), gain)
+    return Cell(mark + gain_text(run.objective, gain), gain)
 
 
-def _facts(run: RunData, best: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
-    yield _("Best configuration"), Cell(configuration(run, best))
-    measured, mark = best["measured"], "" if run.fidelity == RUN else "~"
+def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
+    yield _(BEST[run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
+    measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
     figure = run.figure(best) if measured else run.predicted(best)
-    yield _("Speed"), Cell(f"{mark}{objective_text(run, figure)}", figure)
+    speed = at_load(objective_text(run, figure), _load_of(run, best))
+    yield _("Speed"), Cell(f"{mark}{speed}", figure)
+    if run.serves and measured:
+        yield _("Also measured"), Cell(figures_text(measured["figures"], run.objective))
     yield _("Speedup over the baseline"), _gain(run, best)
-    for name, low, high in _intervals(run, best):
-        yield name, Cell(_("{low} to {high}", low=shown(low), high=shown(high)))
     gains = run.result.get("gains") or []
     if len(gains) > 1:
-        least, most = (serving_text.gain_text(run.objective, each).split()[0] for each in (min(gains), max(gains)))
-        text = _("{low} to {high}; lowest of {count} rounds shown", low=least, high=most, count=len(gains))
-        yield _("Uncertainty of the speedup"), Cell(text)
-    elif gains and best["measured"]:
-        yield _("Uncertainty of the speedup"), Cell(_("unknown: not repeated"))
-    if not run.serves and measured:
-        step = measured["step_time_s"]
-        text = _(
-            "{seconds} s, spread {spread} s over {count} steps",
-            seconds=mark + shown(step["median"]),
-            spread=shown(step["spread"]),
-            count=step["n"],
+        rounds = ", ".join(gain_text(run.objective, each).split()[0] for each in gains)
+        yield (
+            _("Uncertainty of the speedup"),
+            Cell(_("lowest of {count} rounds: {rounds}", count=len(gains), rounds=rounds)),
         )
-        yield _("Step time"), Cell(text, float(step["median"]))
+    elif gains and measured:
+        yield _("Uncertainty of the speedup"), Cell(_("unknown: not repeated"))
+    if not run.serves:
+        yield _("Step time"), _step(best, mark)
+    elif not measured:
+        low, high = (objective_text(run, run.predicted(best, bound)) for bound in ("low", "high"))
+        yield _("80% interval"), Cell(_("{low} to {high}", low=low, high=high))
     for each in lookup(run.result, "noise.medians") or []:
         if each["trial"] == best["number"]:
             middle = each[run.objective]
             yield _("Median of its runs"), Cell(objective_text(run, middle), middle)
-    used = (measured or {}).get("device_used_gib", lookup(best["predicted"], "memory.device_used_gib"))
+    used = measured.get("device_used_gib", lookup(best["predicted"], "memory.device_used_gib"))
     if used is not None:
-        approximate = "" if measured and "device_used_gib" in measured else "~"
+        approximate = "" if "device_used_gib" in measured else "~"
         capacity = lookup(best["predicted"], "memory.capacity_gib")
         limit = "" if capacity is None else f" / {shown(capacity)} GiB"
         yield _("Device memory in use"), Cell(f"{approximate}{shown(used)} GiB{limit}", used)
-    if run.result.get("limits"):
-        yield _("Within latency limits"), Cell(serving_text.limits_text(run.result["limits"]))
-    yield _("Hardware"), Cell(f"{run.result['devices']} x {run.result['chip']}")
+    if run.limits:
+        yield _("Within latency limits"), Cell(limits_text(run.limits))
+        if measured:
+            yield _("Without the limits"), Cell(_without_limits(run, best))
     source = f"{_(HOW[run.fidelity])}, {_('trial')} {best['number']}"
     yield _("Source"), Cell(source, None, f"#trial-{best['number']}")
 
 
-def _intervals(run: RunData, best: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    if best["measured"] and run.fidelity == PROBE:
-        step = best["measured"]["step_time_s"]
-        if step.get("low") and step.get("high"):
-            yield _("Step time, 80% interval, s"), step["low"], step["high"]
-    elif not best["measured"]:
-        low, high = run.predicted(best, "low"), run.predicted(best, "high")
-        if low is not None and high is not None:
-            yield _("80% interval, {unit}", unit=run.unit), low, high
+def _step(best: Record, mark: str) -> Cell:
+    """Return the step time of the best with its spread, or its 80% interval."""
+    step = lookup(best, "measured.step_time_s") or best["predicted"]["step_time_s"]
+    value = step.get("median", step.get("value"))
+    text = f"{mark}{shown(value)} s"
+    if step.get("low") and step.get("high"):
+        text += " " + _("(80%: {low} to {high} s)", low=shown(step["low"]), high=shown(step["high"]))
+    if step.get("modelled") is not None:
+        text += ", " + _("~{seconds} s of it modelled communication and waiting", seconds=shown(step["modelled"]))
+    elif "spread" in step:
+        text += " " + _("(spread {spread} s over {count} steps)", spread=shown(step["spread"]), count=step["n"])
+    return Cell(text, value)
 
 
-def _gain(run: RunData, best: Mapping[str, Any]) -> Cell:
+def _gain(run: RunData, best: Record) -> Cell:
     baseline, gain = run.baseline, run.result["gain"]
     if baseline is None:
         return Cell(_("unknown: the baseline was not run"))
+    values = configuration(run, baseline)
     if gain is None:
-        state = state_name(baseline["state"])
-        return Cell(
-            _("unknown: the baseline ({baseline}) is {state}", baseline=configuration(run, baseline), state=state)
-        )
+        does_not_fit = run.fidelity == ESTIMATE and lookup(baseline["predicted"], "memory.fits") is False
+        state = _("predicted not to fit") if does_not_fit else state_name(baseline["state"])
+        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state))
     if best["candidate"] == baseline["candidate"]:
-        return Cell(_("this is the baseline: no trial was faster"), gain)
-    text = gain_cell(run, gain).text
-    return Cell(_("{gain} vs baseline: {baseline}", gain=text, baseline=configuration(run, baseline)), gain)
+        predicted = run.fidelity == ESTIMATE
+        text = _("this is the baseline: no candidate is predicted to be faster")
+        return Cell(text if predicted else _("this is the baseline: no trial was faster"), gain)
+    return Cell(_("{gain} (baseline: {baseline})", gain=gain_cell(run, gain).text, baseline=values), gain)
 
 
-def _doubts(run: RunData, best: Mapping[str, Any]) -> Iterator[Block]:
+def _load_of(run: RunData, best: Record) -> str:
+    """Return the load of the figures of the best; empty for training, and if it has one load point."""
+    name, points = figure_name(run.objective), points_of(best)
+    own = lookup(best, f"measured.figures.{name}")
+    loads = [load_text(point) for point in points if lookup(point, name) == own]
+    return loads[0] if len(points) > 1 and loads else ""
+
+
+def _without_limits(run: RunData, best: Record) -> str:
+    """Return what the fastest load point of all trials reached, and which limits it exceeded."""
+    name = figure_name(run.objective)
+    free = [
+        (seconds(run.objective, float(value)), trial, point)
+        for trial in run.trials
+        for point in points_of(trial)
+        if (value := lookup(point, name))
+    ]
+    own = float(lookup(best, "measured.step_time_s.median"))
+    step, trial, point = min(free, key=lambda each: each[0], default=(own, best, {}))
+    if own <= step:
+        return _("no trial was better")
+    over = [
+        f"{key} = {shown(lookup(point, key))} s" for key, most in run.limits.items() if (lookup(point, key) or 0) > most
+    ]
+    load = load_text(point) if len(points_of(best)) > 1 else ""
+    return _(
+        "trial {number} reached {value} ({reason})",
+        number=trial["number"],
+        value=at_load(objective_text(run, objective_value(run.objective, step)), load),
+        reason=", ".join(over) or _("exceeded the limits when repeated"),
+    )
+
+
+def _doubts(run: RunData, best: Record) -> Iterator[Block]:
     noise, gains = run.result.get("noise") or {}, run.result.get("gains") or []
     if len(gains) > 1 and min(gains) <= 0 and best["candidate"] != (run.baseline or best)["candidate"]:
         text = _("The speedup is not significant: the machine was noisy, and the baseline was as fast in one round.")
         yield Text(text, warning=True)
-    if noise.get("not_told_apart"):
-        numbers = ", ".join(str(number) for number in noise["not_told_apart"])
-        yield Text(_("The best is not significantly faster than trial {numbers}.", numbers=numbers))
-    if noise.get("drifted") and noise.get("drift") is not None:
-        text = _(
-            "Machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run. "
-            "Results of trials that are far apart in time may differ by as much.",
-            drift=noise["drift"],
-        )
-        yield Text(text, warning=True)
+    numbers = noise.get("not_told_apart") or ()
+    rivals = [
+        f"{_('trial')} {trial['number']} ({configuration(run, trial)})"
+        for trial in run.trials
+        if trial["number"] in numbers
+    ]
+    if rivals:
+        more = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
+        names = "; ".join([*rivals[:MAX_RIVALS], *more])
+        yield Text(_("The best is not significantly faster than {trials}.", trials=names))
+    if drift := drift_text(noise):
+        yield Text(drift, warning=True)
     fastest = run.result.get("fastest")
-    if run.result.get("limits") and fastest is not None and fastest != best["number"]:
+    if run.limits and fastest is not None and fastest != best["number"]:
         yield Text(_("Trial {number} is faster, but not within the latency limits.", number=fastest))
-    rounds = [[str(place), gain_cell(run, gain)] for place, gain in enumerate(gains, start=1)]
-    if len(rounds) > 1:
-        yield table(_("Speedup over the baseline per round"), [_("round"), _("speedup")], rounds)
 
 
 def _commands(run: RunData) -> Iterator[Block]:
     script = text_file(run.folder / "best.sh", run.secrets)
-    if "this cannot be started as it stands" in script:
-        yield Code(_("Why it cannot be started here (best.sh)"), script)
-        return
-    yield Code(_("Start command"), f"flag run {shlex.quote(run.called)}")
-    if script:
+    if (run.folder / "best" / "launch.json").exists():
+        yield Code(_("Start command"), f"flag run {shlex.quote(run.called)}")
         yield Code(_("Start script without flagcore (best.sh)"), script)
-
-
-def _no_best(run: RunData) -> str:
-    trials = run.trials
-    if not trials:
-        return _("No trial has finished.")
-    limits = run.result.get("limits")
-    if limits and any(trial["measured"] for trial in trials):
-        text = ngettext(
-            "{count} trial, not within the limits {limits}",
-            "{count} trials, none within the limits {limits}",
-            len(trials),
-            limits=serving_text.limits_text(limits),
-        )
-        near = run.nearest
-        if near is None:
-            return f"{text}."
-        number, values, reason = near["number"], configuration(run, near), run.why_broken(near)
-        nearest = _("nearest: trial {number} ({values}): {reason}", number=number, values=values, reason=reason)
-        return f"{text}; {nearest}."
-    return ngettext("{count} trial, not measured.", "{count} trials, none measured.", len(trials))
+    elif script:
+        yield Code(_("Why it cannot be started here (best.sh)"), script)
 
 
 def _failures(run: RunData) -> Iterator[Block]:
-    rows = []
-    for trial in run.trials:
-        why = run.why_broken(trial) or trial["reason"]
-        rows.append([Cell(name_of(run, trial), None, f"#trial-{trial['number']}"), state_name(trial["state"]), why])
+    rows = [
+        [trial_cell(run, trial), state_name(trial["state"]), run.broken_limits(trial) or trial["reason"]]
+        for trial in run.trials
+    ]
     if rows:
         yield table(_("Reasons"), [_("trial"), _("state"), _("reason")], rows)
 
@@ -172,10 +232,8 @@ def _failures(run: RunData) -> Iterator[Block]:
 def _engines(run: RunData) -> Block:
     rows = []
     for engine, data in run.result["engines"].items():
-        best, link = data.get("best"), f"{engine}/report.html" if "error" not in data else ""
-        figure = None
-        if best and best["measured"]:
-            seconds = float(best["measured"]["step_time_s"]["median"])
-            figure = 1.0 / seconds if is_rate(run.objective) else seconds
+        link = f"{engine}/report.html" if "error" not in data else ""
+        step = number(lookup(data, "best.measured.step_time_s.median"))
+        figure = cell(None) if step is None else cell(1.0 / step if is_rate(run.objective) else step)
         rows.append([Cell(engine, None, link), figure, data.get("error") or data.get("stopped_because")])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)

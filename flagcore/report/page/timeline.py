@@ -13,20 +13,18 @@ from flagcore.physics.schedules.execution import ExecutedPass
 from flagcore.physics.schedules.replay import predicted_seconds, simulate, step_seconds
 from flagcore.report.formats import shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
-from flagcore.report.page.charts import COLOURS, bars, rows_layout
+from flagcore.report.page.charts import bars, rows_layout
 from flagcore.report.page.run import RunData
 
 MAX_PASSES = 4200
 """The most passes in a timeline: more are indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
 """The most passes to simulate for the idle time of stages; a longer step is represented by the drawn part."""
-MAX_NUMBERED, MAX_OUTLINED = 300, 1500
-"""The most passes that have the number of their micro-batch, and that have an outline."""
+MAX_NUMBERED = 300
+"""The most passes that have an outline and the number of their micro-batch."""
 KINDS = {"F": N_("forward"), "BW": N_("backward"), "B": N_("input gradients"), "W": N_("weight gradients")}
 HIGH = 0.85
 """The height of a bar as a share of its row."""
-TONES = {"BW": {"size": 6, "solidity": 0.3}, "B": {"size": 5, "solidity": 0.25}, "W": {"size": 4, "solidity": 0.55}}
-"""Patterns of narrow bars, which differ in darkness because their shape is not visible."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
 
 
@@ -59,17 +57,17 @@ def _each(passes: Passes) -> int:
 
 
 def _blocks(passes: Passes) -> tuple[Block, ...]:
+    number = fewest(passes, MAX_PASSES)
     if SCHEDULES[passes.schedule].splits_backward and not passes.weight_s:
         text = _("No timeline: insight.json of this run is of an earlier version. Delete it to predict the run again.")
-        return Text(text), _seconds(passes, passes.microbatches)
-    number = fewest(passes, MAX_PASSES)
-    if number is None:
+    elif number is None:
         text = _("No timeline: {count} stages have too many passes to draw.", count=len(passes.forward_s))
-        return Text(text), _seconds(passes, passes.microbatches)
-    try:
-        return (_timeline(passes, number),)
-    except NotModelled as error:
-        return Text(_("No timeline: {reason}.", reason=error)), _seconds(passes, passes.microbatches)
+    else:
+        try:
+            return (_timeline(passes, number),)
+        except NotModelled as error:
+            text = _("No timeline: {reason}.", reason=error)
+    return Text(text), _seconds(passes, passes.microbatches)
 
 
 def _timeline(passes: Passes, number: int) -> Chart:
@@ -120,19 +118,13 @@ def _bars(
     )
     if paired:
         trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in of_kind]
-    pattern = {**trace["marker"]["pattern"], **TONES.get(kind, {})}
     numbered = among <= MAX_NUMBERED
-    line = {"width": 1 if numbered else 0.3 if among <= MAX_OUTLINED else 0, "color": "#ffffff"}
-    trace["marker"] = {**trace["marker"], "pattern": pattern, "line": line}
-    if kind == "F":
-        trace["marker"]["color"] = COLOURS[4]
+    trace["marker"] |= {"line": {"width": 1 if numbered else 0, "color": "#ffffff"}}
     if numbered:
-        second = (
-            [len(passes.forward_s) <= each.part for each in of_kind] if _twofold(passes) else [False] * len(of_kind)
-        )
-        numbers = [f"{each.microbatch}{'′' * later}" for each, later in zip(of_kind, second, strict=True)]
+        twofold, count = _twofold(passes), len(passes.forward_s)
+        numbers = [f"{each.microbatch}{'′' * (twofold and each.part >= count)}" for each in of_kind]
         trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-        trace |= {"textfont": {"color": "#ffffff" if kind == "W" else "#000000", "size": 12}}
+        trace |= {"textfont": {"color": "#000000", "size": 12}}
     return trace
 
 

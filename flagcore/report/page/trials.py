@@ -5,86 +5,99 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.i18n import N_, _
-from flagcore.report import serving_text
+from flagcore.i18n import _
 from flagcore.report.formats import lookup
-from flagcore.report.page.blocks import Cell, Code, Collapsed, Facts, Section, Text, cell, percent, table
-from flagcore.report.page.run import RunData, configuration, name_of, number
-from flagcore.report.text import state_name
+from flagcore.report.page.blocks import (
+    Block,
+    Cell,
+    Code,
+    Collapsed,
+    Facts,
+    Section,
+    Table,
+    Text,
+    cell,
+    marked,
+    percent,
+    table,
+)
+from flagcore.report.page.run import RunData, configuration, name_of, number, seconds_of, trial_cell
+from flagcore.report.text import gain_text, state_name
 
-FIGURES = {
-    N_("step, s"): "measured.step_time_s.median",
-    N_("spread, s"): "measured.step_time_s.spread",
-    N_("~step, s"): "predicted.step_time_s.value",
-    "tokens/s/device": "measured.tokens_per_second_per_device",
-    "~tokens/s/device": "predicted.tokens_per_second_per_device.value",
-    N_("in use, GiB"): "measured.device_used_gib",
-    N_("~in use, GiB"): "predicted.memory.device_used_gib",
-}
-LATENCIES = ("ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "tpot_s.p99")
+LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
 
 
 def trials(run: RunData) -> Section:
     """Return a table of all trials, and the details of each."""
-    every = run.all_trials
-    if not every:
-        return Section(anchor="trials", title=_("Trials"), blocks=(Text(_("No trial has finished.")),))
-    headings = [_("trial"), _("configuration"), _("state"), *_headings(run), _("duration, s"), _("reason")]
-    rows = [
-        [
-            Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}"),
-            configuration(run, trial),
-            state_name(trial["state"]),
-            *_figures(run, trial),
-            cell(number(trial["duration_s"]) or None),
-            trial["reason"],
-        ]
-        for trial in every
-    ]
-    used = [place for place in range(len(headings)) if any(_is_filled(row[place]) for row in rows)]
-    whole = table(
+    blocks: list[Block] = [trial_table(run, whole=True), *(_details(run, trial) for trial in run.all_trials)]
+    missing = Text(_("No trial has finished."))
+    return Section(anchor="trials", title=_("Trials"), blocks=tuple(blocks) if run.all_trials else (missing,))
+
+
+def trial_table(run: RunData, *, whole: bool = False) -> Table:
+    """Return a row per trial; the `whole` table has durations and reasons, and no empty columns."""
+    if run.serves:
+        figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
+    else:
+        figures = [_("step s"), _("spread"), _("~step s"), "tok/s/dev", _("vs base"), "GiB", "~GiB"]
+    headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
+    rows = []
+    for trial in run.all_trials:
+        row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(_state(trial))]
+        row += _served(run, trial) if run.serves else _trained(run, trial)
+        rows.append(row + [cell(number(trial["duration_s"]) or None), cell(trial["reason"])] * whole)
+    used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
+    return table(
         _("All trials, probes and repeats; ~ is predicted"),
         [headings[place] for place in used],
         [[row[place] for place in used] for row in rows],
         sortable=True,
     )
-    return Section(anchor="trials", title=_("Trials"), blocks=(whole, *(_details(run, trial) for trial in every)))
 
 
-def _is_filled(value: Any) -> bool:
-    return value.text != "-" if isinstance(value, Cell) else value not in (None, "")
+def _state(trial: Mapping[str, Any]) -> str:
+    probed = trial["fidelity"] == "probe" and trial["state"] == "measured"
+    return _("probed") if probed else state_name(trial["state"])
 
 
-def _headings(run: RunData) -> list[str]:
-    if not run.serves:
-        return [*map(_, FIGURES), _("vs baseline")]
+def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
+    measured, predicted = trial["measured"] or {}, trial["predicted"]
+    step, speed = measured.get("step_time_s", {}), measured.get("tokens_per_second_per_device")
+    mark = "~" if trial["state"] == "predicted" or "modelled" in step else ""
+    if trial["state"] == "predicted":
+        speed = lookup(predicted, "tokens_per_second_per_device.value")
     return [
-        run.unit,
-        f"~{run.unit}",
-        _("vs baseline"),
-        *(f"{serving_text.name_of(name)}, s" for name in LATENCIES),
+        marked(step.get("median"), mark),
+        cell(step.get("spread")),
+        marked(lookup(predicted, "step_time_s.value")),
+        marked(speed, mark),
+        percent(_gain(run, trial), mark, signed=True),
+        cell(measured.get("device_used_gib", measured.get("peak_reserved_gib"))),
+        marked(lookup(predicted, "memory.device_used_gib")),
     ]
 
 
-def _figures(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
-    base, figure = (run.baseline and _seconds(run.baseline)), _seconds(trial)
-    gain = base / figure - 1.0 if base and figure and trial["fidelity"] == run.fidelity else None
-    if not run.serves:
-        figures = [cell(number(lookup(trial, key))) for key in FIGURES.values()]
-        return [*figures, percent(gain, signed=True)]
-    change = Cell(serving_text.gain_text(run.objective, gain).split()[0], gain) if gain is not None else cell(None)
-    latencies = [number(lookup(trial, f"measured.figures.{name}")) for name in LATENCIES]
-    return [cell(run.figure(trial)), cell(run.predicted(trial)), change, *map(cell, latencies)]
+def _served(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
+    step, gain, value = lookup(trial, "measured.step_time_s") or {}, _gain(run, trial), cell(run.figure(trial))
+    spread = step["spread"] / step["median"] if step.get("n", 0) > 1 else None
+    broken = " !" if lookup(trial, "measured.broken") else ""
+    return [
+        Cell(value.text + broken, value.value),
+        percent(spread),
+        marked(run.predicted(trial)),
+        Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
+        *(cell(number(lookup(trial, f"measured.figures.{name}"))) for name in LATENCIES.values()),
+    ]
 
 
-def _seconds(trial: Mapping[str, Any]) -> float | None:
-    """Return the measured step time, of an estimate the predicted one."""
-    key = "predicted.step_time_s.value" if trial["state"] == "predicted" else "measured.step_time_s.median"
-    return number(lookup(trial, key))
+def _gain(run: RunData, trial: Mapping[str, Any]) -> float | None:
+    base, seconds = run.baseline and seconds_of(run.baseline), seconds_of(trial)
+    compared = trial["fidelity"] == run.fidelity and trial["state"] in ("measured", "stopped", "predicted")
+    return base / seconds - 1.0 if base and seconds and compared else None
 
 
 def _details(run: RunData, trial: Mapping[str, Any]) -> Collapsed:
-    blocks: list[Text | Facts | Code] = [Facts(tuple(_facts(run, trial)))]
+    blocks: list[Text | Facts | Code] = [Facts(tuple(_facts(trial)))]
     tails = run.tails(trial) if trial["state"] != "predicted" else []
     blocks += [Code(_("End of {file}", file=name), text) for name, text in tails]
     if not tails and trial["state"] != "predicted":
@@ -93,19 +106,15 @@ def _details(run: RunData, trial: Mapping[str, Any]) -> Collapsed:
     return Collapsed(anchor=f"trial-{trial['number']}", title=title, blocks=tuple(blocks))
 
 
-def _facts(run: RunData, trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
-    facts = [(_("State"), Cell(state_name(trial["state"])))]
-    if trial["reason"]:
-        facts.append((_("Reason"), Cell(str(trial["reason"]))))
-    because = trial["predicted"].get("chosen_because")
-    if because:
-        facts.append((_("Chosen for"), Cell(str(because))))
+def _facts(trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
     believed = trial["predicted"].get("believed") or {}
-    if lookup(believed, "step_time_s.value") is not None:
-        step = believed["step_time_s"]
-        facts.append((_("Expected step before the trial, s"), cell(float(step["value"]))))
-    if believed.get("chance_to_fit") is not None:
-        facts.append((_("Expected probability to fit"), percent(float(believed["chance_to_fit"]))))
-    if trial["log"] and trial["state"] != "predicted":
-        facts.append((_("Log"), Cell(str(trial["log"]))))
-    return facts
+    ran = trial["state"] != "predicted"
+    facts = [
+        (_("State"), Cell(state_name(trial["state"]))),
+        (_("Reason"), cell(trial["reason"])),
+        (_("Chosen for"), cell(trial["predicted"].get("chosen_because"))),
+        (_("Expected step before the trial, s"), cell(number(lookup(believed, "step_time_s.value")))),
+        (_("Expected probability to fit"), percent(number(believed.get("chance_to_fit")))),
+        (_("Log"), cell(trial["log"] if ran else None)),
+    ]
+    return [(name, value) for name, value in facts if value.text != "-"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 
 from flagcore.testing.checks import (
-    asking,
     chips,
     collectives,
     costs,
@@ -15,7 +14,6 @@ from flagcore.testing.checks import (
     environment,
     failures,
     foreign,
-    importing,
     knobs,
     launches,
     memory,
@@ -24,23 +22,25 @@ from flagcore.testing.checks import (
     peaks,
     pruning,
     shipped,
+    side_effects,
     telemetry,
-    topology,
     transcripts,
+    valid,
 )
 from flagcore.testing.kit import Check
 
-MODULES = (
-    *(module, importing, asking, chips, peaks, dense, foreign, topology, memory, costs, collectives),
-    *(engines, knobs, environment, failures, telemetry, pruning, launches),
-    *(detection, transcripts, shipped, packaging),
-)
 
-
-def _checks(module: ModuleType) -> list[Check]:
+def _checks(module: ModuleType) -> tuple[Check, ...]:
+    """Return the checks of a module: the public functions that it defines."""
     own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-    return [each for each in own if callable(each) and not isinstance(each, type) and not each.__name__.startswith("_")]
+    return tuple(each for each in own if hasattr(each, "__wrapped__"))
 
 
-CHECKS: tuple[Check, ...] = tuple(check for module in MODULES for check in _checks(module))
+CHECKS: tuple[Check, ...] = (
+    *(*_checks(module), *_checks(side_effects), *_checks(chips), *_checks(peaks), *_checks(dense), *_checks(foreign)),
+    *(*valid.CHECKS, *_checks(memory), *_checks(costs), *_checks(collectives)),
+    *(*_checks(engines), *_checks(knobs), *_checks(environment), *_checks(failures)),
+    *(*_checks(telemetry), *_checks(pruning), *_checks(launches)),
+    *(*_checks(detection), *_checks(transcripts), *_checks(shipped), *_checks(packaging)),
+)
 """The kit, in the order in which it is run. The first says whether the plugin loads."""

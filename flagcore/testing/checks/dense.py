@@ -3,77 +3,72 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
+from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, Fact
-from flagcore.testing.problem import Problem
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, check, chips
+from flagcore.testing.subject import Problem, Subject
 
 DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
 """Half the bits are about twice the rate; four times are twice and sparsity. Integers need not follow."""
 SPARSE = 3.8
 
 INTENSITY = 330.0
-"""Operations a byte of memory traffic, in 16 bits. Few chips do more, and most do if their peaks are doubled."""
+"""Operations per byte of memory traffic in 16 bits. Few chips do more; most would if their peaks were doubled."""
 PREFIX = 2000.0
-"""From here on, a prefix is wrong, which another check tells."""
+"""From here on, a prefix is wrong, which another check reports."""
 OVER_FP32 = 40.0
-"""What 16 bits do of fp32, at most: 31 is the most that is known."""
+"""Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
 SAME = (0.9, 1.25)
 """8 bits are about twice 16 bits, or integers are slow; as fast as 16 bits is a dense peak beside a sparse one."""
 
 REACHED = 0.3
-"""The least that large products reach of a dense peak; half of it would be all of a peak that was doubled."""
+"""Minimum share of a dense peak that large products reach; of a peak that was doubled they reach half as much."""
 
 DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
-"""Words of a source, or of the notes, that settle it."""
+"""Words of a source or of the notes that confirm a dense peak."""
 
 
-def peaks_are_dense(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        peaks = chip.dense_flops_per_second
-        for wide, narrow in DOUBLES:
-            if wide in peaks and narrow in peaks and peaks[narrow].value > SPARSE * peaks[wide].value:
-                yield Problem(
-                    f"{chip.name}: {narrow} = {peaks[narrow].value:g} is "
-                    f"{peaks[narrow].value / peaks[wide].value:.1f} times {wide}",
-                    f"give the dense peak of {narrow}: half of what is published with structured sparsity",
-                )
-        for name in ("bf16", "fp16"):
-            if name in peaks and not _is_dense(chip, peaks[name]) and (why := _too_fast(chip, name)):
-                yield Problem(
-                    f"{chip.name}: {name} = {peaks[name].value:g} {why}",
-                    "give dense peaks, half of what is published with structured sparsity; if they are, add the "
-                    "source or the notes say the word 'dense'",
-                )
+@check(each=chips)
+def peaks_are_dense(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    for wide, narrow in DOUBLES:
+        if wide in peaks and narrow in peaks and (ratio := peaks[narrow].value / peaks[wide].value) > SPARSE:
+            yield Problem(
+                f"{chip.name}: {narrow} = {peaks[narrow].value:g} is {ratio:.1f} times {wide}",
+                f"give the dense peak of {narrow}: half of what is published with structured sparsity",
+            )
+    for name in ("bf16", "fp16"):
+        if name in peaks and not _is_dense(chip, peaks[name]) and (why := _too_fast(chip, name)):
+            yield Problem(
+                f"{chip.name}: {name} = {peaks[name].value:g} {why}",
+                "give dense peaks, half of what is published with structured sparsity; if they are dense, add the "
+                "word 'dense' to the source or the notes",
+            )
 
 
-def peak_sources_are_dense(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        for name, peak in chip.dense_flops_per_second.items():
-            detail = peak.source.detail
-            if re.search(r"spars|\u7a00\u758f", detail, re.I) and not DENSE.search(detail) and "half" not in detail:
-                yield Problem(
-                    f"{chip.name}: {name} has the source {detail[:120]!r}, which mentions sparsity",
-                    "give the dense peak, and say so in the source: 'dense' or 'without sparsity'",
-                )
+@check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)
+def peak_sources_are_dense(chip: Chip) -> Problems:
+    for name, peak in chip.dense_flops_per_second.items():
+        detail = peak.source.detail
+        if re.search(r"spars|\u7a00\u758f", detail, re.I) and not DENSE.search(detail) and "half" not in detail:
+            yield f"{chip.name}: {name} has the source {detail[:120]!r}, which mentions sparsity"
 
 
-def large_matmuls_reach_the_peak(plugin: Subject) -> Iterator[Problem]:
+@check(
+    "look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small gemm_share in "
+    "curve.yaml",
+    each=Subject.own_costs,
+)
+def large_matmuls_reach_the_peak(chip: Chip, costs: KernelCosts) -> Problems:
     side = np.full(1, 8192.0)
-    for chip, costs in plugin.own_costs():
-        for name in ("bf16", "fp16"):
-            peak = chip.dense_flops_per_second.get(name)
-            rate = 2.0 * 8192.0**3 / float(costs.gemm_seconds(side, side, side, name)[0])
-            if peak and rate < REACHED * peak.value:  # NaN is not
-                share = f"{rate / peak.value:.0%} of the peak in {name}"
-                yield Problem(
-                    f"{chip.name}: a product of 8192 cubed reaches {share}",
-                    "look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small "
-                    "gemm_share in curve.yaml",
-                )
+    for name in ("bf16", "fp16"):
+        peak = chip.dense_flops_per_second.get(name)
+        rate = 2.0 * 8192.0**3 / float(costs.gemm_seconds(side, side, side, name)[0])
+        if peak and rate < REACHED * peak.value:  # false for NaN
+            yield f"{chip.name}: a product of 8192 cubed reaches {rate / peak.value:.0%} of the peak in {name}"
 
 
 def _too_fast(chip: Chip, name: str) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
 from flagcore.testing import fakes
-from flagcore.testing.problem import Problem, Skip
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Problem, Skip, Subject
 
 SECONDS = 15.0
 TOTAL_SECONDS = 30.0
@@ -27,7 +25,8 @@ RUBBISH = {
 }
 
 
-def detection_is_quick(plugin: Subject) -> Iterator[Problem]:
+@check()
+def detection_is_quick(plugin: Subject) -> Problems:
     plugin.implements("flagcore_devices")
     start = time.monotonic()
     found = fakes.ask(plugin)
@@ -37,25 +36,26 @@ def detection_is_quick(plugin: Subject) -> Iterator[Problem]:
         yield Problem("flagcore_devices returns two devices with one index", "leave out both")
 
 
-def missing_tool_lists_no_devices(plugin: Subject) -> Iterator[Problem]:
+@check("return no devices, and raise nothing, if the tool or driver is missing")
+def missing_tool_lists_no_devices(plugin: Subject) -> Problems:
     _tools(plugin)
     found = fakes.without_tools(plugin)
     if any(plugin.loaded.find_chip(device.chip) is None for device in found):
-        yield Problem(
-            f"flagcore_devices returns {found[0].chip!r} without the vendor's tool",
-            "return no devices, and raise nothing, if the tool or driver is missing",
-        )
+        yield f"flagcore_devices returns {found[0].chip!r} without the vendor's tool"
 
 
-def crashing_tool_lists_no_devices(plugin: Subject) -> Iterator[Problem]:
+@check("use only lines in a known format; ignore the output of a failed tool")
+def crashing_tool_lists_no_devices(plugin: Subject) -> Problems:
     yield from _broken(plugin, CRASHES)
 
 
-def garbage_lists_no_devices(plugin: Subject) -> Iterator[Problem]:
+@check("use only lines in a known format; ignore the output of a failed tool")
+def garbage_lists_no_devices(plugin: Subject) -> Problems:
     yield from _broken(plugin, RUBBISH)
 
 
-def hanging_tool_is_stopped(plugin: Subject) -> Iterator[Problem]:
+@check()
+def hanging_tool_is_stopped(plugin: Subject) -> Problems:
     tools = _tools(plugin)
     waited: dict[int, float] = {}
     with fakes.impatient(waited):
@@ -74,43 +74,34 @@ def hanging_tool_is_stopped(plugin: Subject) -> Iterator[Problem]:
         )
 
 
-def output_of_other_vendors_is_ignored(plugin: Subject) -> Iterator[Problem]:
-    tools = _tools(plugin)
-    own = fakes.without_tools(plugin)
-    foreign = {"a vendor that does not exist": fakes.NOBODYS, **_transcripts_of_others(plugin)}
-    for whose, text in foreign.items():
-        found = _found(plugin, dict.fromkeys(tools, fakes.prints(text)))
-        if isinstance(found, Problem):
-            yield found
-        elif more := [device for device in found if device not in own]:
-            yield Problem(
-                f"flagcore_devices returns {more[0].chip!r}, which a tool of {whose} printed",
-                "check the title, the PCI vendor or the devices' names before using a table",
-            )
+@check("check the title, the PCI vendor or the devices' names before using a table")
+def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
+    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_transcripts_of_others(plugin)}
+    for name, text in foreign.items():
+        yield from _extra(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
 
-def visible_devices_are_respected(plugin: Subject) -> Iterator[Problem]:
-    variables = {
-        plugin.loaded.engine_support(chip, engine).visible_devices for chip in plugin.chips for engine in plugin.engines
-    }
+@check()
+def visible_devices_are_respected(plugin: Subject) -> Problems:
+    variables = {plugin.loaded.engine_support(*pair).visible_devices for pair in plugin.pairs()}
     names = sorted(name for name in variables if name)
     if not names:
         raise Skip("no engine has visible_devices")
     several = [each for each in plugin.listings if each.devices >= 2]
     if not several:
         raise Skip("no transcript lists two devices")
-    tools = {several[0].tool: fakes.prints(several[0].text)}
     for name in names:
         for setting, indices in (("1,0", [1, 0]), ("0", [0]), ("-1", [])):
-            found = [device.index for device in fakes.devices(plugin, tools, **{name: setting})]
-            if found != indices:
+            found = fakes.devices(plugin, fakes.printing(several[0]), **{name: setting})
+            if [device.index for device in found] != indices:
                 yield Problem(
-                    f"flagcore_devices returns the devices {found} with {name}={setting}",
+                    f"flagcore_devices returns the devices {[each.index for each in found]} with {name}={setting}",
                     f"return visible(found, {name!r}) of flagcore.vendorkit.smi",
                 )
 
 
-def vendor_selection_is_respected(plugin: Subject) -> Iterator[Problem]:
+@check()
+def vendor_selection_is_respected(plugin: Subject) -> Problems:
     chip = plugin.own_chips()[0]
     variables = {
         name: value for engine in plugin.engines for name, value in plugin.loaded.environment(chip, engine).items()
@@ -118,10 +109,9 @@ def vendor_selection_is_respected(plugin: Subject) -> Iterator[Problem]:
     names = [name for name, value in variables.items() if value.casefold() == chip.vendor]
     if not names:
         raise Skip("no variable of trials selects the vendor")
-    first = plugin.listings[0]
     for name in names:
-        for setting, seen in ((chip.vendor.upper(), True), ("somebody_else", False)):
-            found = fakes.devices(plugin, {first.tool: fakes.prints(first.text)}, **{name: setting})
+        for setting, seen in ((chip.vendor.upper(), True), ("another_vendor", False)):
+            found = fakes.devices(plugin, fakes.printing(plugin.listings[0]), **{name: setting})
             if bool(found) is not seen:
                 yield Problem(
                     f"flagcore_devices returns {len(found)} devices with {name}={setting}",
@@ -137,29 +127,18 @@ def _tools(plugin: Subject) -> tuple[str, ...]:
     return found
 
 
-def _found(plugin: Subject, tools: dict[str, str]) -> tuple[Device, ...] | Problem:
-    try:
-        return fakes.devices(plugin, tools)
-    except Exception as error:
-        return Problem(
-            f"flagcore_devices raises {type(error).__name__}: {' '.join(str(error).split())[:200]}",
-            "skip lines that cannot be parsed",
-        )
-
-
-def _broken(plugin: Subject, scripts: dict[str, str]) -> Iterator[Problem]:
-    tools = _tools(plugin)
-    own = fakes.without_tools(plugin)
+def _broken(plugin: Subject, scripts: dict[str, str]) -> Problems:
     for how, script in scripts.items():
         with fakes.impatient({}):
-            found = _found(plugin, dict.fromkeys(tools, script))
-        if isinstance(found, Problem):
-            yield Problem(f"{found.message} if {tools[0]} {how}", found.fix)
-        elif more := [device for device in found if device not in own]:
-            yield Problem(
-                f"flagcore_devices returns {more[0].chip!r} if {tools[0]} {how}",
-                "use only lines in a known format; ignore the output of a failed tool",
-            )
+            yield from _extra(plugin, script, f"if {_tools(plugin)[0]} {how}")
+
+
+def _extra(plugin: Subject, script: str, when: str) -> Problems:
+    """Yield a device that is found where the tools run `script`, which prints nothing about this vendor's devices."""
+    own = fakes.without_tools(plugin)
+    found = fakes.devices(plugin, dict.fromkeys(_tools(plugin), script), when)
+    if more := [device for device in found if device not in own]:
+        yield f"flagcore_devices returns {more[0].chip!r}, {when}"
 
 
 def _transcripts_of_others(plugin: Subject) -> dict[str, str]:

@@ -14,142 +14,106 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
 from flagcore.testing import fakes
-from flagcore.testing.examples import task_on
-from flagcore.testing.problem import Problem, Skip
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Skip, Subject
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.variables import Variable
 
-EVERYONES = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
+USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that belong to the user's shell."""
+Set = tuple[Chip, str, Mapping[str, str]]
 
 
-def environment_is_valid(plugin: Subject) -> Iterator[Problem]:
+def _environments(plugin: Subject) -> Iterator[Set]:
     plugin.implements("flagcore_environment")
-    for chip in plugin.chips:
-        for engine in plugin.engines:
-            for name in plugin.loaded.environment(chip, engine):
-                if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                    yield Problem(f"flagcore_environment: {name!r} is not a valid name", "correct the name")
-    yield from plugin.problems_of("flagcore_environment")
+    return ((chip, engine, plugin.loaded.environment(chip, engine)) for chip, engine in plugin.pairs())
 
 
-def variables_have_meanings_and_sources(plugin: Subject) -> Iterator[Problem]:
+def _variables(plugin: Subject) -> Iterator[tuple[Variable]]:
+    return ((each,) for each in plugin.variables)
+
+
+@check("say what the variable does and where that is documented", each=_variables)
+def variables_have_meanings_and_sources(variable: Variable) -> Problems:
+    source = variable.source
+    if not variable.meaning.strip() or source.kind not in SOURCE_KEYS or not source.detail.strip():
+        yield f"environment.yaml: {variable.name} has no meaning or an empty source"
+
+
+@check("keep one, or restrict each by engines, chips or versions")
+def variables_are_listed_once(plugin: Subject) -> Problems:
+    for chip, engine in plugin.pairs():
+        for name, times in Counter(each.name for each in _set_on(plugin, chip, engine)).items():
+            if times > 1:
+                yield f"environment.yaml: {name} has {times} values for {engine}"
+
+
+@check("use `used` instead of `value`: it documents the value without setting it", each=_environments)
+def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
+    for name in sorted(USERS & {*variables}):
+        yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
+
+
+@check("write it as the vendor's software reads it", each=_variables)
+def variables_are_upper_case(variable: Variable) -> Problems:
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable.name):
+        yield f"environment.yaml: the name {variable.name!r} is not upper case"
+
+
+@check()
+def variables_name_known_engines_and_chips(plugin: Subject) -> Problems:
     for each in plugin.variables:
-        if not each.meaning.strip() or each.source.kind not in SOURCE_KEYS or not each.source.detail.strip():
-            yield Problem(
-                f"environment.yaml: {each.name} has no meaning or an empty source",
-                "say what the variable does and where that is documented",
-            )
+        yield from plugin.unknown(f"environment.yaml: {each.name}", each.scope)
 
 
-def variables_are_listed_once(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            names = Counter(each.name for each in _set_on(plugin, chip, engine))
-            for name, times in names.items():
-                if times > 1:
-                    yield Problem(
-                        f"environment.yaml: {name} has {times} values for {engine}",
-                        "keep one, or restrict each by engines, chips or versions",
-                    )
+@check("write the name that the software has for this vendor, and handle it in discover.py")
+def variables_do_not_select_another_vendor(plugin: Subject) -> Problems:
+    others = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
+    for chip, _, variables in _environments(plugin):
+        wrong = [name for name, value in variables.items() if value.casefold() in others - {chip.vendor}]
+        for name in dict.fromkeys([*wrong, *_hiding(plugin, variables)]):
+            why = "another vendor" if name in wrong else "its own devices are then not found"
+            yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {why}"
 
 
-def system_variables_are_not_set(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            for name in sorted(EVERYONES & {*plugin.loaded.environment(chip, engine)}):
-                yield Problem(
-                    f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value",
-                    "use `used` instead of `value`: it documents the value without setting it",
-                )
+@check("add it with value, meaning and source")
+def variables_are_documented(plugin: Subject) -> Problems:
+    documented = {each.name for each in plugin.variables if each.value}
+    for _, engine, variables in _environments(plugin):
+        for name in sorted(set(variables) - documented):
+            yield f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml"
 
 
-def variables_are_upper_case(plugin: Subject) -> Iterator[Problem]:
-    for each in plugin.variables:
-        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", each.name):
-            yield Problem(
-                f"environment.yaml: the name {each.name!r} is not upper case",
-                "write it as the vendor's software reads it",
-            )
-
-
-def variables_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
-    for each in plugin.variables:
-        for word in plugin.unknown(each.scope):
-            yield Problem(f"environment.yaml: {each.name} is for {word!r}, which is unknown", fix=plugin.known_names)
-
-
-def variables_do_not_select_another_vendor(plugin: Subject) -> Iterator[Problem]:
-    others = {name: chip.vendor for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            variables = plugin.loaded.environment(chip, engine)
-            wrong = [name for name, value in variables.items() if value.casefold() in {*others} - {chip.vendor}]
-            for name in dict.fromkeys([*wrong, *_hiding(plugin, variables)]):
-                yield Problem(
-                    f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of "
-                    f"{chip.vendor}: " + ("another vendor" if name in wrong else "its own devices are then not found"),
-                    f"write the name that the software has for {chip.vendor}, and handle it in discover.py",
-                )
-
-
-def variables_are_documented(plugin: Subject) -> Iterator[Problem]:
-    known = {each.name for each in plugin.variables if each.value}
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            for name in sorted(set(plugin.loaded.environment(chip, engine)) - known):
-                yield Problem(
-                    f"flagcore_environment sets {name} for {engine}, which is missing in environment.yaml",
-                    "add it with value, meaning and source",
-                )
-
-
-def documented_variables_are_set(plugin: Subject) -> Iterator[Problem]:
+@check("return the variables of environment.yaml there, as VendorPlugin does")
+def documented_variables_are_set(plugin: Subject) -> Problems:
     if plugin.failed("flagcore_environment"):
         raise Skip("flagcore_environment gives no usable answer")
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            variables = plugin.loaded.environment(chip, engine)
-            for each in _set_on(plugin, chip, engine):
-                if (
-                    each.suits(None)
-                    and not each.condition
-                    and "{" not in str(each.value)
-                    and each.name not in variables
-                ):
-                    yield Problem(
-                        f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set",
-                        "return the variables of environment.yaml there, as VendorPlugin does",
-                    )
+    for chip, engine, variables in _environments(plugin):
+        for each in _set_on(plugin, chip, engine):
+            always = each.suits(None) and not each.condition and "{" not in str(each.value)
+            if always and each.name not in variables:
+                yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
 
 
-def variables_do_not_depend_on_the_shell(plugin: Subject) -> Iterator[Problem]:
+@check("return what trials need: the core keeps the user's values and reports conflicts")
+def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
+    for chip, engine, variables in _environments(plugin):
+        with mock.patch.dict(os.environ, dict.fromkeys(variables, "the user's own")), fakes.quiet():
+            again = plugin.loaded.environment(chip, engine)
+        for name in sorted(name for name in variables if again.get(name) != variables[name]):
+            yield f"flagcore_environment returns {again.get(name)!r} for {name} if the shell sets it"
+
+
+@check("add variables for several nodes to those of one")
+def several_nodes_keep_single_node_variables(plugin: Subject) -> Problems:
     plugin.implements("flagcore_environment")
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            variables = plugin.loaded.environment(chip, engine)
-            with mock.patch.dict(os.environ, dict.fromkeys(variables, "the user's own")), fakes.quiet():
-                again = plugin.loaded.environment(chip, engine)
-            for name in sorted(name for name in variables if again.get(name) != variables[name]):
-                yield Problem(
-                    f"flagcore_environment returns {again.get(name)!r} for {name} if the shell sets it",
-                    "return what trials need: the core keeps the user's values and reports conflicts",
-                )
-
-
-def several_nodes_keep_single_node_variables(plugin: Subject) -> Iterator[Problem]:
-    plugin.implements("flagcore_environment")
-    for chip in plugin.own_chips():
+    for task in plugin.tasks():
+        (chip,) = (group.chip for group in task.cluster.groups)
         nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
-        task = replace(task_on(chip), cluster=Cluster(groups=(nodes,)))
-        one = plugin.loaded.environment(chip, "megatron", None, task_on(chip))
-        two = plugin.loaded.environment(chip, "megatron", None, task)
+        one = plugin.loaded.environment(chip, "megatron", None, task)
+        two = plugin.loaded.environment(chip, "megatron", None, replace(task, cluster=Cluster(groups=(nodes,))))
         for name in sorted(set(one) - set(two)):
-            yield Problem(
-                f"flagcore_environment sets {name} on one node of {chip.name}, but not on two nodes",
-                "add variables for several nodes to those of one",
-            )
+            yield f"flagcore_environment sets {name} on one node of {chip.name}, but not on two nodes"
 
 
 def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
@@ -161,20 +125,19 @@ def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
 def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
     """Return the variables that hide the devices of the plugin's own transcript."""
     try:
-        first = plugin.listings[0]
+        tools = fakes.printing(plugin.listings[0])
     except Skip:
         return []
-    tools, known = {first.tool: fakes.prints(first.text)}, plugin.memory.setdefault("found with", {})
 
     def found(more: Mapping[str, str]) -> bool:
-        key = tuple(sorted(more.items()))
-        if key not in known:
-            known[key] = True
+        def ask() -> bool:
             with suppress(Exception):  # another check reports it
-                known[key] = bool(fakes.devices(plugin, tools, **more))
-        return bool(known[key])
+                return bool(fakes.devices(plugin, tools, **more))
+            return True
 
-    suspects = {name: value for name, value in variables.items() if name not in EVERYONES}
+        return plugin.once(f"found with {sorted(more.items())}", ask)
+
+    suspects = {name: value for name, value in variables.items() if name not in USERS}
     return [name for name in suspects if not found({name: suspects[name]})] if found({}) and not found(suspects) else []
 
 

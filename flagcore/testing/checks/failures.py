@@ -6,12 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.testing.problem import Problem, Skip
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Skip, Subject
 
 HEALTHY = """\
 W1120 10:00:00.000 1234 torch/distributed/run.py:766] Setting OMP_NUM_THREADS for each process to be 1
@@ -36,6 +36,7 @@ Memory usage: 61.2 GiB of 64.0 GiB (95%), temperature 61 C, throttled: no
 """Lines of successful runs."""
 
 SECONDS = 10.0
+"""Time limit of all patterns together on long lines."""
 _TRY = """
 import json, re, sys
 for pattern in json.load(sys.stdin):
@@ -49,23 +50,16 @@ for pattern in json.load(sys.stdin):
 """
 
 
-def failure_patterns_are_valid(plugin: Subject) -> Iterator[Problem]:
-    plugin.implements("flagcore_failure_patterns")
-    _patterns(plugin)
-    yield from plugin.problems_of("flagcore_failure_patterns")
-
-
-def failure_patterns_are_fast(plugin: Subject) -> Iterator[Problem]:
+@check("do not nest repetitions, as in (a+)+")
+def failure_patterns_are_fast(plugin: Subject) -> Problems:
     if not _patterns(plugin):
         raise Skip("the plugin has no failure patterns")
     if slow := _slow(plugin):
-        yield Problem(
-            f"flagcore_failure_patterns: {slow!r} takes more than {SECONDS:.0f} s on a line of 8,000 characters",
-            "do not nest repetitions, as in (a+)+",
-        )
+        yield f"flagcore_failure_patterns: {slow!r} takes more than {SECONDS:.0f} s on a line of 8,000 characters"
 
 
-def failure_examples_match(plugin: Subject) -> Iterator[Problem]:
+@check("correct the pattern or the example, or put the narrower pattern first")
+def failure_examples_match(plugin: Subject) -> Problems:
     failures = plugin.quirks.failures
     if not failures:
         raise Skip("quirks.yaml has no failures")
@@ -78,72 +72,54 @@ def failure_examples_match(plugin: Subject) -> Iterator[Problem]:
         alike = [
             other for other in failures if not engines or not other.scope.engines or engines & {*other.scope.engines}
         ]
-        first = next((other for other in alike if re.search(other.value.pattern.pattern, each.value.example)), None)
+        first = next((other for other in alike if re.search(other.value.pattern, each.value.example)), None)
         if first is not each:
-            other = f"the earlier pattern {first.value.pattern.pattern!r} does" if first else "none does"
-            yield Problem(
-                f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}",
-                "correct the pattern or the example, or put the narrower pattern first",
-            )
+            other = f"the earlier pattern {first.value.pattern!r} does" if first else "none does"
+            yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}"
 
 
-def log_examples_match(plugin: Subject) -> Iterator[Problem]:
+@check("correct the pattern or the order of the patterns")
+def log_examples_match(plugin: Subject) -> Problems:
     patterns = _patterns(plugin)
     if not plugin.examples:
-        if patterns and not (plugin.package_folder / "quirks.yaml").is_file():
-            raise Skip("there are no log lines: override the fixture failure_examples")
-        raise Skip("there are no log lines beside those of quirks.yaml")
+        raise Skip("there are no log lines beside those of quirks.yaml: override the fixture failure_examples")
     _ready(plugin)
     ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
     for line, state in plugin.examples:
         first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
         if first is None or first.state is not state:
             found = f"as {first.state.value}" if first else "by no pattern"
-            yield Problem(
-                f"flagcore_failure_patterns: {line!r} is matched {found}, not as {state.value}",
-                "correct the pattern or the order of the patterns",
-            )
+            yield f"flagcore_failure_patterns: {line!r} is matched {found}, not as {state.value}"
 
 
-def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Iterator[Problem]:
+@check("match more of the failure's text")
+def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
     _ready(plugin)
     for pattern in _patterns(plugin):
         for line in HEALTHY:
             if re.search(pattern.pattern, line):
-                yield Problem(
-                    f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run",
-                    "match more of the failure's text",
-                )
-
-
-def failures_name_known_engines(plugin: Subject) -> Iterator[Problem]:
-    for place, each in enumerate(plugin.quirks.failures):
-        for word in plugin.unknown(each.scope):
-            yield Problem(f"quirks.yaml: failures[{place}] is for {word!r}, which is unknown", fix=plugin.known_names)
+                yield f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run"
 
 
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
-    found = [
-        p
-        for chip in plugin.own_chips()
-        for engine in plugin.engines
-        for p in plugin.loaded.failure_patterns(chip, engine)
-    ]
+    found = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
     return tuple(dict.fromkeys(found))
 
 
 def _slow(plugin: Subject) -> str:
     """Return the first slow pattern, tried in another process; empty if there is none."""
-    if "slow_pattern" not in plugin.memory:
+
+    def tried() -> str:
         patterns = [pattern.pattern for pattern in _patterns(plugin)]
-        argv, plugin.memory["slow_pattern"] = [sys.executable, "-I", "-S", "-c", _TRY], ""
+        argv, text = [sys.executable, "-I", "-S", "-c", _TRY], json.dumps(patterns)
         try:
-            text = json.dumps(patterns)
             subprocess.run(argv, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired as error:
             printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            plugin.memory["slow_pattern"] = json.loads(printed.splitlines()[-1]) if printed else patterns[0]
-    return str(plugin.memory["slow_pattern"])
+            return str(json.loads(printed.splitlines()[-1]) if printed else patterns[0])
+        return ""
+
+    return plugin.once("slow pattern", tried)
 
 
 def _ready(plugin: Subject) -> None:

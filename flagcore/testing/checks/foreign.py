@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import FOREIGN_CHIP, questions
-from flagcore.testing.problem import Problem
+from flagcore.testing.kit import Problems, check
 from flagcore.testing.subject import Subject
 
-FIX = "return None unless chip.vendor is yours"
 
-
-def foreign_chips_get_no_answer(plugin: Subject) -> Iterator[Problem]:
+@check("return None unless chip.vendor is yours")
+def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
     for hook, arguments in questions(FOREIGN_CHIP):
-        if hook not in plugin.loaded.plugins[0].hooks:
-            continue
         try:
             answer = plugin.ask(hook, arguments)
+        except SpecError:
+            raise  # of a file, which another check may have reported
         except Exception as error:
-            yield Problem(f"{hook} raises {one_line(error)} for a chip of another vendor", fix=FIX)
+            yield f"{hook} raises {one_line(error)} for a chip of another vendor"
             continue
-        empty = isinstance(answer, (list, tuple, dict)) and not answer
-        if answer is not None and not empty:
-            yield Problem(f"{hook} answers for a chip of another vendor", fix=FIX)
+        if answer is not None and answer not in ((), [], {}):
+            yield f"{hook} answers for a chip of another vendor"
 
 
-def unknown_engines_get_no_answer(plugin: Subject) -> Iterator[Problem]:
+@check("return None if `kind` is neither train nor serve")
+def unknown_engines_get_no_answer(plugin: Subject) -> Problems:
     for chip in plugin.own_chips():
-        about = {"chip": chip, "engine": "no such engine", "engine_version": None, "kind": ""}
+        about: dict[str, Chip | str | None] = {"chip": chip, "engine": "none", "engine_version": None, "kind": ""}
         if plugin.ask("flagcore_engine_support", about) is not None:
-            yield Problem(
-                f"flagcore_engine_support answers for an unknown engine on {chip.name}",
-                "return None if `kind` is neither train nor serve",
-            )
+            yield f"flagcore_engine_support answers for an unknown engine on {chip.name}"

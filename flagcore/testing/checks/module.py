@@ -9,76 +9,69 @@ from pathlib import Path
 
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.facts import facts_of
-from flagcore.testing.problem import Problem, Skip
-from flagcore.testing.subject import Subject
+from flagcore.testing.examples import group_of
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Skip, Subject
 
 ROOMS = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
-"""What a plugin may import of flagcore."""
+"""Packages of flagcore that a plugin may import."""
 
 
-def plugin_loads(plugin: Subject) -> Iterator[Problem]:
+@check("correct the object that the entry point names; docs/hooks.md lists all hooks")
+def plugin_loads(plugin: Subject) -> Problems:
     for failure in plugin.loaded.failures:
         if failure.stage in ("discover", "load", "check"):
-            yield Problem(
-                f"{plugin.name}: {failure.reason}",
-                "correct the object that the entry point names; docs/hooks.md lists all hooks",
-            )
+            yield f"{plugin.name}: {failure.reason}"
 
 
-def imports_only_public_modules(plugin: Subject) -> Iterator[Problem]:
-    package = plugin.package
-    for path in _modules(plugin.package_folder):
+@check(f"import only flagcore's {', '.join(ROOMS)}, and no other plugin")
+def imports_only_public_modules(plugin: Subject) -> Problems:
+    if not (plugin.package_folder / "__init__.py").is_file():
+        raise Skip("the plugin is a module, not a package")
+    for path in sorted(plugin.package_folder.rglob("*.py")):
         for name, line in _imports(path):
             root, _, inner = name.partition(".")
             room = inner.partition(".")[0]
-            stranger = root.startswith("flagcore_") and root != package
-            if stranger or (root == "flagcore" and room and room not in ROOMS):
-                yield Problem(
-                    f"{path.name}:{line} imports {name}",
-                    f"import only flagcore's {', '.join(ROOMS)}, and no other plugin",
-                )
+            other = root.startswith("flagcore_") and root != plugin.package
+            if other or (root == "flagcore" and room and room not in ROOMS):
+                yield f"{path.name}:{line} imports {name}"
 
 
-def answers_are_reproducible(plugin: Subject) -> Iterator[Problem]:
-    again = LoadedPlugins.of({plugin.name: plugin.hooks})
-    for hook, first, second in _answers(plugin, again):
-        if first != second:
-            yield Problem(f"{hook} gives another answer the second time", "compute it from the arguments only")
+@check("compute it from the arguments only")
+def answers_are_reproducible(plugin: Subject) -> Problems:
+    first, second = (
+        _answers(plugin, loaded) for loaded in (plugin.loaded, LoadedPlugins.of({plugin.name: plugin.hooks}))
+    )
+    for hook, answer in first.items():
+        if answer != second[hook]:
+            yield f"{hook} gives another answer the second time"
 
 
-def chips_can_be_pickled(plugin: Subject) -> Iterator[Problem]:
+@check("use plain dicts and tuples")
+def chips_can_be_pickled(plugin: Subject) -> Problems:
     for chip in plugin.chips:
         try:
             if pickle.loads(pickle.dumps(chip)) != chip:
-                yield Problem(f"chip {chip.name} differs after pickle", "use plain dicts and tuples")
+                yield f"chip {chip.name} differs after pickle"
         except Exception as error:
-            yield Problem(f"chip {chip.name} cannot be pickled: {error}", "use plain dicts and tuples")
+            yield f"chip {chip.name} cannot be pickled: {error}"
 
 
-def _answers(plugin: Subject, again: LoadedPlugins) -> Iterator[tuple[str, object, object]]:
-    first = plugin.loaded
-    yield "flagcore_chips", [_stable(chip) for chip in first.chips()], [_stable(chip) for chip in again.chips()]
-    for chip in plugin.chips:
-        group = plugin.group(chip)
-        yield "flagcore_topology", first.topology(group), again.topology(group)
-        for engine in plugin.engines:
-            yield "flagcore_engine_support", first.engine_support(chip, engine), again.engine_support(chip, engine)
-            yield "flagcore_environment", first.environment(chip, engine), again.environment(chip, engine)
-            patterns = first.failure_patterns(chip, engine)
-            yield "flagcore_failure_patterns", patterns, again.failure_patterns(chip, engine)
+def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
+    chips = loaded.chips()
+    pairs = [(chip, engine) for chip in plugin.chips for engine in plugin.engines]
+    return {
+        "flagcore_chips": [_stable(chip) for chip in chips],
+        "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
+        "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
+        "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
+        "flagcore_failure_patterns": [loaded.failure_patterns(*pair) for pair in pairs],
+    }
 
 
 def _stable(chip: Chip) -> object:
     """Return what must not change; a figure may, such as this machine's clock."""
-    return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, [key for key, _ in facts_of(chip)]
-
-
-def _modules(folder: Path) -> list[Path]:
-    found = sorted(folder.rglob("*.py"))
-    if not (folder / "__init__.py").is_file():
-        raise Skip("the plugin is a module, not a package")
-    return found
+    return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
 
 
 def _imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -86,7 +79,5 @@ def _imports(path: Path) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = (
-                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "flagcore" else [node.module]
-            )
-            yield from ((name, node.lineno) for name in names)
+            inner = [f"flagcore.{alias.name}" for alias in node.names] if node.module == "flagcore" else [node.module]
+            yield from ((name, node.lineno) for name in inner)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from flagcore.testing.facts import facts_of
-from flagcore.testing.problem import Problem
-from flagcore.testing.subject import Subject
+from flagcore.domain.chip import Chip
+from flagcore.testing.kit import Problems, check, chips
 
 RANGES = {
     "memory_bytes": (2**27, 2**40),
@@ -25,104 +22,80 @@ NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16
 """The narrower format is never slower, as it moves less."""
 
 INTENSITY = (0.5, 2000.0)
-"""Operations a byte of memory traffic, from a core of a CPU to an accelerator with all of its matrix units."""
+"""Operations per byte of memory traffic, from a core of a CPU to an accelerator with all of its matrix units."""
 
-LIKE = (0.6, 1.5)
-"""What bf16 does of fp16: the same, but for the few chips that say otherwise."""
+ALIKE = (0.6, 1.5)
+"""Ratio of the bf16 peak to the fp16 peak: about 1, except for the few chips whose notes explain another one."""
 
 LINK_SHARE = 0.75
-"""What a link may move of what the memory does; no accelerator's reaches half of it."""
+"""Maximum ratio of a link's rate to the memory's; no known accelerator reaches half of it."""
 
 
-def figures_are_plausible(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        for key, fact in facts_of(chip):
-            low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
-            if not low <= fact.value <= high:
-                yield Problem(
-                    f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}",
-                    "write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14",
-                )
+@check("write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
+def figures_are_plausible(chip: Chip) -> Problems:
+    for key, fact in chip.figures.items():
+        low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
+        if not low <= fact.value <= high:
+            yield f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}"
 
 
-def narrow_formats_are_not_slower(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        peaks = chip.dense_flops_per_second
-        for wide, narrow in NARROWER:
-            comparable = wide in peaks and narrow in peaks and "emulated" not in chip.notes
-            if comparable and peaks[narrow].value < 0.999 * peaks[wide].value:
-                yield Problem(
-                    f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}",
-                    "check both peaks; if the chip emulates a format, say so in notes",
-                )
+@check("check both peaks; if the chip emulates a format, say so in notes", each=chips)
+def narrow_formats_are_not_slower(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    for wide, narrow in NARROWER:
+        comparable = wide in peaks and narrow in peaks and "emulated" not in chip.notes
+        if comparable and peaks[narrow].value < 0.999 * peaks[wide].value:
+            yield f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}"
 
 
-def fp16_and_bf16_peaks_are_similar(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        peaks = chip.dense_flops_per_second
-        explained = "emulated" in chip.notes or "half the rate" in chip.notes
-        if "bf16" in peaks and "fp16" in peaks and not explained:
-            ratio = peaks["bf16"].value / peaks["fp16"].value
-            if not LIKE[0] <= ratio <= LIKE[1]:
-                yield Problem(
-                    f"{chip.name}: bf16 is {ratio:g} times fp16",
-                    "give both dense and of matrix units, or neither; if one really has half the rate, say so in notes",
-                )
+@check("give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes", each=chips)
+def fp16_and_bf16_peaks_are_similar(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    explained = "emulated" in chip.notes or "half the rate" in chip.notes
+    if "bf16" in peaks and "fp16" in peaks and not explained:
+        ratio = peaks["bf16"].value / peaks["fp16"].value
+        if not ALIKE[0] <= ratio <= ALIKE[1]:
+            yield f"{chip.name}: bf16 is {ratio:g} times fp16"
 
 
-def peaks_match_memory_bandwidth(plugin: Subject) -> Iterator[Problem]:
-    low, high = INTENSITY
-    for chip in plugin.own_chips():
-        rate = chip.memory_bandwidth_bytes_per_second
-        for name, peak in chip.dense_flops_per_second.items():
-            if rate is not None and name in ("bf16", "fp16") and not low <= peak.value / rate.value <= high:
-                yield Problem(
-                    f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic",
-                    "one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix",
-                )
+@check("one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix", each=chips)
+def peaks_match_memory_bandwidth(chip: Chip) -> Problems:
+    rate = chip.memory_bandwidth_bytes_per_second
+    for name, peak in chip.dense_flops_per_second.items():
+        if rate and name in ("bf16", "fp16") and not INTENSITY[0] <= peak.value / rate.value <= INTENSITY[1]:
+            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic"
 
 
-def links_are_slower_than_memory(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        rate = chip.memory_bandwidth_bytes_per_second
-        link = chip.link if chip.link and chip.link.topology != "shared-memory" else None
-        if link and rate and link.bytes_per_second.value > LINK_SHARE * rate.value:
-            share = link.bytes_per_second.value / rate.value
-            yield Problem(
-                f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second",
-                "give bytes, not bits, that one device sends in one direction",
-            )
+@check("give bytes, not bits, that one device sends in one direction", each=chips)
+def links_are_slower_than_memory(chip: Chip) -> Problems:
+    rate = chip.memory_bandwidth_bytes_per_second
+    link = chip.link if chip.link and chip.link.topology != "shared-memory" else None
+    if link and rate and link.bytes_per_second.value > LINK_SHARE * rate.value:
+        share = link.bytes_per_second.value / rate.value
+        yield f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second"
 
 
-def network_is_slower_than_the_link(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        card, inside = chip.nic_bytes_per_second, chip.link.bytes_per_second if chip.link else None
-        for key, rate, share in (
-            ("link.bytes_per_second", inside, 0.999),
-            ("host_bytes_per_second", chip.host_bytes_per_second, 1.001),
-        ):
-            if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
-                yield Problem(
-                    f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}",
-                    "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are "
-                    "one fabric, notes say the words 'same fabric'",
-                )
+@check(
+    "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are one fabric, notes "
+    "say the words 'same fabric'",
+    each=chips,
+)
+def network_is_slower_than_the_link(chip: Chip) -> Problems:
+    card, figures = chip.nic_bytes_per_second, chip.figures
+    for key, share in (("link.bytes_per_second", 0.999), ("host_bytes_per_second", 1.001)):
+        rate = figures.get(key)
+        if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
+            yield f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}"
 
 
-def link_latency_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
-            yield Problem(
-                f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}",
-                "a small message takes about 1.0e-6 to 1.0e-4 seconds; leave it out if unmeasured",
-            )
+@check("a small message takes about 1.0e-6 to 1.0e-4 seconds; leave it out if unmeasured", each=chips)
+def link_latency_is_in_seconds(chip: Chip) -> Problems:
+    if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
+        yield f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}"
 
 
-def link_domains_divide_nodes(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
-        if size is not None and (size < 1 or (size % node and node % size)):
-            yield Problem(
-                f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}",
-                "give how many consecutive devices the link joins: a share of a node, or whole nodes",
-            )
+@check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=chips)
+def link_domains_divide_nodes(chip: Chip) -> Problems:
+    size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
+    if size is not None and (size < 1 or (size % node and node % size)):
+        yield f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}"

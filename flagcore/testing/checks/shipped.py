@@ -8,8 +8,8 @@ from typing import Any
 
 from flagcore.domain.maturity import Claim
 from flagcore.plugins import kind_of
-from flagcore.testing.problem import Problem, Skip
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Skip, Subject
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.quirks import Quirk
 
@@ -17,110 +17,95 @@ MARK = "TODO"
 """Marks a placeholder in files of `flag plugins new`."""
 
 
-def quirks_have_sources(plugin: Subject) -> Iterator[Problem]:
-    for where, quirk in _quirks(plugin):
-        if quirk.source.kind not in SOURCE_KEYS or not quirk.source.detail.strip():
-            yield Problem(f"quirks.yaml: the source of {where} is empty", "say where it is from")
+def _quirks(plugin: Subject) -> Iterator[tuple[Subject, str, Quirk[Any]]]:
+    quirks = plugin.quirks
+    for section in fields(quirks):
+        for place, each in enumerate(getattr(quirks, section.name)):
+            yield plugin, f"{section.name}[{place}]", each
 
 
-def quirks_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
-    for where, quirk in _quirks(plugin):
-        for word in plugin.unknown(quirk.scope):
-            yield Problem(f"quirks.yaml: {where} is for {word!r}, which is unknown", plugin.known_names)
+@check("add where it is from", each=_quirks)
+def quirks_have_sources(plugin: Subject, where: str, quirk: Quirk[Any]) -> Problems:
+    if quirk.source.kind not in SOURCE_KEYS or not quirk.source.detail.strip():
+        yield f"quirks.yaml: the source of {where} is empty"
 
 
-def quirks_are_used(plugin: Subject) -> Iterator[Problem]:
+@check(each=_quirks)
+def quirks_name_known_engines_and_chips(plugin: Subject, where: str, quirk: Quirk[Any]) -> Problems:
+    yield from plugin.unknown(f"quirks.yaml: {where}", quirk.scope)
+
+
+@check("return the entries of quirks.yaml there, as VendorPlugin does")
+def quirks_are_used(plugin: Subject) -> Problems:
     if not plugin.quirks.refused:
         raise Skip("quirks.yaml refuses nothing")
     if plugin.failed("flagcore_engine_support"):
         raise Skip("flagcore_engine_support gives no usable answer")
-    for chip in plugin.own_chips():
-        for engine in plugin.engines:
-            refused = plugin.loaded.engine_support(chip, engine).refused
-            for quirk in plugin.quirks.refused:
-                if quirk.scope.includes(chip, engine, None, kind_of(engine)) and quirk.value not in refused:
-                    yield Problem(
-                        f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml",
-                        "return the entries of quirks.yaml there, as VendorPlugin does",
-                    )
+    for chip, engine in plugin.pairs():
+        refused = plugin.loaded.engine_support(chip, engine).refused
+        for quirk in plugin.quirks.refused:
+            if quirk.scope.includes(chip, engine, None, kind_of(engine)) and quirk.value not in refused:
+                yield f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml"
 
 
-def maturity_is_given(plugin: Subject) -> Iterator[Problem]:
+@check("write maturity.yaml, and return its content as VendorPlugin does")
+def maturity_is_given(plugin: Subject) -> Problems:
     plugin.own_chips()
     if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
         yield from plugin.problems_of("flagcore_maturity")
-        yield Problem(
-            "flagcore_maturity returns None, so `flag plugins list` cannot show how well founded the facts are",
-            "write maturity.yaml, and return its content as VendorPlugin does",
-        )
+        yield "flagcore_maturity returns None, so `flag plugins list` cannot show how well founded the facts are"
 
 
-def maturity_names_known_chips(plugin: Subject) -> Iterator[Problem]:
+@check("name chips of chips/*.yaml")
+def maturity_names_known_chips(plugin: Subject) -> Problems:
     chips = {chip.name for chip in plugin.own_chips()}
     for claim in _claims(plugin):
         for name in sorted(set(claim.chips) - chips):
-            yield Problem(
-                f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml"
-            )
+            yield f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}"
 
 
-def maturity_covers_all_chips(plugin: Subject) -> Iterator[Problem]:
-    maturity = {
-        name for claim in _claims(plugin) if claim.what.startswith("facts of the chips") for name in claim.chips
-    }
+@check("list every chip there, under run_on_hardware, checked_on_transcripts or from_documents")
+def maturity_covers_all_chips(plugin: Subject) -> Problems:
+    covered = _chips_of(plugin, "facts of the chips")
     for chip in plugin.own_chips():
-        if chip.name not in maturity:
-            yield Problem(
-                f"maturity.yaml: {chip.name} is missing in 'facts of the chips'",
-                "list every chip there, under run_on_hardware, checked_on_transcripts or from_documents",
-            )
+        if chip.name.casefold() not in covered:
+            yield f"maturity.yaml: {chip.name} is missing in 'facts of the chips'"
 
 
-def maturity_names_existing_transcripts(plugin: Subject) -> Iterator[Problem]:
-    named = [name for claim in plugin.maturity.checked_on_transcripts for name in claim.files]
-    present = {each.name for each in plugin.transcripts}
-    for name in sorted(present ^ set(named)):
+@check("name each file of tests/smi once under checked_on_transcripts")
+def maturity_names_existing_transcripts(plugin: Subject) -> Problems:
+    named = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
+    for name in sorted({each.name for each in plugin.transcripts} ^ named):
         where = "is missing, but maturity.yaml names it" if name in named else "is not named in maturity.yaml"
-        yield Problem(f"tests/smi/{name} {where}", "name each file of tests/smi once under checked_on_transcripts")
+        yield f"tests/smi/{name} {where}"
 
 
-def measured_kernels_are_claimed(plugin: Subject) -> Iterator[Problem]:
+@check("add the kernel times there, with software and date")
+def measured_kernels_are_claimed(plugin: Subject) -> Problems:
     run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
-    there = sorted({path.parent.name for path in plugin.package_folder.glob("costs/*/provenance.yaml")})
-    if not there:
+    measured = _folders_with(plugin, "provenance.yaml")
+    if not measured:
         raise Skip("there are no measured kernels")
-    for name in there:
-        if name not in run:
-            yield Problem(
-                f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels",
-                "add the kernel times there, with software and date",
-            )
+    for name in sorted(measured - run):
+        yield f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
 
 
-def claimed_costs_are_shipped(plugin: Subject) -> Iterator[Problem]:
-    claims, folder = _claims(plugin), plugin.package_folder
-
-    def named(*words: str) -> set[str]:
-        return {
-            name.casefold() for claim in claims if any(word in claim.what for word in words) for name in claim.chips
-        }
-
-    curves = {path.parent.name for path in folder.glob("costs/*/collectives.yaml") if "same_as" not in path.read_text()}
-    kernels = {path.parent.name for name in ("curve", "kernels") for path in folder.glob(f"costs/*/{name}.*")}
+@check("correct maturity.yaml or the files")
+def claimed_costs_are_shipped(plugin: Subject) -> Problems:
+    curves = _folders_with(plugin, "collectives.yaml", without="same_as")
+    kernels = _folders_with(plugin, "curve.yaml") | _folders_with(plugin, "kernels.jsonl")
     for what, file, claimed, shipped in (
-        ("collectives", "collectives.yaml", named("collectives", "all-reduces"), curves),
-        ("kernel times", "curve.yaml or kernels.jsonl", named("kernel times"), kernels),
+        ("collectives", "collectives.yaml", _chips_of(plugin, "collectives", "all-reduces"), curves),
+        ("kernel times", "curve.yaml or kernels.jsonl", _chips_of(plugin, "kernel times"), kernels),
     ):
         for name in sorted(claimed ^ shipped):
             missing = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-            yield Problem(
-                f"maturity.yaml {missing}: costs/{name} and {file} disagree", "correct maturity.yaml or the files"
-            )
+            yield f"maturity.yaml {missing}: costs/{name} and {file} disagree"
 
 
-def no_placeholders_are_left(plugin: Subject) -> Iterator[Problem]:
-    places = list(_to_fill_in(plugin))
-    if places:
+@check()
+def no_placeholders_are_left(plugin: Subject) -> Problems:
+    if places := list(_to_fill_in(plugin)):
         raise Skip(f"to fill in: {', '.join(places)}")
     yield from ()
 
@@ -140,7 +125,13 @@ def _claims(plugin: Subject) -> tuple[Claim, ...]:
     return (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
 
 
-def _quirks(plugin: Subject) -> Iterator[tuple[str, Quirk[Any]]]:
-    quirks = plugin.quirks
-    for section in fields(quirks):
-        yield from ((f"{section.name}[{place}]", each) for place, each in enumerate(getattr(quirks, section.name)))
+def _chips_of(plugin: Subject, *words: str) -> set[str]:
+    """Return the chips of the claims with one of some words, in small letters as the folders of their costs."""
+    claims = (claim for claim in _claims(plugin) if any(word in claim.what for word in words))
+    return {name.casefold() for claim in claims for name in claim.chips}
+
+
+def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:
+    """Return the folders of costs that have a file, one that does not contain the text `without`."""
+    files = plugin.package_folder.glob(f"costs/*/{file}")
+    return {path.parent.name for path in files if without not in path.read_text("utf-8")}

@@ -16,7 +16,6 @@ class CambriconPlugin(VendorPlugin):
 
     @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
-        """Return the bridge groups of an MLU370-X8 node; None for other chips."""
         return x8_topology(group, tool_output("cnmon", "topo", "-m")) if group.chip.name == "MLU370-X8" else None
 
 

@@ -31,7 +31,7 @@ _NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w.-]+)(?:\s+\S+)?")
 def read(text: str) -> Listing:
     """Return the devices of cnmon's table (card, virtual function, name and firmware, then memory) or of `cnmon info`.
 
-    A device whose memory is not a number, or that is a virtual function of another, is left out. Version 4 tells no
+    A device whose memory is not a number, or that is a virtual function of another, is left out. Version 4 has no
     PCI address, and the driver in each line. `cnmon info` may be text or JSON.
     """
     text = strip_controls(text)
@@ -67,7 +67,7 @@ def _blocks(text: str) -> Iterator[Row | str]:
                 ),
             )
         else:
-            yield f"card {index} tells no product name of an MLU, or no memory"
+            yield f"card {index} has no product name of an MLU, or no memory"
 
 
 def _objects(text: str) -> Iterator[Row | str]:

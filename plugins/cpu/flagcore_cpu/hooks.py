@@ -22,17 +22,14 @@ class CpuPlugin(VendorPlugin):
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
-        """Return the one chip, with this machine's memory and rates."""
         return [this_machine(chip, Processor.read()) for chip in load_chips(self.package)]
 
     @hookimpl
     def flagcore_devices(self) -> Sequence[Device]:
-        """Return one device a usable core."""
         return discover.devices()
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        """Return a reading of the whole machine: cores have no memory of their own."""
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
         return MachineReading() if known else None
 

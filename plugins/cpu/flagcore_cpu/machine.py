@@ -14,7 +14,7 @@ BOOST = 1.4
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the operating system tells of a processor.
+    """What the operating system reports of a processor.
 
     `double_pumped` says that it runs an AVX-512 instruction in two halves (AMD Zen 4); `threads_per_core` is above
     1 where siblings share a core.

@@ -16,7 +16,7 @@ Measured (ru_maxrss of one process, the constant of a fit over 10 layouts, AMD E
 
 SERVER_BYTES = {"llamacpp": 40 * 2**20}
 """The same of engines that do without torch: peaks of resident memory of the xllamacpp wheel's server less the buffers
-that its log tells, 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 where buffers were not
+in its log, 39 and 40 MiB (4 settings of a model of 50 million parameters; 22 and 30 where buffers were not
 filled)."""
 
 

@@ -27,13 +27,13 @@ _OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
 """Some releases leave out the vendor, or write BI150 for BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
 _NO_POWER = "65535"
-"""What a device that hangs tells as its power: a counter of 16 bits, all set."""
+"""What a device that hangs reports as its power: a counter of 16 bits, all set."""
 
 
 def read(text: str) -> Listing:
     """Return the devices of ixsmi's table, of a CSV query with a header, of `-q`, or of `-L`, whichever `text` is.
 
-    A card with two chips lists two devices, of which the second tells the power.
+    A card with two chips lists two devices, of which the second has the power.
     """
     text = strip_controls(text)
     if TITLE in text:

@@ -22,20 +22,17 @@ class MetaxPlugin(VendorPlugin):
 
     @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
-        """Return the islands of a C500 node; for other chips, the levels with this machine's own network adapters."""
         if group.chip.name != "C500":
             return super().flagcore_topology(group)
         return c500_topology(group, _island(group), adapters() if group.nodes > 1 else None)
 
     @hookimpl
     def flagcore_pruning_rules(self, task: Task) -> Sequence[PruningRule] | None:
-        """Keep wide parallelism inside the islands of a C500 node."""
         groups = [group for group in task.cluster.groups if group.chip.name == "C500"]
         return (StayInsideIsland(max(map(_island, groups))),) if groups else None
 
     @hookimpl
     def flagcore_prepare_launch(self, task: Task) -> Launch | None:
-        """Warn if several nodes would communicate without GPUDirect RDMA; the launch is not changed."""
         groups = task.cluster.groups
         if any(self.owns(group.chip) for group in groups) and sum(group.nodes for group in groups) > 1:
             peer_memory()

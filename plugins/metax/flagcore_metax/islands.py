@@ -20,7 +20,7 @@ node is at hand, it is four, as on every node whose matrix was published.
 BUS_BYTES_PER_SECOND = 65.1e9
 LATENCY_SECONDS = 10e-6
 """All-reduce over all eight devices, bus bandwidth at 1 GiB and what its start-up of 14.6 us leaves for two devices:
-MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. Nobody published one
+MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md 3.1. No source has one
 island's rate: it is at least this.
 """
 

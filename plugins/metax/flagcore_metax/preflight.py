@@ -16,7 +16,7 @@ PEER_MEMORY = "sys/kernel/mm/memory_peers/mxcd/version"
 
 @cache
 def peer_memory(root: Path = Path("/")) -> bool:
-    """Return whether adapters can reach the devices' memory here, and tell once if not; True without any device."""
+    """Return whether adapters can reach the devices' memory here, and warn once if not; True without any device."""
     reaches = (root / PEER_MEMORY).exists() or not (root / DEVICE_FILE).exists()
     if not reaches:
         LOG.warning("/%s is missing: GPUDirect RDMA of MetaX is off, so nodes exchange slowly", PEER_MEMORY)

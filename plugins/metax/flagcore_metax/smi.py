@@ -35,7 +35,7 @@ def is_metax(text: str) -> bool:
 
 
 def read(text: str) -> Listing:
-    """Return the devices of mx-smi's table, in any of its layouts, or of `-L`, which tells no memory.
+    """Return the devices of mx-smi's table, in any of its layouts, or of `-L`, which has no memory.
 
     Up to 2.2.4 a line starts with the GPU's number; from 2.2.9 on with the board's, and the GPU's comes second. A dead
     device, which has no memory or is not available, is left out, and so is a line that was cut short.
@@ -59,7 +59,7 @@ def _listed(text: str) -> Iterator[Row | str]:
         if state != "Available":
             yield f"GPU {index} ({name}) is not to be used: {state}"
         elif not uuid:
-            yield f"GPU {index} ({name}) tells no UUID: the line was cut"
+            yield f"GPU {index} ({name}) has no UUID: the line was cut"
         elif _OURS.match(name):
             yield Row(device=Device(index=index, chip=name, uuid=uuid), bus=bus)
 

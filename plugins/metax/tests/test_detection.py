@@ -1,17 +1,10 @@
-"""Which devices are found without the tool; with it, the kit looks at the transcripts in `smi`."""
+"""Devices that the tool lists; the kit reads the transcripts in `smi`."""
 
 from pathlib import Path
 
 from flagcore_metax.discover import DETECTOR
 
-from flagcore.testing import WithoutTool, fakes
-
-
-class TestMetax(WithoutTool):
-    detector = DETECTOR
-    device_file, pci_vendor = "dev/mxcd", 0x9999
-    chip, memory_bytes = "MetaX C500", 64 << 30
-    version = "2.10.0+metax3.8.1.0"
+from flagcore.testing import fakes
 
 
 def test_uuids_are_asked_for_where_visible_devices_are_named_by_them() -> None:

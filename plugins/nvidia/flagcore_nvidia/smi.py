@@ -88,8 +88,8 @@ def _head(parts: list[str]) -> tuple[int, str, str] | None:
 def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
     index, name, bus = head
     memory = parse_memory(parts[1]) if len(parts) == 3 else None
-    untold = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # where the chip shares the host's memory
-    if len(parts) != 3 or (memory is None and not untold):
+    shared = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # where the chip shares the host's memory
+    if len(parts) != 3 or (memory is None and not shared):
         return None
     watts, limit = parse_power(parts[0])
     row = Row(
@@ -106,7 +106,7 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
     if not is_nvidia(row.device.chip):
         return f"device {index} ({name}) is not NVIDIA's, or is lost"
     if "ERR!" in parts[0]:
-        return f"GPU {index} ({name}) tells errors (ERR!) instead of its state"
+        return f"GPU {index} ({name}) reports errors (ERR!) instead of its state"
     if len(after) == 3 and after[2] == "Enabled" and not after[0]:
         return f"GPU {index} ({name}) {INSTANCES}"
     return row

@@ -61,7 +61,7 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
     [
         (INSTANCES, "instances"),
         (LOST, "unknown format"),
-        (FAULTY, "tells errors"),
+        (FAULTY, "reports errors"),
         (FOREIGN, "not NVIDIA's"),
         (ALIEN, "unknown format"),
     ],

@@ -40,9 +40,9 @@ class Instance:
         return max(self.now, self.waiting[0][0]) if self.waiting else np.inf
 
     def take(self, request: int, when: float) -> None:
-        lane = self.price.lane
-        self.door = max(self.door, when) + lane.entry
-        self.waiting.append((self.door + lane.request, request))
+        over = self.price.over
+        self.door = max(self.door, when) + over.entry
+        self.waiting.append((self.door + over.request, request))
         self.sent += 1
 
     def iterate(self, lengths: Sequence[tuple[int, int]]) -> list[int]:

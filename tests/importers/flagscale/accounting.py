@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flagcore.contracts import ImportNote
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale import Imported, translate
-from flagcore.importers.flagscale.source import Note
 
 TREES = Path(__file__).parent / "trees"
 KeyPath = tuple[str | int, ...]
@@ -77,7 +77,7 @@ def spelt(path: KeyPath) -> str:
 class Named:
     """The keys that notes name: each for itself, for all below it if it is gone, and elsewhere if it was moved."""
 
-    def __init__(self, notes: tuple[Note, ...]) -> None:
+    def __init__(self, notes: tuple[ImportNote, ...]) -> None:
         self.keys: set[str] = set()
         self.gone: set[str] = set()
         self.moved: list[tuple[str, str]] = []

@@ -14,14 +14,14 @@ from flagcore.importers.flagscale import read_tree
 
 BROKEN = {
     "no YAML": ("\nexperiment: [1,\n", r"tune\.yaml: line \d+ is not valid YAML"),
-    "tab": ("\nmore:\n\tkey: 1\n", "indent with blanks"),
-    "twice": ("\naction: run\n", r"line \d+ gives action a second time"),
+    "tab": ("\nmore:\n\tkey: 1\n", r"tune\.yaml: line \d+ is not valid YAML"),
+    "twice": ("\naction: run\n", r"line \d+ is not valid YAML: .*duplicate key action"),
     "tag": ("\nkey: !!python/object/apply:os.system [ls]\n", "not valid YAML.*python/object"),
     "circle": ("\nkey: &a\n  key: *a\n", "contains itself"),
     "two documents": ("\n---\nkey: 1\n", "another document"),
-    "no interpolation": ("\nkey: ${a b}\n", r"key = '\$\{a b\}' is not a valid interpolation"),
-    "odd key": ("\nkey: {null: 1}\n", "key has a key that is neither text nor a number"),
-    "latin-1": (b"\nkey: \xe9\n", "tune.yaml: the file is not UTF-8 text"),
+    "no interpolation": ("\nkey: ${a b}\n", "key cannot be composed"),
+    "odd key": ("\nkey: {null: 1}\n", "key cannot be composed: .*NoneType"),
+    "latin-1": (b"\nkey: \xe9\n", "tune.yaml: the tree is not UTF-8 text"),
 }
 
 
@@ -53,12 +53,12 @@ def test_a_top_file_that_is_not_there_is_answered_with_those_that_are(name: str,
     ("name", "override", "says"),
     [
         ("train_dense", "action=stop", "action"),
-        ("train_dense", "no.such.key=1", r"unknown key; .*\+no\.such\.key=1"),
+        ("train_dense", "no.such.key=1", r"add it: \+no\.such\.key=1"),
         ("train_dense", "+train.model.num_layers=1", "exists already; change it: train"),
         ("train_dense", "~train.model.nothing", "does not exist"),
         ("train_dense", "train=nothing", "train/nothing.yaml, which does not exist; use "),
-        ("train_dense", "train.model.seq_length=1,2", r"is a sweep.*auto_tuner\.space"),
-        ("train_dense", "train.model.seq_length=choice(1,2)", "is a sweep"),
+        ("train_dense", "train.model.seq_length=1,2", r"auto_tuner\.space"),
+        ("train_dense", "train.model.seq_length=choice(1,2)", r"auto_tuner\.space"),
         ("train_dense", "experiment.exp_name='a b", "is invalid"),
         ("serve_vllm", "serve[0].engine=vllm", "as serve.0"),
         ("train_dense", "experiment=5", "must be a mapping"),

@@ -167,7 +167,7 @@ def test_figures_that_are_seen_are_those_of_the_result(opened: Open, runs: Runs)
 
 def test_a_table_is_sorted_with_the_keyboard_and_that_is_said(opened: Open) -> None:
     page = opened("dense").page
-    heading = page.locator("#trials th", has_text="step, s").first
+    heading = page.locator("#trials th", has_text="step s").first
     heading.get_by_role("button").focus()
 
     def column() -> list[float]:

@@ -15,11 +15,12 @@ import pytest
 from flagcore import api
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.progress import _improvement
 from flagcore.report.page.run import RunData
+from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 from tests.report.page.reading import read
 
+SPEED = "measured.tokens_per_second_per_device"
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
 
@@ -44,9 +45,7 @@ def test_uncertainty_is_told_from_the_least_round_to_the_largest(runs: Runs) -> 
     gains = made.result["gains"]
     assert len(gains) > 1
     text = made.page.facts("summary")["Uncertainty of the speedup"].text
-    assert text.startswith(f"{min(gains):+.1%} to {max(gains):+.1%}")
-    rounds = made.page.rows("summary", "Speedup over the baseline per round")
-    assert [row["speedup"].value for row in rounds] == gains
+    assert all(f"{gain:+.1%}" in text for gain in gains)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
@@ -82,18 +81,18 @@ def test_every_trial_is_in_the_table_with_its_figures(runs: Runs, kind: str) -> 
     rows = {int(row["trial"].value or 0): row for row in made.page.rows("trials", "All trials")}
     assert sorted(rows) == sorted(trial["number"] for trial in every)
     columns = {
-        "step, s": "measured.step_time_s.median",
-        "spread, s": "measured.step_time_s.spread",
-        "~step, s": "predicted.step_time_s.value",
-        "tokens/s/device": "measured.tokens_per_second_per_device",
-        "~tokens/s/device": "predicted.tokens_per_second_per_device.value",
-        "~in use, GiB": "predicted.memory.device_used_gib",
-        "p99 TTFT, s": "measured.figures.ttft_s.p99",
-        "p50 TPOT, s": "measured.figures.tpot_s.p50",
+        "step s": "measured.step_time_s.median",
+        "spread": "measured.step_time_s.spread",
+        "~step s": "predicted.step_time_s.value",
+        "~GiB": "predicted.memory.device_used_gib",
+        "TTFT p99 s": "measured.figures.ttft_s.p99",
+        "TPOT p50 s": "measured.figures.tpot_s.p50",
     }
     for trial in every:
         row = rows[trial["number"]]
         assert row["state"].text == trial["state"].replace("_", " ")
+        speed = "predicted.tokens_per_second_per_device.value" if trial["state"] == "predicted" else SPEED
+        columns |= {"tok/s/dev": speed}
         seen = [heading for heading in columns if heading in row]
         assert len(seen) >= 1
         assert all(row[heading].value == lookup(trial, columns[heading]) for heading in seen)

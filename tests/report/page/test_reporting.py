@@ -55,7 +55,7 @@ def test_what_is_predicted_otherwise_here_is_left_out_and_told(copied: Callable[
     result["best"]["predicted"]["memory"]["device_used_gib"] *= 1.01
     (folder / "result.json").write_text(json.dumps(result))
     page = read(api.report(folder))
-    assert "predicted otherwise than when the run was made" in page.section("summary").text
+    assert "differently than the run did" in page.section("summary").text
     assert "pipeline" not in page.sections
     assert page.rows("memory", "Fullest device")
 
@@ -64,7 +64,7 @@ def test_without_the_chips_plugin_the_rest_is_told(copied: Callable[[str], Path]
     folder = copied("dense")
     (folder / "insight.json").unlink()
     page = read(api.report(folder, without=["cpu"]))
-    assert "What result.json does not keep is left out" in page.section("summary").text
+    assert "Details of predictions are omitted" in page.section("summary").text
     assert page.facts("summary")["Speedup over the baseline"].value is not None
 
 

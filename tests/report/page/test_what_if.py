@@ -10,9 +10,8 @@ import pytest
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.problem import Problem
-from flagcore.report.page import what_if as what_if_module
-from flagcore.report.page.insight import insight
-from flagcore.report.page.what_if import what_if
+from flagcore.report.page import insight as what_if_module
+from flagcore.report.page.insight import insight, what_if
 from tests.cli.conftest import MODEL
 
 SPEC: dict[str, Any] = {

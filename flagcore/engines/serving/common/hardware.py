@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Task
@@ -65,14 +67,12 @@ class Hardware:
 
 def longest(loads: tuple[Load, ...]) -> int:
     """Return the tokens of the longest request, prompt and answer, without those of traces."""
-    return max((_longest(load) for load in loads), default=1)
-
-
-def _longest(load: Load) -> int:
-    spread = load.range_spread or 0.0
-    return load.prefix_len + sum(
-        length + math.ceil(round(length * spread, 6)) for length in (load.input_len, load.output_len)
-    )
+    found = [1]
+    for load in loads:
+        spread = load.range_spread or 0.0
+        drawn = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
+        found.append(load.prefix_len + sum(drawn))
+    return max(found)
 
 
 def most_in_flight(loads: tuple[Load, ...]) -> int:
@@ -91,3 +91,9 @@ TP, PP, DP, EP = (
 )
 """DP is attention data parallelism inside one instance, which has TP x PP x DP devices, whatever the engine's own flags
 count."""
+
+
+def count(values: Mapping[str, KnobValue], knob: str) -> int:
+    """Return the value of a knob that counts devices or groups of them; 1 if it is not set."""
+    value = values.get(knob)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1

@@ -14,7 +14,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.hardware import CORES, DP, INSTANCES, PP, SIZES, TP, Hardware
+from flagcore.engines.serving.common.hardware import CORES, DP, INSTANCES, PP, SIZES, TP, Hardware, count
 from flagcore.errors import SpecError
 
 MAX_PARTS = 16
@@ -27,15 +27,15 @@ def sizes(word: str) -> tuple[int, ...]:
     return tuple(sorted((int(part) for part in word.split("+")), reverse=True))
 
 
-def parse_sizes(given: object, key: str) -> str:
+def parse_sizes(value: object, key: str) -> str:
     """Return the value of `key` as a word, the largest instance first. Raises SpecError."""
     fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
-    if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
-        raise SpecError(key=key, value=given, problem="is not a valid value", fix=fix)
-    parts = sizes(given.replace(" ", ""))
+    if not isinstance(value, str) or not _WORD.fullmatch(value.replace(" ", "")):
+        raise SpecError(key=key, value=value, problem="is not a valid value", fix=fix)
+    parts = sizes(value.replace(" ", ""))
     if not parts[-1] or len(set(parts)) == 1:
         problem = "has an instance without devices" if not parts[-1] else "has equal instances"
-        raise SpecError(key=key, value=given, problem=problem, fix=fix)
+        raise SpecError(key=key, value=value, problem=problem, fix=fix)
     return "+".join(map(str, parts))
 
 
@@ -44,7 +44,7 @@ def words(task: Task) -> tuple[str, ...]:
     spec, hardware = task.spec, Hardware.of(task)
     flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in spec.serve.engine_args.items()}
     named = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}
-    found = [(given[SIZES], f"{where}.{SIZES}") for where, given in named.items() if SIZES in given]
+    found = [(values[SIZES], f"{where}.{SIZES}") for where, values in named.items() if SIZES in values]
     several = [(each, key) for value, key in found for each in (value if isinstance(value, tuple) else (value,))]
     asked = [parse_sizes(each, key) for each, key in several if each not in (None, "auto")]
     return tuple(dict.fromkeys((*_of(hardware.cards), *asked)))
@@ -55,7 +55,7 @@ def worth_trying(task: Task) -> tuple[KnobValue, ...]:
     if not is_rate(task.spec.objective):
         return (None,)
     cards = Hardware.of(task).cards
-    return (None, *(word for word in _of(cards) if sum(sizes(word)) == cards and _doubling(sizes(word))))
+    return (None, *(word for word in _of(cards) if sum(sizes(word)) == cards and _are_powers_of_two(sizes(word))))
 
 
 @lru_cache(maxsize=16)
@@ -77,7 +77,7 @@ def _of(cards: int) -> tuple[str, ...]:
     return tuple("+".join(str(part * unit) for part in parts) for parts in found)
 
 
-def _doubling(parts: tuple[int, ...]) -> bool:
+def _are_powers_of_two(parts: tuple[int, ...]) -> bool:
     return all(part & (part - 1) == 0 for part in parts)
 
 
@@ -147,17 +147,12 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
             {**values, SIZES: None, INSTANCES: len(widths), TP: 1 if hardware.on_cores else width} for width in widths
         ]
     else:
-        count = _size(values, INSTANCES)
-        ranks = _size(values, TP) * _size(values, PP) * _size(values, DP)
-        widths = (max(1, hardware.cards // count) if hardware.on_cores else ranks,) * count
-        each = [dict(values)] * count
+        number = count(values, INSTANCES)
+        ranks = count(values, TP) * count(values, PP) * count(values, DP)
+        widths = (max(1, hardware.cards // number) if hardware.on_cores else ranks,) * number
+        each = [dict(values)] * number
     firsts = np.cumsum([0, *widths])
     return tuple(Placement(own, int(first), width) for own, first, width in zip(each, firsts, widths, strict=False))
-
-
-def _size(values: Mapping[str, KnobValue], knob: str) -> int:
-    value = values.get(knob)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Prometheus text as engines print it at /metrics."""
+"""Reads what engines print: Prometheus text at /metrics, and log lines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+
+from flagcore.domain.candidate import KnobValue
 
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -47,10 +49,21 @@ def largest(log: str, patterns: Mapping[str, str], scale: float = 1.0) -> dict[s
     return found
 
 
+def settings(log: str, patterns: Mapping[str, Sequence[str]]) -> dict[str, KnobValue]:
+    """Return by knob what the group of the first pattern that matches finds first in a log."""
+    found: dict[str, KnobValue] = {}
+    for knob, several in patterns.items():
+        match = next((match for pattern in several if (match := re.search(pattern, log))), None)
+        if match:
+            text = match[1]
+            found[knob] = text == "True" if text in ("True", "False") else int(text) if text.isdigit() else text
+    return found
+
+
 def counters(fetch: Callable[[str], str], named: Mapping[str, str]) -> dict[str, float]:
     """Return figures of /metrics under our names; none where the server does not answer."""
     try:
-        known = samples(fetch("/metrics"))
+        found = samples(fetch("/metrics"))
     except OSError:
         return {}
-    return {ours: joined(ours, known[theirs]) for theirs, ours in named.items() if theirs in known}
+    return {ours: joined(ours, found[theirs]) for theirs, ours in named.items() if theirs in found}

@@ -17,22 +17,25 @@ from flagcore.errors import NoDevice, SpecError
 _FIRST_LINE = 512
 
 
+def bare(flag: str) -> str:
+    """Return a flag without leading dashes, words joined by dashes."""
+    return flag.lstrip("-").replace("_", "-")
+
+
 def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command of a spec, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
     command = spec.serve.command or default
     program = command[0]
-    where = Path(spec.serve.directory or ".", program) if os.sep in program else Path(program)
-    path = str(where) if os.sep in program else _beside_python(program) or shutil.which(program)
-    if path is None or not os.access(path, os.X_OK):
+    beside_python = os.path.dirname(sys.executable)
+    if os.sep in program:
+        path = shutil.which(os.path.join(spec.serve.directory or ".", program))
+    else:
+        path = shutil.which(program, path=beside_python) or shutil.which(program)
+    if path is None:
         raise NoDevice(
             f"{program}, which starts {spec.serve.engine}, is not installed; install it, or give a serve.command"
         )
     return (os.path.abspath(path), *command[1:])
-
-
-def _beside_python(program: str) -> str | None:
-    beside = Path(sys.executable).with_name(program)
-    return str(beside) if os.access(beside, os.X_OK) else None
 
 
 @lru_cache(maxsize=64)
@@ -81,17 +84,6 @@ def package_version(program: str, *names: str) -> str:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
             return str(distribution.version)
     return ""
-
-
-def version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
-    """Return the version of the spec, or of the first package installed for its program; empty if unknown."""
-    if spec.serve.engine_version:
-        return spec.serve.engine_version
-    try:
-        command = found(spec, default)
-    except NoDevice:
-        return ""
-    return package_version(command[0], *names)
 
 
 def check_version(spec: Spec, installed: str) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
-from flagcore.domain.space import Columns, IntArray, Merge, Rule
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest
+from flagcore.engines.serving.common.knobs import code
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule, ...]:
@@ -31,11 +36,10 @@ def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule,
     )
     others = (*((PP,) if pipeline else ()), *((DP, EP) if data else ()))
     unequal = heterogeneous.rules(task, others, heads=data)
-    more = (*_heads(task), *_experts(task)) if data else ()
-    return (cards, *((layers,) if pipeline else ()), *unequal, *more)
+    return (cards, *((layers,) if pipeline else ()), *unequal, *(_attention_and_experts(task) if data else ()))
 
 
-def _heads(task: Task) -> tuple[Rule, ...]:
+def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
     model = task.spec.model
     heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
     return (
@@ -43,25 +47,19 @@ def _heads(task: Task) -> tuple[Rule, ...]:
             name="attention_heads",
             knobs=(TP,),
             message=f"{TP} must divide num_attention_heads = {heads}",
-            broken=lambda c: (c[TP] > 0) & (heads % _positive(c[TP]) != 0),
+            broken=lambda c: (c[TP] > 0) & (heads % c[TP].clip(1) != 0),
         ),
         Rule(
             name="query_groups",
             knobs=(TP,),
             message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
-            broken=lambda c: (groups % _positive(c[TP]) != 0) & (c[TP] % groups != 0) & (not latent),
+            broken=lambda c: (groups % c[TP].clip(1) != 0) & (c[TP] % groups != 0) & (not latent),
         ),
-    )
-
-
-def _experts(task: Task) -> tuple[Rule, ...]:
-    experts = task.spec.model.num_moe_experts
-    return (
         Rule(
             name="experts_exist",
             knobs=(EP,),
             message=f"{EP} > 1 needs a model with experts",
-            broken=lambda c: (c[EP] > 1) & (experts is None),
+            broken=lambda c: (c[EP] > 1) & (model.num_moe_experts is None),
         ),
     )
 
@@ -77,14 +75,13 @@ def context_rule(task: Task, knob: str) -> Rule:
     )
 
 
-def same_as_unset(knob: str, code: int, why: str) -> Merge:
-    """Return the merge of a value that is the engine's own default with the knob not being set."""
+def same_as_unset(knobs: Sequence[Knob], defaults: Mapping[str, KnobValue]) -> list[Merge]:
+    """Return the merges of values that are the engine's own defaults with the knob not being set."""
 
-    def canonical(columns: Columns) -> dict[str, IntArray]:
-        return {knob: columns[knob] * (columns[knob] != code)}
+    def merge(knob: Knob) -> Merge:
+        name, default = knob.name, code(knob, defaults[knob.name])
+        return Merge(
+            name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
+        )
 
-    return Merge(name=f"{knob}_{why}", knobs=(knob,), canonical=canonical)
-
-
-def _positive(number: IntArray) -> IntArray:
-    return number.clip(1)
+    return [merge(knob) for knob in knobs if knob.name in defaults]

@@ -9,7 +9,7 @@ import os
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.knobs import bare
+from flagcore.engines.serving.common.program import bare
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.roofline import BYTES
 from flagcore.physics.transformer import attended, widths

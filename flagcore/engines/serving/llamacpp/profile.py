@@ -1,4 +1,7 @@
-"""llama.cpp: the user's own llama-server, or the server of the xllamacpp wheel behind the same flags."""
+"""llama.cpp: the user's own llama-server, or the server of the xllamacpp wheel behind the same flags.
+
+Rules: the server's README, and what the server of xllamacpp 2026.10.11549 did.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,46 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+
+import numpy as np
 
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.common import knobs, program
-from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP
-from flagcore.engines.serving.common.knobs import count
-from flagcore.engines.serving.engine import PORT, Engine, Server
-from flagcore.engines.serving.llamacpp.flags import FLAGS
+from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
+from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest
+from flagcore.engines.serving.common.knobs import code, or_default
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.engine import PORT, Engine, Fetch, Server
+from flagcore.engines.serving.llamacpp import flags
+from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
+    BATCH,
     BATCH_THREADS,
     CONTEXT,
     FLASH,
-    KNOBS,
     KV,
     LAYERS,
+    MAX_SLOTS,
     N_BATCH,
     N_UBATCH,
     PARALLEL,
+    SLOT_GRAIN,
     SPLIT,
     THREADS,
+    UBATCH,
     UNIFIED,
-    parse_args,
-    settings,
-    slot_context,
-    total_context,
 )
-from flagcore.engines.serving.llamacpp.rules import merges, rules
-from flagcore.engines.serving.model.work import Overheads
 from flagcore.errors import NoDevice, SpecError
 
 PACKAGE = "xllamacpp"
 RUNNER = "flagcore.engines.serving.llamacpp.server"
-
-OVERHEADS = Overheads(iteration=0.5e-3, sequence=50e-6, request=2e-3, attention=0.0, ffn=0.0, eager_kernels=14.0)
-"""Estimates: no points of llama.cpp are published in the form of the others."""
 
 
 def _ready(spec: Spec) -> None:
@@ -57,7 +57,7 @@ def _ready(spec: Spec) -> None:
         fix = "give the path of a GGUF file; examples/tiny_gguf.py makes a small one"
         problem = "is missing" if serve.weights is None else "is not a file"
         raise SpecError(key="serve.weights", value=serve.weights, problem=problem, fix=fix)
-    parse_args(spec)
+    own.parse_args(spec)
     if serve.command is not None:
         program.found(spec, serve.command)
     elif find_spec(PACKAGE) is None:
@@ -77,21 +77,21 @@ def version(spec: Spec) -> str:
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
     spec = task.spec
-    others = parse_args(spec).others
+    others = own.parse_args(spec).others
     embedded = spec.serve.command is None
     command = (sys.executable, "-m", RUNNER) if embedded else program.found(spec, spec.serve.command or ())
     argv = [*command, "--model", spec.serve.weights or "", "--host", "127.0.0.1", "--port", PORT, "--metrics"]
-    argv += knobs.arguments([knob for knob in KNOBS if knob.name not in _COMPOSED], values)
-    slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
-    if (slots or context) and not total_context(task):
-        argv += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
-    if values.get(KV) is not None:
-        argv += ["--cache-type-k", str(values[KV]), "--cache-type-v", str(values[KV])]
-    if values.get(UNIFIED) is not None:
-        argv += ["--kv-unified" if values[UNIFIED] == "on" else "--no-kv-unified"]
-    if values.get(SPLIT) is None and count(values, TP) > 1:
+    argv += knobs.arguments([knob for knob in own.KNOBS if knob.name != own.CONTEXT], values)
+    slots, context = _int(values.get(own.PARALLEL)), _int(values.get(own.CONTEXT))
+    if (slots or context) and not own.total_context(task):
+        argv += ["--ctx-size", str((slots or own.AUTO_SLOTS) * own.slot_context(task, context))]
+    if values.get(own.KV) is not None:
+        argv += ["--cache-type-k", str(values[own.KV]), "--cache-type-v", str(values[own.KV])]
+    if values.get(own.UNIFIED) is not None:
+        argv += ["--kv-unified" if values[own.UNIFIED] == "on" else "--no-kv-unified"]
+    if values.get(own.SPLIT) is None and count(values, TP) > 1:
         argv += ["--split-mode", "row"]
-    if values.get(THREADS) is None and cores and count(values, INSTANCES) > 1:
+    if values.get(own.THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
     if not others.keys() & {"cache-ram", "cram"}:
         argv += ["--cache-ram", "0"]  # prompts of a trial are new, so keeping them in the host's memory only costs
@@ -101,65 +101,44 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     return Server(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
-_COMPOSED = (CONTEXT, KV, UNIFIED)
-"""Knobs that are not a single flag."""
-
-
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
     """Return a flag of `engine_args` as words: true is a bare flag, false its opposite, unless it takes on and off."""
-    flag = next((each for each in FLAGS if any(name == spelt.lstrip("-") for spelt in each.names)), None)
-    dashes = "-" if flag is not None and f"-{name}" in flag.names else "--"
-    if isinstance(value, bool):
-        if flag is not None and (flag.kind == "on/off" or "on" in (flag.words or {})):
-            return (dashes + name, "on" if value else "off")
-        if value:
-            return (dashes + name,)
-        return (flag.off[-1],) if flag is not None and flag.off else (f"--no-{name}",)
-    return () if value is None else (dashes + name, str(value))
+    flag = flags.BY_NAME.get(name)
+    spelled = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
+    if value is None:
+        return ()
+    if not isinstance(value, bool):
+        return (spelled, str(value))
+    if flag and (flag.kind == "on/off" or "on" in flag.words):
+        return (spelled, "on" if value else "off")
+    if value:
+        return (spelled,)
+    return (flag.off[-1],) if flag and flag.off and name not in flag.off else (f"--no-{name}",)
 
 
 def _int(value: KnobValue) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-COUNTERS: Mapping[str, str] = {
-    "llamacpp:requests_deferred": "requests_waiting",
-    "llamacpp:requests_processing": "requests_running",
-    "llamacpp:n_busy_slots_per_decode": "sequences_per_iteration",
-    "llamacpp:n_decode_total": "iterations",
-    "llamacpp:prompt_tokens_total": "prompt_tokens",
-    "llamacpp:prompt_tokens_cached_total": "prompt_tokens_cached",
-    "llamacpp:tokens_predicted_total": "output_tokens",
-}
-
-_CONTEXT_LINE = re.compile(r"llama_context: (n_batch|n_ubatch|flash_attn|kv_unified)\s*= (\S+)")
-_THREADS_LINE = re.compile(r"system_info: n_threads = (\d+)(?: \(n_threads_batch = (\d+)\))?")
 _CACHE_LINE = re.compile(r"llama_kv_cache: size = .* K \((\w+)\):.* V \((\w+)\):")
 _OFFLOADED_LINE = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
-_SLOTS_LINE = re.compile(r"kv_unified = '(true|false)'")
 
 
-def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
+def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return the values in /props and the log, without the later lines of a draft model."""
     props = json.loads(fetch("/props"))
-    found: dict[str, KnobValue] = {PARALLEL: int(props["total_slots"])}
-    lines = dict(reversed(_CONTEXT_LINE.findall(log)))
-    if "n_batch" in lines:
-        found |= {N_BATCH: int(lines["n_batch"]), N_UBATCH: int(lines["n_ubatch"])}
-    if "flash_attn" in lines:
-        found[FLASH] = {"enabled": "on", "disabled": "off"}.get(lines["flash_attn"], lines["flash_attn"])
+    found = {own.PARALLEL: int(props["total_slots"])} | metrics.settings(log, own.FILE.settings)
+    words = {"enabled": "on", "disabled": "off", "true": "on", "false": "off"}
+    for knob in (own.FLASH, own.UNIFIED):
+        if knob in found:
+            found[knob] = words.get(str(found[knob]), found[knob])
+    if found.get(own.UNIFIED) != "on":
+        found[own.CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
     if cache := _CACHE_LINE.search(log):
-        found[KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
-    if threads := _THREADS_LINE.search(log):
-        found |= {THREADS: int(threads[1]), BATCH_THREADS: int(threads[2] or threads[1])}
-    unified = _SLOTS_LINE.search(log)
-    if unified:
-        found[UNIFIED] = "on" if unified[1] == "true" else "off"
-    if unified is None or unified[1] == "false":
-        found[CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
+        found[own.KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
     offloaded = _OFFLOADED_LINE.search(log)
     if offloaded and offloaded[1] != offloaded[2]:  # any larger number means all
-        found[LAYERS] = int(offloaded[1])
+        found[own.LAYERS] = int(offloaded[1])
     return found
 
 
@@ -173,61 +152,151 @@ def memory(log: str) -> dict[str, float]:
     buffers: dict[tuple[str, str], float] = {}
     for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
         buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024
-    found = {
-        _KINDS[kind]: max(size for (other, _), size in buffers.items() if other == kind) for kind, _ in sorted(buffers)
-    }
-    cells = [int(count) * int(streams) for count, streams in _CELLS_LINE.findall(log)]
-    return found | ({"kv_cache_tokens": float(max(cells))} if cells else {})
+    found: dict[str, float] = {}
+    for (kind, _), gib in buffers.items():
+        found[_KINDS[kind]] = max(gib, found.get(_KINDS[kind], 0.0))
+    if cells := [float(size) * float(streams) for size, streams in _CELLS_LINE.findall(log)]:
+        found["kv_cache_tokens"] = max(cells)
+    return found
 
 
-FAILURES = (
-    FailurePattern(
-        pattern=r"(cudaMalloc failed|hipMalloc failed): out of memory|insufficient memory \(attempted to allocate|"
-        r"failed to allocate (\w+ )?buffer|unable to allocate \w+ buffer|failed to allocate buffer for kv cache|"
-        r"ErrorOutOfDeviceMemory",
-        state=TrialState.OUT_OF_MEMORY,
-        advice="fewer slots, a shorter context_len or a smaller kv_cache_type takes less",
-    ),
-    FailurePattern(
-        pattern=r"quantized V cache requires flash_attn|V cache quantization requires flash_attn",
-        state=TrialState.INVALID,
-    ),
-    FailurePattern(pattern=r"n_seq_max must be <=", state=TrialState.INVALID),
-    FailurePattern(pattern=r"GGML_ASSERT\(", state=TrialState.INVALID, advice="llama.cpp does not take these values"),
-    FailurePattern(
-        pattern=r"error: (invalid argument|unrecognized arguments|argument )|expected value for argument",
-        state=TrialState.INVALID,
-    ),
-    FailurePattern(
-        pattern=r"unknown model architecture|failed to open GGUF file|invalid magic|missing tensor|"
-        r"wrong number of tensors|tensor '.*' data is not within the file bounds",
-        state=TrialState.INVALID,
-        advice="llama.cpp cannot read these weights",
-    ),
-    FailurePattern(pattern=r"couldn't bind HTTP server socket", state=TrialState.FAILED, advice="the port was in use"),
-    FailurePattern(pattern=r"\bE (llama|ggml|gguf|srv|cmn)\w*\b.*|^error: ", state=TrialState.FAILED),
-)
-"""The first match counts: the last lines of a log only report that the model did not load."""
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return what is illegal, with the log lines of the wheel as sources."""
+    hardware, total = Hardware.of(task), own.total_context(task)
+    plain = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
+    none, layer, *by_rows = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
+    off = code(own.BY_NAME[FLASH], "off")
+    return (
+        *split_rules(task, data=False),
+        Rule(
+            name="cores_are_not_split",
+            knobs=(TP, PP),
+            message=f"{TP} and {PP} are 1 where devices are cores: threads share the work there",
+            broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & hardware.on_cores,
+        ),
+        Rule(
+            name="one_split",
+            knobs=(TP, PP),
+            message=f"llama.cpp splits by rows ({TP}) or by layers ({PP}), not both",
+            broken=lambda c: (c[TP] > 1) & (c[PP] > 1),
+        ),
+        Rule(
+            name="split_mode",
+            knobs=(TP, PP, SPLIT),
+            message=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
+            broken=lambda c: (
+                (np.isin(c[SPLIT], by_rows) & ((c[TP] == 1) | (c[PP] > 1)))
+                | ((c[SPLIT] == layer) & ((c[PP] == 1) | (c[TP] > 1)))
+                | ((c[SPLIT] == none) & ((c[TP] > 1) | (c[PP] > 1)))
+            ),
+        ),
+        Rule(
+            name="sizes_by_rows",
+            knobs=(SPLIT, SIZES),
+            message=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
+            broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
+        ),
+        Rule(
+            name="most_slots",
+            knobs=(PARALLEL,),
+            message=f"{PARALLEL} must not exceed {MAX_SLOTS}",
+            broken=lambda c: c[PARALLEL] > MAX_SLOTS,
+        ),
+        Rule(
+            name="batch_holds_slots",
+            knobs=(PARALLEL, N_BATCH),
+            message=f"{N_BATCH} must not be below {PARALLEL}, or llama.cpp aborts",
+            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
+        ),
+        Rule(
+            name="ubatch_in_batch",
+            knobs=(N_BATCH, N_UBATCH),
+            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH}), to which llama.cpp lowers it",
+            broken=lambda c: c[N_UBATCH] > or_default(c[N_BATCH], BATCH),
+        ),
+        Rule(
+            name="quantized_cache",
+            knobs=(FLASH, KV),
+            message=f"a quantized {KV} needs flash_attention",
+            broken=lambda c: (c[FLASH] == off) & ~np.isin(c[KV], plain),
+        ),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, THREADS, BATCH_THREADS),
+            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: (
+                (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > hardware.cards) & hardware.on_cores
+            ),
+        ),
+        context_rule(task, CONTEXT),
+        Rule(
+            name="context_grain",
+            knobs=(CONTEXT,),
+            message=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
+            broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+        ),
+        *((_slot_context(task, total),) if total else ()),
+    )
+
+
+def _slot_context(task: Task, total: int) -> Rule:
+    need = longest(task.spec.serve.loads)
+    return Rule(
+        name="slot_context",
+        knobs=(PARALLEL, UNIFIED),
+        message=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
+        broken=lambda c: own.slot_share(c, total) < need,
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return knobs without effect, and values that are llama.cpp's defaults."""
+    hardware = Hardware.of(task)
+    whole = [code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row")]
+
+    def batches(c: Columns) -> Columns:
+        default = np.minimum(UBATCH, or_default(c[N_BATCH], BATCH))
+        return {N_UBATCH: np.where(c[N_UBATCH] == default, 0, c[N_UBATCH])}
+
+    on_cores = Merge(
+        name="nothing_to_offload", knobs=(LAYERS,), canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)}
+    )
+    return (
+        *heterogeneous.merges(*((THREADS, BATCH_THREADS) if hardware.on_cores else ())),
+        Merge(
+            name="batch_threads_as_threads",
+            knobs=(THREADS, BATCH_THREADS),
+            canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
+        ),
+        *same_as_unset(own.KNOBS, {N_BATCH: BATCH, FLASH: "auto", KV: "f16"}),
+        Merge(
+            name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
+            knobs=(SPLIT,),
+            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], whole), 0, c[SPLIT])},
+        ),
+        Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
+        *((on_cores,) if hardware.on_cores else ()),
+    )
 
 
 ENGINE = Engine(
     name="llamacpp",
     title="llama.cpp",
     modules={PACKAGE: PACKAGE},
-    knobs=KNOBS,
-    parse_args=parse_args,
+    knobs=own.KNOBS,
+    parse_args=own.parse_args,
     ready=_ready,
     version=version,
     rules=rules,
     merges=merges,
-    settings=settings,
+    settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=COUNTERS,
-    failures=FAILURES,
+    counters=own.FILE.counters,
+    failures=own.FILE.failures,
     split_by=PP,
-    overheads=(((0, 0), OVERHEADS),),
+    overheads=own.FILE.overheads,
     host_times=(1.9e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
 )
 WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

@@ -8,6 +8,7 @@ Only started, never imported by the rest.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import threading
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
             if flag.off:
                 parser.add_argument(*flag.off, action="store_const", const=False, dest=flag.field)
         else:
-            choices = flag.words or (("on", "off") if flag.kind == "on/off" else None)
+            choices = flag.words or (["on", "off"] if flag.kind == "on/off" else None)
             kind = _layers if flag.field.endswith("n_gpu_layers") else {"int": int, "float": float}.get(flag.kind, str)
             parser.add_argument(*flag.names, type=kind, choices=choices, **options)
     return parser
@@ -85,9 +86,14 @@ def _params(wheel: Any, given: argparse.Namespace) -> Any:
     return params
 
 
+MEMBERS = {"on": "enabled", "off": "disabled", "dio": "direct_io"}
+"""The last part of a member of an enum, where it is not the word itself."""
+
+
 def _value(wheel: Any, flag: Flag, value: Any) -> Any:
-    if flag.words is not None:
-        member = getattr(getattr(wheel, flag.kind), flag.words[value])
+    if flag.words:
+        word = re.sub(r"\W", "_", MEMBERS.get(value, value))
+        member = getattr(getattr(wheel, flag.kind), f"{flag.kind}_{word}".upper())
         return [member] if flag.field == "speculative.types" else member
     if flag.kind == "on/off":
         return value == "on"

@@ -1,149 +1,163 @@
-"""LMDeploy, by its own program `lmdeploy serve api_server`: release 0.18, from its documentation and source.
+"""LMDeploy, by its own program `lmdeploy serve api_server`: release 0.18. No server was run.
 
-Log lines: lmdeploy 0.18.0 `metrics/loggers.py`, `turbomind/turbomind.py`, `pytorch/config.py` (CacheConfig),
-`pytorch/engine/executor/base.py`, `src/turbomind/turbomind.cc`, `src/turbomind/engine/engine.cc`. No server was run.
+Rules: lmdeploy 0.18.0 `messages.py` (both configs), `turbomind/parallel_config.py`, `cli/serve.py` (dp of the PyTorch
+engine), `cli/utils.py` (block sizes, powers of two), `docs/en/quantization/kv_quant.md`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+
+import numpy as np
 
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.launch import FailurePattern
-from flagcore.domain.spec import Spec, Task
-from flagcore.domain.trial import TrialState
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
+from flagcore.domain.spec import Task
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.common import engine_args, knobs, metrics, program
-from flagcore.engines.serving.common.hardware import DP, EP, TP
-from flagcore.engines.serving.common.knobs import count
-from flagcore.engines.serving.common.weights import check_directory
-from flagcore.engines.serving.engine import PORT, Engine, Server
-from flagcore.engines.serving.lmdeploy.knobs import (
-    BACKEND,
-    BATCH,
-    BLOCK,
-    CACHE,
-    CONTEXT,
-    KNOBS,
-    PACKAGE,
-    PREFILL,
-    PREFIX,
-    PROGRAM,
-    parse_args,
-    settings,
-)
-from flagcore.engines.serving.lmdeploy.rules import merges, rules
+from flagcore.engines.serving.common import heterogeneous, knobs, metrics
+from flagcore.engines.serving.common.command_line import written
+from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, count
+from flagcore.engines.serving.common.knobs import code
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.engine import PORT, Engine, Fetch, Server
+from flagcore.engines.serving.lmdeploy import knobs as own
+from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
 from flagcore.engines.serving.load.result import GENERATE
-
-
-def _ready(spec: Spec) -> None:
-    check_directory(spec)
-    command = program.found(spec, PROGRAM)
-    program.check_version(spec, program.package_version(command[0], PACKAGE))
-    parse_args(spec)
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
     spec, data = task.spec, count(values, DP)
     if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
         values = {**values, TP: count(values, TP) * data}
-    argv = [*program.found(spec, PROGRAM), spec.serve.weights or ""]
+    argv = [*own.COMMAND_LINE.command(spec), spec.serve.weights or ""]
     argv += ["--server-name", "127.0.0.1", "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
-    argv += knobs.arguments(KNOBS, values)
-    argv += engine_args.written(parse_args(spec).others, negated=False)
+    argv += knobs.arguments(own.KNOBS, values)
+    argv += written(own.COMMAND_LINE.parse(spec).others, negated=False)
     return Server(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
 
 
-_TURBOMIND = re.compile(r"turbomind engine config:\s+(dtype=.*)")
-_PYTORCH = re.compile(r"Building CacheEngine with config:\s+(CacheConfig\(.*)")
-_TURBOMIND_FIELDS = {"session_len": CONTEXT, "max_batch_size": BATCH, "tp": TP, "dp": DP, "ep": EP}
-_PYTORCH_FIELDS = {
-    "max_batches": BATCH,
-    "block_size": BLOCK,
-    "cache_max_entry_count": CACHE,
-    "max_prefill_token_num": PREFILL,
-    "enable_prefix_caching": PREFIX,
-}
-
-COUNTERS: Mapping[str, str] = {
-    "lmdeploy:num_requests_waiting": "requests_waiting",
-    "lmdeploy:num_requests_running": "requests_running",
-    "lmdeploy:gpu_cache_usage_perc": "cache_usage",
-    "lmdeploy:prefix_cache_hit_rate": "cache_hit_rate",
-    "lmdeploy:iteration_tokens_total_count": "iterations",
-    "lmdeploy:iteration_tokens_total_sum": "iteration_tokens",
-    "lmdeploy:prompt_tokens_total": "prompt_tokens",
-    "lmdeploy:generation_tokens_total": "output_tokens",
-}
-
-
-def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
+def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return what the log reports of the engine that was chosen."""
-    for backend, line, fields in (
-        ("pytorch", _PYTORCH.search(log), _PYTORCH_FIELDS),
-        ("turbomind", _TURBOMIND.search(log), _TURBOMIND_FIELDS),
-    ):
-        if line:
-            values = dict(re.findall(r"\b(\w+)=([\w.]+)", line[1]))
-            found = {knob: _value(values[name]) for name, knob in fields.items() if values.get(name, "None") != "None"}
-            return {BACKEND: backend, **found}
+    for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
+        if line in log:
+            return {own.BACKEND: backend, **metrics.settings(log, own.FILE.settings)}
     return {}
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return the size of the cache."""
-    if line := _PYTORCH.search(log):
-        values = dict(re.findall(r"\b(num_gpu_blocks|block_size)=(\d+)", line[1]))
-        return {"kv_cache_tokens": float(values["num_gpu_blocks"]) * float(values["block_size"])} if values else {}
+    """Return the size of the cache, which TurboMind logs in MB and the PyTorch engine in blocks."""
+    if blocks := re.search(r"CacheConfig\(.*\bblock_size=(\d+).*\bnum_gpu_blocks=(\d+)", log):
+        return {"kv_cache_tokens": float(blocks[1]) * float(blocks[2])}
     return metrics.largest(log, {"kv_cache_gib": r"Object cache budget: ([\d.]+) MB"}, 1 / 1024)
 
 
-def _value(text: str) -> KnobValue:
-    if text in ("True", "False"):
-        return text == "True"
-    return int(text) if text.isdigit() else text
+WHOLE = 1000
+"""The code of a share of 1."""
 
 
-FAILURES = (
-    FailurePattern(
-        pattern=r"torch\.OutOfMemoryError|CUDA out of memory|cudaErrorMemoryAllocation|No enough gpu memory|"
-        r"cache out of memory, no request can be admitted",
-        state=TrialState.OUT_OF_MEMORY,
-        advice="more devices, a smaller cache_max_entry_count, max_batch_size or max_prefill_token_num leaves room",
-    ),
-    FailurePattern(
-        pattern=r"error: (unrecognized arguments|argument |the following arguments are required)",
-        state=TrialState.INVALID,
-    ),
-    FailurePattern(
-        pattern=r"no valid parallel config|invalid (quant_policy|tp|dp|ep|cache_max_entry_count|max_prefill_token_num)|"
-        r"kernel_block_size must be|block_size must be|kv cache quantization only works|Check failed:",
-        state=TrialState.INVALID,
-    ),
-    FailurePattern(pattern=r"turbomind does not support", state=TrialState.INVALID, advice="use backend pytorch"),
-    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was in use"),
-    FailurePattern(pattern=r"^([A-Za-z_][\w.]*)?(Error|Exception)\b: ", state=TrialState.FAILED),
-)
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return what is illegal."""
+    experts = task.spec.model.num_moe_experts or 1
+    on_cores = Hardware.of(task).on_cores
+    pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
+    return (
+        *split_rules(task, data=True, pipeline=False),
+        Rule(
+            name="no_cores",
+            knobs=(BACKEND,),
+            message="LMDeploy does not run on CPU cores",
+            broken=lambda c: np.full(c[BACKEND].shape, on_cores),
+        ),
+        Rule(
+            name="tensor_power_of_two",
+            knobs=(TP,),
+            message=f"{TP} must be a power of two",
+            broken=lambda c: c[TP] & (c[TP] - 1) != 0,
+        ),
+        Rule(
+            name="pytorch_parallel",
+            knobs=(BACKEND, DP, EP),
+            message=f"{DP} and {EP} must be 1 with backend pytorch, which starts one server a rank for them",
+            broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[DP] > 1) | (c[EP] > 1)),
+        ),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            message=f"{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
+            broken=lambda c: (c[EP] > 1) & _uneven(c, experts),
+        ),
+        Rule(
+            name="cache_share", knobs=(CACHE,), message=f"{CACHE} must be below 1", broken=lambda c: c[CACHE] == WHOLE
+        ),
+        Rule(
+            name="cache_type",
+            knobs=(BACKEND, KV),
+            message=f"{KV} fp8 and fp8_e5m2 need backend pytorch, and so does turbo_quant",
+            broken=lambda c: (c[BACKEND] != PYTORCH) & np.isin(c[KV], pytorch_only),
+        ),
+        Rule(
+            name="block_size",
+            knobs=(BACKEND, BLOCK),
+            message=f"{BLOCK} must be a multiple of 32 with TurboMind, and a power of two from 16 with PyTorch",
+            broken=lambda c: (
+                (c[BLOCK] > 0)
+                & np.where(
+                    c[BACKEND] == PYTORCH, (c[BLOCK] < 16) | (c[BLOCK] & (c[BLOCK] - 1) != 0), c[BLOCK] % 32 != 0
+                )
+            ),
+        ),
+        Rule(
+            name="turbomind_only",
+            knobs=(BACKEND, PER_ITERATION, ITERATIONS),
+            message=f"{PER_ITERATION} and {ITERATIONS} are options of TurboMind",
+            broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[PER_ITERATION] > 0) | (c[ITERATIONS] > 0)),
+        ),
+        Rule(
+            name="pytorch_only",
+            knobs=(BACKEND, EAGER),
+            message=f"{EAGER} is an option of the PyTorch engine",
+            broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
+        ),
+        context_rule(task, own.CONTEXT),
+    )
+
+
+def _uneven(c: Columns, experts: int) -> BoolArray:
+    """Return where experts are not shared evenly (the constraints of `turbomind/parallel_config.py`)."""
+    shares = c[EP].clip(1)
+    uneven: BoolArray = (shares % c[DP].clip(1) != 0) | ((c[TP] * c[DP]) % shares != 0) | (experts % shares != 0)
+    return uneven
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return values that are LMDeploy's defaults."""
+    return (
+        *heterogeneous.merges(),
+        *same_as_unset(
+            own.KNOBS,
+            {BACKEND: "turbomind", BLOCK: own.DEFAULT_BLOCK, own.PREFILL: own.DEFAULT_PREFILL, KV: "none"},
+        ),
+    )
 
 
 ENGINE = Engine(
     name="lmdeploy",
     title="LMDeploy",
-    modules={PACKAGE: "lmdeploy>=0.18,<0.19"},
-    knobs=KNOBS,
-    parse_args=parse_args,
-    ready=_ready,
-    version=lambda spec: program.version(spec, PROGRAM, PACKAGE),
+    modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
+    knobs=own.KNOBS,
+    parse_args=own.COMMAND_LINE.parse,
+    ready=own.COMMAND_LINE.ready,
+    version=own.COMMAND_LINE.version,
     rules=rules,
     merges=merges,
-    settings=settings,
+    settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=COUNTERS,
-    failures=FAILURES,
+    counters=own.FILE.counters,
+    failures=own.FILE.failures,
     api=GENERATE,  # its completions take text only
     untested="written from its documentation, no trial has run; times are those of its kernels alone",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -38,9 +37,7 @@ def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, 
     for name in LATENCIES:
         values = _values(answers, name)
         if values.size:
-            p50, p90, p99 = np.percentile(values, (50, 90, 99))
-            statistics = {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
-            figures |= {f"{name}.{statistic}": value for statistic, value in statistics.items()}
+            figures |= {f"{name}.{statistic}": value for statistic, value in statistics_of(values).items()}
     steady = steady_rate(answers, concurrency) if concurrency else None
     return figures if steady is None else figures | {"steady_output_tokens_per_s": steady}
 
@@ -84,15 +81,26 @@ def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
     that statistic of its own gaps. One token has no TPOT and no ITL, and keeps any limit on them; a rate bounds no
     request.
     """
-    widest: dict[str, float] = {}
-    for figure, limit in slo.items():
-        name = figure.partition(".")[0]
-        if name in _OF_REQUEST:
-            widest[name] = max(limit, widest.get(name, -math.inf))
+    widest = {name: limit for name, limit in widest_limits(slo).items() if name in _OF_REQUEST}
     gaps = {figure: limit for figure, limit in slo.items() if figure.partition(".")[0] == "itl_s"}
     if not result.requests:
         return 0.0
     return sum(_is_good(answer, widest, gaps) for answer in result.requests) / result.duration_s
+
+
+def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:
+    """Return the limit of each latency of one request: the widest of those on its statistics."""
+    widest: dict[str, float] = {}
+    for figure, limit in slo.items():
+        name = figure.partition(".")[0]
+        widest[name] = max(limit, widest.get(name, limit))
+    return widest
+
+
+def statistics_of(values: FloatArray) -> dict[str, float]:
+    """Return the mean and percentiles of a latency."""
+    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
 
 
 def _values(answers: Sequence[Answer], latency: str) -> FloatArray:

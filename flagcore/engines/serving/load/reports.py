@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore.domain.serving import LATENCIES, STATISTICS
 from flagcore.errors import UsageError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
@@ -78,64 +79,43 @@ def _bench(data: Mapping[str, Any], *, e2e: str, total: str) -> dict[str, float]
     """Read what vLLM's and SGLang's clients write: milliseconds, under nearly the same names."""
     failed = data.get("failed") or sum(1 for error in data.get("errors") or () if error)
     _none_failed(failed, data.get("completed"))
-    figures = {
-        "output_tokens_per_s": data.get("output_throughput"),
-        "total_tokens_per_s": data.get(total),
-        "requests_per_s": data.get("request_throughput"),
-    }
-    for ours, theirs in (("ttft_s", "ttft"), ("tpot_s", "tpot"), ("itl_s", "itl"), ("e2e_s", e2e)):
-        for statistic in ("mean", "p50", "p90", "p99"):
-            names = [f"{statistic}_{theirs}_ms", f"median_{theirs}_ms" if statistic == "p50" else ""]
-            figures[f"{ours}.{statistic}"] = next((data[name] * 1e-3 for name in names if name in data), None)
-    return _numbers(figures)
+    latencies = {}
+    for ours, theirs in zip(LATENCIES, ("ttft", "tpot", "itl", e2e), strict=True):
+        summary = {statistic: data.get(f"{statistic}_{theirs}_ms") for statistic in STATISTICS}
+        latencies[ours] = {"p50": data.get(f"median_{theirs}_ms"), **_present(summary)}, 1e-3
+    return _named([data.get("output_throughput"), data.get(total), data.get("request_throughput")], latencies)
 
 
 def _guidellm(data: Mapping[str, Any]) -> dict[str, float]:
     metrics = data["metrics"]
     totals = metrics["request_totals"]
     _none_failed(totals.get("errored"), totals.get("successful"))
-    figures = {
-        ours: metrics[theirs]["successful"]["mean"]
-        for ours, theirs in zip(
-            RATES, ("output_tokens_per_second", "tokens_per_second", "requests_per_second"), strict=True
-        )
-    }
-    latencies = (
+    rates = ("output_tokens_per_second", "tokens_per_second", "requests_per_second")
+    latencies = {}
+    for ours, theirs, unit in (
         ("ttft_s", "time_to_first_token_ms", 1e-3),
         ("tpot_s", "inter_token_latency_ms", 1e-3),
         ("e2e_s", "request_latency", 1.0),
-    )
-    for ours, theirs, unit in latencies:
+    ):
         summary = (metrics.get(theirs) or {}).get("successful")
         if summary and summary.get("count", 1):
-            values = {"mean": summary["mean"], **summary["percentiles"]}
-            figures |= {f"{ours}.{name}": values[name] * unit for name in ("mean", "p50", "p90", "p99")}
-    return _numbers(figures)
+            latencies[ours] = {"mean": summary["mean"], **summary["percentiles"]}, unit
+    return _named([metrics[name]["successful"]["mean"] for name in rates], latencies)
 
 
 def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
     if data.get("was_cancelled") or data.get("is_complete") is False:
         raise ReportError(f"the run did not end: {data.get('incomplete_reason') or 'it was cancelled'}")
     _none_failed((data.get("error_request_count") or {}).get("avg"), (data.get("request_count") or {}).get("avg"))
-    theirs = ("output_token_throughput", "total_token_throughput", "request_throughput")
-    figures = {ours: (data.get(name) or {}).get("avg") for ours, name in zip(RATES, theirs, strict=True)}
-    latencies = (
-        ("ttft_s", "time_to_first_token"),
-        ("tpot_s", "inter_token_latency"),
-        ("itl_s", "inter_chunk_latency"),
-        ("e2e_s", "request_latency"),
-    )
-    for ours, name in latencies:
-        found = data.get(name)
-        if not found:
-            continue
-        if found["unit"] not in _SECONDS:
-            raise ReportError(f"{name} is in {found['unit']!r}, which is an unknown unit of time")
-        unit = _SECONDS[found["unit"]]
-        for statistic, key in (("mean", "avg"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99")):
-            value = found.get(key)
-            figures[f"{ours}.{statistic}"] = None if value is None else value * unit
-    return _numbers(figures)
+    rates = ("output_token_throughput", "total_token_throughput", "request_throughput")
+    theirs = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency", "request_latency")
+    latencies = {}
+    for ours, name in zip(LATENCIES, theirs, strict=True):
+        if summary := data.get(name):
+            if summary["unit"] not in _SECONDS:
+                raise ReportError(f"{name} is in {summary['unit']!r}, which is an unknown unit of time")
+            latencies[ours] = {**summary, "mean": summary.get("avg")}, _SECONDS[summary["unit"]]
+    return _named([(data.get(name) or {}).get("avg") for name in rates], latencies)
 
 
 def _none_failed(failed: Any, completed: Any) -> None:
@@ -145,9 +125,19 @@ def _none_failed(failed: Any, completed: Any) -> None:
         raise ReportError("no request was completed")
 
 
-def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures that there are. Raises ReportError for one that is not finite, or a rate of 0."""
-    found = {name: float(value) for name, value in figures.items() if value is not None}
+def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _named(rates: Sequence[Any], latencies: Mapping[str, tuple[Mapping[str, Any], float]]) -> dict[str, float]:
+    """Return the figures that there are: rates, and latencies by statistic with their unit in seconds.
+
+    Raises ReportError for one that is not finite, or a rate of 0.
+    """
+    found = {name: float(rate) for name, rate in _present(dict(zip(RATES, rates, strict=True))).items()}
+    for name, (summary, unit) in latencies.items():
+        statistics = {statistic: summary.get(statistic) for statistic in STATISTICS}
+        found |= {f"{name}.{statistic}": value * unit for statistic, value in _present(statistics).items()}
     for name, value in found.items():
         if not math.isfinite(value) or value < 0 or (name in RATES and value == 0):
             raise ReportError(f"{name} is {value}")

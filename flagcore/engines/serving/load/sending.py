@@ -7,11 +7,11 @@ import gc
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
 from flagcore.domain.serving import Load
@@ -19,7 +19,8 @@ from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
 from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
-from flagcore.engines.serving.load.traffic import body, in_flight, prompts, traffic, warmup_prompts
+from flagcore.engines.serving.load.traces import Traffic
+from flagcore.engines.serving.load.traffic import body, in_flight, prompts, traffic, warm_up
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,8 +31,6 @@ LATE_S = 0.1
 GRACE_S = 0.5
 """Seconds after the first failure in which other failures are reported, too."""
 
-Progress = Callable[[int, int], None]
-
 
 def measure(
     targets: Sequence[Target],
@@ -41,37 +40,36 @@ def measure(
     vocab_size: int,
     seed: int,
     timeout_s: float,
-    on_progress: Progress | None = None,
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return what was measured.
 
     `load.warmup` requests go first and do not count. `seed` is that of the repeat: it changes prompts, but not lengths
-    or arrivals. The load ends after `timeout_s`, or when a request fails. `on_progress` gets the answered and all
-    requests. Raises SpecError for a load that cannot be sent. Must not be called inside an event loop.
+    or arrivals. The load ends after `timeout_s`, or when a request fails. Raises SpecError for a load that
+    cannot be sent. Must not be called inside an event loop.
     """
     load, path = in_flight(load), targets[0].path
     asked = traffic(load)
-    fresh = (load.seed, seed)
-    texts = prompts(asked, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
-    warm = warmup_prompts(asked, load.warmup, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
+    first = warm_up(asked, load.warmup)
+    draw = partial(prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=(load.seed, seed))
+    main = _requests(model, path, asked, draw(asked))
+    warm = _requests(model, path, first, draw(first, warm_up=True))
     deadline = time.perf_counter() + timeout_s
-    _allow_connections(max(len(texts), len(warm)) if load.concurrency is None else load.concurrency)
+    _allow_connections(max(len(main), len(warm)) if load.concurrency is None else load.concurrency)
 
     async def run() -> LoadResult:
         from flagcore.engines.serving.load.client import session
 
         async with session() as http:
             if warm:
-                first = _Run(http, targets, _requests(model, path, warm, np.resize(asked.output_len, len(warm)), None))
-                await first.send(load.concurrency or len(warm), deadline)
-                if first.problems:
-                    return first.result(load.concurrency, asked.notes, None)
-            arrive = None if asked.arrive_s is None else asked.arrive_s.tolist()
-            main = _Run(http, targets, _requests(model, path, texts, asked.output_len, arrive), on_progress)
+                sent = _Run(http, targets, warm)
+                await sent.send(load.concurrency or len(warm), deadline)
+                if sent.problems:
+                    return sent.result(load.concurrency, asked.notes, None)
+            sent = _Run(http, targets, main)
             gc.collect()
             meter = Meter()
-            await main.send(load.concurrency, deadline)
-            return main.result(load.concurrency, asked.notes, meter)
+            await sent.send(load.concurrency, deadline)
+            return sent.result(load.concurrency, asked.notes, meter)
 
     return asyncio.run(run())
 
@@ -87,40 +85,33 @@ class _Request:
 class _Run:
     """The requests of one load."""
 
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        targets: Sequence[Target],
-        requests: Sequence[_Request],
-        on_progress: Progress | None = None,
-    ) -> None:
-        self._http, self._requests, self._on_progress = http, requests, on_progress
+    def __init__(self, http: aiohttp.ClientSession, targets: Sequence[Target], requests: Sequence[_Request]) -> None:
+        self._http, self._requests = http, requests
         self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
-        self._failed = asyncio.Event()
+        self._failed = False
         self._began = self._late_s = 0.0
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float) -> None:
         """Send all requests; return when all are answered, one failed, or the time is over."""
         self._began = time.perf_counter()
-        tasks = {asyncio.create_task(work) for work in self._work(concurrency)}
-        failed = asyncio.create_task(self._failed.wait())
-        waiting: set[asyncio.Task[Any]] = {asyncio.create_task(_all(tasks)), failed}
+        tasks = [asyncio.create_task(work) for work in self._work(concurrency)]
         left = max(0.0, deadline - self._began)
-        done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if failed in done:
-            await asyncio.wait(tasks, timeout=GRACE_S)
-        elif not done:
+        _, waiting = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        if self._failed and waiting:
+            await asyncio.wait(waiting, timeout=GRACE_S)
+        elif waiting:
             unanswered = len(self._requests) - len(self._answers)
             self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.1f} s"] += unanswered
-        for task in (*tasks, *waiting):
-            task.cancel()
-        await asyncio.gather(*tasks, *waiting, return_exceptions=True)
         for task in tasks:
-            if not task.cancelled() and (error := task.exception()):
-                raise error
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, RequestFailed):
+                self.problems[str(ended)] += 1
+            elif isinstance(ended, Exception):
+                raise ended
 
     def _work(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
         """Return the concurrent tasks: slots that send requests in turn, or requests that wait until they are due."""
@@ -144,7 +135,7 @@ class _Run:
     async def _one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import ask
 
-        if self._failed.is_set():
+        if self._failed:
             return
         target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
@@ -159,58 +150,43 @@ class _Run:
                 output_tokens=request.output_tokens,
                 target=target,
             )
-        except RequestFailed as failure:
-            self.problems[str(failure)] += 1
-            self._failed.set()
-            return
+        except RequestFailed:
+            self._failed = True
+            raise
         finally:
             self._in_flight[target] -= 1
         self._answers.append(answer)
-        if self._on_progress:
-            self._on_progress(len(self._answers), len(self._requests))
 
     def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
-        if self.problems or meter is None:
-            problems = tuple(
-                f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
-            )
-            return LoadResult(
-                figures={},
-                duration_s=time.perf_counter() - self._began,
-                completed=len(answers),
-                failed=self.problems.total(),
-                problems=problems,
-                notes=notes,
-            )
-        cost = meter.figures()
-        if cost["client_cpu_share"] > NEAR_LIMIT:
-            share = f"{cost['client_cpu_share']:.2f}"
-            notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
-        if self._late_s > LATE_S:
-            notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
-        closed = self._requests[0].arrive_s is None
+        figures: dict[str, float] = {}
+        if meter is not None and not self.problems:
+            closed = self._requests[0].arrive_s is None
+            cost = meter.figures()
+            figures = {**figures_of(answers, concurrency if closed else None), **cost}
+            if cost["client_cpu_share"] > NEAR_LIMIT:
+                share = f"{cost['client_cpu_share']:.2f}"
+                notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
+            if self._late_s > LATE_S:
+                notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
         return LoadResult(
-            figures={**figures_of(answers, concurrency if closed else None), **cost},
-            duration_s=duration_s(answers),
+            figures=figures,
+            duration_s=duration_s(answers) if figures else time.perf_counter() - self._began,
             completed=len(answers),
-            failed=0,
-            requests=answers,
+            failed=self.problems.total(),
+            problems=tuple(
+                f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
+            ),
+            requests=answers if figures else (),
             notes=notes,
         )
 
 
-async def _all(tasks: set[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks)
-
-
-def _requests(
-    model: str, path: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
-) -> list[_Request]:
-    lengths = output_len.tolist()
+def _requests(model: str, path: str, asked: Traffic, texts: Sequence[IntArray]) -> list[_Request]:
+    arrive_s = [None] * len(texts) if asked.arrive_s is None else asked.arrive_s.tolist()
     return [
-        _Request(body(model, ids, made, path), int(ids.size), made, None if arrive_s is None else arrive_s[number])
-        for number, (ids, made) in enumerate(zip(texts, lengths, strict=True))
+        _Request(body(model, ids, made, path), int(ids.size), made, arrive)
+        for ids, made, arrive in zip(texts, asked.output_len.tolist(), arrive_s, strict=True)
     ]
 
 

@@ -33,8 +33,13 @@ _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """Requests in order of arrival. `arrive_s` are seconds after the first; `blocks` are Mooncake's, or empty."""
+class Traffic:
+    """Requests in order. Lengths are tokens.
+
+    `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
+    request, ids of pieces of `BLOCK` tokens that requests share; empty if unknown. `notes` list what differs from the
+    load, and what is estimated.
+    """
 
     input_len: IntArray
     output_len: IntArray
@@ -42,20 +47,16 @@ class Trace:
     blocks: Sequence[Sequence[int]] = ()
     notes: tuple[str, ...] = ()
 
-    def first(self, count: int | None) -> Trace:
+    def first(self, count: int | None) -> Traffic:
         """Return the first `count` requests, all for None or if there are fewer, which is noted."""
         have = self.input_len.size
-        if count is None or count == have:
-            return self
-        notes = self.notes
-        if count > have:
-            notes = (*notes, f"the trace has {have} requests, not {count}: {have} are sent")
-        return Trace(
+        notes = (f"the trace has {have} requests, not {count}: {have} are sent",) if count and count > have else ()
+        return Traffic(
             input_len=self.input_len[:count],
             output_len=self.output_len[:count],
             arrive_s=None if self.arrive_s is None else self.arrive_s[:count],
             blocks=self.blocks[:count],
-            notes=notes,
+            notes=(*self.notes, *notes),
         )
 
 
@@ -63,7 +64,7 @@ class _Bad(Exception):
     """A row that is not of its format."""
 
 
-def read_trace(path: str) -> Trace:
+def read_trace(path: str) -> Traffic:
     """Return the requests of a trace file. Raises SpecError that names the file, the row and what is wrong."""
     file = Path(path)
     try:
@@ -78,7 +79,7 @@ def read_trace(path: str) -> Trace:
     return trace
 
 
-def _json(text: str) -> Trace:
+def _json(text: str) -> Traffic:
     rows = _rows(text)
     if not rows:
         raise _Bad("it is empty")
@@ -92,24 +93,20 @@ def _json(text: str) -> Trace:
 
 def _rows(text: str) -> list[dict[str, Any]]:
     """Return the objects of JSON, or of JSON lines: only a line feed ends one, texts may hold other ends (U+2028)."""
-    rows, line = [], 0
-    try:
-        if text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            for line, each in enumerate(text.split("\n"), 1):  # noqa: B007
-                if each.strip():
-                    rows.append(json.loads(each))
-    except (ValueError, RecursionError) as error:
-        where = f" (line {line})" if line > 1 else ""
-        raise _Bad(f"it is neither JSON nor JSON lines{where}: {error}") from None
+    rows: list[Any] = []
+    for number, part in enumerate([text] if text.lstrip().startswith("[") else text.split("\n"), 1):
+        try:
+            found = json.loads(part) if part.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise _Bad(f"it is neither JSON nor JSON lines (line {number}): {error}") from None
+        rows += found if isinstance(found, list) else [found]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise _Bad(f"row {number} is not an object")
-    return list(rows)
+    return rows
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]]) -> Trace:
+def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
     """Read Mooncake's rows, and any with lengths under a usual name; times and blocks where all rows have them."""
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
@@ -128,7 +125,7 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> Trace:
     return _trace(inputs, outputs, times, blocks)
 
 
-def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Trace:
+def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Traffic:
     """Take the first question and answer of each conversation; one without both is left out."""
     inputs, outputs, estimated = [], [], 0
     for number, row in enumerate(rows, 1):
@@ -149,7 +146,7 @@ def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Trace:
     return _trace(inputs, outputs, None, (), (note,) if estimated else ())
 
 
-def _burstgpt(text: str) -> Trace:
+def _burstgpt(text: str) -> Traffic:
     """Leave out requests without an answer: BurstGPT's failures have 0 response tokens."""
     table = csv.DictReader(io.StringIO(text, newline=""))
     needed = ("Timestamp", "Request tokens", "Response tokens")
@@ -174,13 +171,13 @@ def _trace(
     times: Iterable[float] | None,
     blocks: Sequence[Sequence[int]] = (),
     notes: tuple[str, ...] = (),
-) -> Trace:
+) -> Traffic:
     lengths, answers = np.array(list(inputs), dtype=np.int64), np.array(list(outputs), dtype=np.int64)
     if times is None:
-        return Trace(input_len=lengths, output_len=answers, blocks=blocks, notes=notes)
+        return Traffic(input_len=lengths, output_len=answers, blocks=blocks, notes=notes)
     at = np.array(list(times), dtype=np.float64)
     order = np.argsort(at, kind="stable")
-    return Trace(
+    return Traffic(
         input_len=lengths[order],
         output_len=answers[order],
         arrive_s=at[order] - at.min(initial=np.inf) if at.size else at,

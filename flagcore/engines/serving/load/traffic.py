@@ -9,56 +9,36 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from flagcore.domain.serving import USUAL_CLIENTS, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
-from flagcore.engines.serving.load.traces import BLOCK, Trace, read_trace
+from flagcore.engines.serving.load.traces import BLOCK, Traffic, read_trace
 from flagcore.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Requests in order. Lengths are tokens, `input_len` with the shared prefix.
-
-    `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
-    request, ids of pieces of `BLOCK` tokens that requests share; empty if unknown. `notes` list what
-    differs from the load.
-    """
-
-    input_len: IntArray
-    output_len: IntArray
-    arrive_s: FloatArray | None
-    blocks: Sequence[Sequence[int]] = ()
-    notes: tuple[str, ...] = ()
-
-
 def traffic(load: Load) -> Traffic:
-    """Return the requests of a load point. Raises SpecError for one that cannot be sent, or an unreadable trace."""
+    """Return the requests of a load point; `input_len` has the shared prefix.
+
+    Raises SpecError for one that cannot be sent, or an unreadable trace.
+    """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
-    trace = read_trace(load.trace) if load.trace is not None else None
-    if trace is not None:
-        trace = trace.first(load.num_prompts)
-        inputs, outputs = trace.input_len, trace.output_len
+    if load.trace is not None:
+        asked = read_trace(load.trace).first(load.num_prompts)
     elif not load.num_prompts:
         raise SpecError(key="num_prompts", problem="is needed to send a load", fix="set the number of requests")
     else:
-        inputs = _lengths(lengths, load.input_len, load)
-        outputs = _lengths(lengths, load.output_len, load)
-    return Traffic(
-        input_len=inputs + load.prefix_len,
-        output_len=outputs,
-        arrive_s=_arrivals(times, load, trace, inputs.size),
-        blocks=trace.blocks if trace else (),
-        notes=trace.notes if trace else (),
-    )
+        asked = Traffic(
+            input_len=_lengths(lengths, load.input_len, load), output_len=_lengths(lengths, load.output_len, load)
+        )
+    return replace(asked, input_len=asked.input_len + load.prefix_len, arrive_s=_arrivals(times, load, asked))
 
 
 def in_flight(load: Load) -> Load:
-    """Return a load of which is known how its requests come: of a trace without times, USUAL_CLIENTS are in flight.
+    """Return a load with USUAL_CLIENTS in flight if nothing sets when its requests come.
 
     Raises SpecError for an unreadable trace.
     """
@@ -76,7 +56,7 @@ def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
     return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
 
 
-def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: int) -> FloatArray | None:
+def _arrivals(rng: np.random.Generator, load: Load, asked: Traffic) -> FloatArray | None:
     """Return when requests come: drawn by rate, as the trace has them, or, None, when others end.
 
     Drawn gaps are stretched to the asked mean, so that the load that is offered is the one that was asked.
@@ -84,11 +64,12 @@ def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: 
     if load.request_rate is None:
         if load.concurrency is not None:
             return None
-        if trace is not None and trace.arrive_s is not None:
-            return trace.arrive_s
+        if asked.arrive_s is not None:
+            return asked.arrive_s
         raise SpecError(
             key="concurrency", problem="or request_rate is needed to send a load", fix="set one, or a trace with times"
         )
+    count = asked.input_len.size
     if math.isinf(load.request_rate):
         return np.zeros(count)
     gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
@@ -103,36 +84,32 @@ LOWEST, HIGHEST = 0.1, 0.9
 _PREFIX, _PROMPT, _BLOCK, _WARMUP = range(4)
 
 
-def prompts(traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int]) -> list[IntArray]:
+def warm_up(asked: Traffic, count: int) -> Traffic:
+    """Return `count` requests with the lengths of the load's first ones."""
+    return Traffic(input_len=np.resize(asked.input_len, count), output_len=np.resize(asked.output_len, count))
+
+
+def prompts(
+    traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int], warm_up: bool = False
+) -> list[IntArray]:
     """Return the token ids of each request. The same seed gives the same, another seed shares nothing with it.
 
-    The first `prefix_len` ids are the same in all requests; equal blocks of a trace are equal ids.
+    The first `prefix_len` ids are the same in all requests, also in those of the `warm_up`, which shares nothing else;
+    equal blocks of a trace are equal ids.
     """
     prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
-    rng = np.random.default_rng((*seed, _PROMPT))
+    rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     low, high = _range(vocab_size)
     if not traffic.blocks:
         own = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
-        known = {block for blocks in traffic.blocks for block in blocks}
-        drawn = {block: _draw(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in known}
+        every = {block for blocks in traffic.blocks for block in blocks}
+        drawn = {block: _draw(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in every}
         own = [
             np.concatenate([drawn[block] for block in blocks])[: length - prefix_len]
             for blocks, length in zip(traffic.blocks, traffic.input_len, strict=True)
         ]
     return [np.concatenate([prefix, ids]) for ids in own]
-
-
-def warmup_prompts(
-    traffic: Traffic, count: int, *, prefix_len: int, vocab_size: int, seed: Sequence[int]
-) -> list[IntArray]:
-    """Return `count` prompts with the lengths and the prefix of the load's first requests, and ids of their own."""
-    prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
-    lengths = np.resize(traffic.input_len, count) - prefix_len
-    return [
-        np.concatenate([prefix, _draw(int(length), vocab_size, (*seed, _WARMUP, number))])
-        for number, length in enumerate(lengths)
-    ]
 
 
 def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from flagcore.engines.serving.model.iteration import NODES, IterationCosts
+from flagcore.engines.serving.model.work import Overheads
 
 GRID: list[float] = NODES.tolist()
 
@@ -16,8 +17,7 @@ class Lane:
     """What one lane of one candidate may do: tokens of an iteration, sequences, cached tokens, all ranks together.
 
     `ranks` share attention. Each of its `stages` works on another batch, and all wait for the slowest: an iteration is
-    what brings each sequence one token. The others mean what they do in `Overheads`; `shared_prefix` tokens of each
-    prompt are cached before it comes.
+    what brings each sequence one token. `shared_prefix` tokens of each prompt are cached before it comes.
     """
 
     budget: float
@@ -26,24 +26,16 @@ class Lane:
     block: float = 16.0
     ranks: float = 1.0
     stages: float = 1.0
-    mixes: bool = True
-    reserve: float = 0.0
-    receive: int = 1
-    entry: float = 0.0
-    request: float = 0.0
     shared_prefix: float = 0.0
 
 
 class Price:
-    """The costs of one candidate (a row of `costs`) on its lane."""
+    """The costs of one candidate (a row of `costs`) on its lane, with the engine's overheads."""
 
-    def __init__(self, costs: IterationCosts, row: int, lane: Lane) -> None:
-        self.lane = lane
-        self.pair, self._cached, self._parts = (
-            float(costs.pair[row]),
-            float(costs.cached[row]),
-            lane.ranks * lane.stages,
-        )
+    def __init__(self, costs: IterationCosts, row: int, lane: Lane, over: Overheads) -> None:
+        self.lane, self.over = lane, over
+        self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
+        self._parts = lane.ranks * lane.stages
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
@@ -77,7 +69,7 @@ class Price:
         here, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _at(self._local, sequences / ranks + here) + self.pair * pairs * (here / tokens)
         time += _at(self._shared, batch) + _at(self._sampled, (sequences + ended) / ranks)
-        if batch > self._captured or not self.lane.mixes:
+        if batch > self._captured or not self.over.mixes:
             time = max(time, self._floor)
         return time + self._fixed + self._sequence * sequences
 

@@ -68,7 +68,7 @@ class _Simulation:
     def __init__(
         self, price: Price, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None, concurrency: int
     ) -> None:
-        self.price, self.lane, self.open = price, price.lane, arrivals is not None
+        self.price, self.lane, self.over, self.open = price, price.lane, price.over, arrivals is not None
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
             Request(times[place] if place < len(times) else inf, int(prompt), max(int(output), 1))
@@ -106,17 +106,17 @@ class _Simulation:
         if not self.doors or arrival != self.came or self.together >= JOINT_ROWS:
             self.doors.append(max(self.doors[-1] if self.doors else 0.0, arrival))
             self.came, self.together = arrival, 0
-        self.doors[-1] += self.lane.entry
+        self.doors[-1] += self.over.entry
         self.together += 1
         self.through[place] = len(self.doors) - 1
 
     def _ready(self) -> float:
         """Return when the scheduler sees the next request that was sent."""
-        return self.doors[self.through[self.next]] + self.lane.request
+        return self.doors[self.through[self.next]] + self.over.request
 
     def _look(self) -> None:
         """Take in what has come; a busy engine looks every `receive` iterations."""
-        if self.running and self.step % self.lane.receive:
+        if self.running and self.step % self.over.receive:
             return
         while self.next < self.sent and self._ready() <= self.now:
             self.queue.append(self.requests[self.next])
@@ -133,7 +133,7 @@ class _Simulation:
         request = self.queue[0]
         room = self._room(request)
         ahead = request.output - request.made + self.promised + self.finish - self.running * self.step
-        wanted = room + self.lane.reserve * ahead
+        wanted = room + self.over.reserve * ahead
         if self.used + wanted > self.lane.cache_tokens and (self.running or ended):
             return False
         self.queue.popleft()
@@ -145,7 +145,7 @@ class _Simulation:
 
     def _prompts(self) -> bool:
         """Compute an iteration with pieces of prompts, if there are any to compute."""
-        decoding = self.running if self.lane.mixes else 0
+        decoding = self.running if self.over.mixes else 0
         left = self.lane.budget - decoding
         if self.partial and self._pieces(self.partial[0], decoding, left):
             return True
@@ -261,7 +261,7 @@ class _Simulation:
         if self.next < self.sent:
             wait = self._ready() - self.now
             come = self.step + (_steps(base, grow, wait, most) if wait > 0.0 else 0)
-            look = -(-max(come, self.step + 1) // self.lane.receive) * self.lane.receive
+            look = -(-max(come, self.step + 1) // self.over.receive) * self.over.receive
             most = min(most, look - self.step)
         self._advance(most, base * most + grow * (most * (most - 1) / 2.0))
         self._finish()

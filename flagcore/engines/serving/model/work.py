@@ -7,12 +7,13 @@ token match the same points.
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import FloatArray
+from flagcore.engines.serving.common.program import release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,37 +113,20 @@ class Split:
         """The same, to broadcast over the nodes of a table."""
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
-    def rows(self, part: slice | IntArray) -> Split:
-        return Split(**{each.name: getattr(self, each.name)[part] for each in fields(self)})
 
-
-Releases = tuple[tuple[tuple[int, int], Overheads], ...]
-"""Overheads and the release from which on they hold, the newest first."""
-
-HostTimes = tuple[float, float]
-"""Seconds of an iteration and of each of its sequences where the CPU that computes also schedules, samples and serves
-clients."""
+Releases = Mapping[str, Overheads]
+"""Overheads by the release from which on they hold, the newest first."""
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
 """For an engine without figures of its own: its kernels alone, so times are lower bounds."""
 
 
-def overheads_of(releases: Releases, version: str | None, host_times: HostTimes | None, on_host: bool) -> Overheads:
-    """Return the overheads of a release; without a version those of the newest.
-
-    `on_host`: there is no device, the host computes, and small kernels are no launches.
-    """
-    number = release(version)
-    each = [found for since, found in releases if number is None or number >= since]
-    found = each[0] if each else releases[-1][1] if releases else UNFITTED
-    if not on_host:
-        return found
-    if host_times is not None:
-        found = replace(found, iteration=host_times[0], sequence=host_times[1], request=3e-3, entry=0.5e-3)
-    return replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
-
-
-def release(version: str | None) -> tuple[int, int] | None:
-    """Return the first two numbers of a version; None if it does not begin with two."""
-    parts = re.match(r"v?(\d+)\.(\d+)", version or "")
-    return None if parts is None else (int(parts[1]), int(parts[2]))
+def overheads_of(releases: Releases, version: str | None) -> Overheads:
+    """Return the overheads of a release; without a version those of the newest."""
+    newest = (sys.maxsize,)
+    number, found = release(version or "") or newest, UNFITTED
+    for since, overheads in releases.items():
+        found = overheads
+        if number >= (release(since) or newest):
+            break
+    return found

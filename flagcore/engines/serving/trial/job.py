@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
-from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.engine import PORT
 
 SERVE = "serve.json"
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading foreign JSON may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One server. `argv` has the contract's PORT where the port belongs; `cores` pins it, empty: it may use all.
+    """One server. `argv` has PORT in place of the port; `cores` pins it, empty: it may use all.
 
     `asked` are the knob values that must be read back; None: the engine chooses.
     """
@@ -30,6 +30,12 @@ class Instance:
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
     asked: Mapping[str, KnobValue] = field(default_factory=dict)
+
+    def at_port(self, port: int) -> Instance:
+        """Return the instance with its port."""
+        argv = tuple(word.replace(PORT, str(port)) for word in self.argv)
+        environment = {name: value.replace(PORT, str(port)) for name, value in self.environment.items()}
+        return replace(self, argv=argv, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,41 +62,18 @@ class Job:
 
 def as_text(job: Job) -> str:
     """Return a job as JSON."""
-    data = asdict(job) | {
-        "loads": [plain_load(load) for load in job.loads],
-        "patterns": [{**asdict(pattern), "state": pattern.state.value} for pattern in job.patterns],
-    }
-    return json.dumps(data, indent=1)
+    data = asdict(job) | {"loads": [plain_load(load) for load in job.loads]}
+    return json.dumps(data, indent=1, default=lambda state: state.value)
 
 
 def read_job(folder: Path) -> Job:
     """Return the job in `folder`. Raises ValueError with what is wrong."""
     try:
-        data: dict[str, Any] = json.loads((folder / SERVE).read_text(encoding="utf-8"))
-        return Job(
-            **{
-                **data,
-                "instances": tuple(
-                    Instance(**{**each, "argv": tuple(each["argv"]), "cores": tuple(each["cores"])})
-                    for each in data["instances"]
-                ),
-                "loads": tuple(load_of(load) for load in data["loads"]),
-                "client": data.get("client") and tuple(data["client"]),
-                "patterns": tuple(
-                    FailurePattern(**{**each, "state": TrialState(each["state"])}) for each in data["patterns"]
-                ),
-            }
-        )
+        return TypeAdapter(Job).validate_json((folder / SERVE).read_bytes())
     except OSError as error:
         raise ValueError(f"{folder / SERVE} cannot be read: {error.strerror or error}") from None
-    except MALFORMED as error:
-        raise ValueError(f"{folder / SERVE} is invalid ({type(error).__name__}: {error})") from None
-
-
-def load_of(data: Mapping[str, Any]) -> Load:
-    """Return a load point from plain data. Raises TypeError and ValueError."""
-    rate = data.get("request_rate")
-    return Load(**{**data, "request_rate": None if rate is None else float(rate)})
+    except ValidationError as error:
+        raise ValueError(f"{folder / SERVE} is invalid: {error}") from None
 
 
 def plain_load(load: Load) -> dict[str, Any]:

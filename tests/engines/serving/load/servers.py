@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
+
+from flagcore.engines.serving.load.result import Answer
+from flagcore.engines.serving.load.stream import Stream
 
 Asked = dict[str, Any]
 
@@ -145,3 +151,16 @@ def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
             served.stop()
         thread.join()
         loop.close()
+
+
+def after_each_answer(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Call `act` in the client with the number of answers so far, after each."""
+    answers = itertools.count(1)
+
+    class Watched(Stream):
+        def answer(self, **asked: Any) -> Answer:
+            found = super().answer(**asked)
+            act(next(answers))
+            return found
+
+    monkeypatch.setattr("flagcore.engines.serving.load.sending.Stream", Watched)

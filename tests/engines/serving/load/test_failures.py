@@ -14,7 +14,18 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
-from tests.engines.serving.load.servers import Asked, Behaviour, Wire, piece, pieces, rest, serving, usage, well
+from tests.engines.serving.load.servers import (
+    Asked,
+    Behaviour,
+    Wire,
+    after_each_answer,
+    piece,
+    pieces,
+    rest,
+    serving,
+    usage,
+    well,
+)
 
 LOAD = Load(input_len=8, output_len=5, num_prompts=4, concurrency=2)
 
@@ -413,14 +424,17 @@ def test_warm_up_that_fails_is_a_problem_of_the_load() -> None:
     assert len(served.asked) == 1
 
 
-def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time() -> None:
+def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with serving(well) as other, serving(stops_in_the_middle) as served:
         seen: Sequence[Asked] = other.asked
 
-        def progress(done: int, total: int) -> None:
+        def stop(done: int) -> None:
             if done == 20:
                 served.stop()
 
+        after_each_answer(monkeypatch, stop)
         result = measure(
             [Target(served.url), Target(other.url)],
             Load(input_len=8, output_len=5, num_prompts=10_000, concurrency=4),
@@ -428,7 +442,6 @@ def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time()
             vocab_size=1000,
             seed=0,
             timeout_s=600,
-            on_progress=progress,
         )
     assert result.problems[0].startswith("connection lost")
     assert result.failed >= 1

@@ -19,6 +19,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, Target
 from flagcore.engines.serving.load.sending import measure
+from tests.engines.serving.load.servers import after_each_answer
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
@@ -88,14 +89,8 @@ def server(model: str, tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
-def send(server: Server, load: Load, timeout_s: float = PATIENCE, kill_at: int | None = None) -> LoadResult:
-    def progress(done: int, total: int) -> None:
-        if done == kill_at:
-            server.kill()
-
-    return measure(
-        [Target(server.url)], load, model="m", vocab_size=1024, seed=0, timeout_s=timeout_s, on_progress=progress
-    )
+def send(server: Server, load: Load, timeout_s: float = PATIENCE) -> LoadResult:
+    return measure([Target(server.url)], load, model="m", vocab_size=1024, seed=0, timeout_s=timeout_s)
 
 
 def test_server_counts_the_same_tokens_as_the_client(server: Server) -> None:
@@ -120,9 +115,14 @@ def test_prompt_that_does_not_fit_into_its_slot_is_refused_in_the_servers_words(
     assert "context" in result.problems[0]
 
 
-def test_killed_server_ends_the_load(server: Server) -> None:
+def test_killed_server_ends_the_load(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(done: int) -> None:
+        if done == 8:
+            server.kill()
+
+    after_each_answer(monkeypatch, kill)
     load = Load(input_len=8, output_len=16, num_prompts=5000, concurrency=4)
-    result = send(server, load, timeout_s=600, kill_at=8)
+    result = send(server, load, timeout_s=600)
     assert result.problems[0].startswith(("connection lost", "not reached"))
     assert result.completed < 5000
     assert not result.figures

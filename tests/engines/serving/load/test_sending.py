@@ -17,7 +17,7 @@ from flagcore.domain.serving import Load
 from flagcore.engines.serving.load.result import LoadResult, Target
 from flagcore.engines.serving.load.sending import LATE_S, measure
 from flagcore.errors import SpecError
-from tests.engines.serving.load.servers import Asked, Wire, pieces, rest, serving, well
+from tests.engines.serving.load.servers import Asked, Wire, after_each_answer, pieces, rest, serving, well
 
 
 def send(urls: list[str], seed: int = 0, **changes: Any) -> LoadResult:
@@ -147,21 +147,6 @@ def test_result_has_figures_of_the_answers_and_of_the_machine() -> None:
     assert figures["others_cores"] >= 0
 
 
-def test_progress_is_told_with_every_answer() -> None:
-    told: list[tuple[int, int]] = []
-    with serving(well) as served:
-        measure(
-            [Target(served.url)],
-            Load(input_len=8, output_len=5, num_prompts=3, concurrency=1),
-            model="m",
-            vocab_size=1000,
-            seed=0,
-            timeout_s=60,
-            on_progress=lambda done, total: told.append((done, total)),
-        )
-    assert told == [(1, 3), (2, 3), (3, 3)]
-
-
 @pytest.mark.parametrize(
     ("load", "key"),
     [
@@ -196,11 +181,12 @@ def test_more_connections_than_files_may_be_open_are_allowed_for() -> None:
     assert served.most == 80
 
 
-def test_request_that_is_sent_late_is_told() -> None:
-    def blocks_the_client(done: int, total: int) -> None:
+def test_request_that_is_sent_late_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def block_the_client(done: int) -> None:
         if done == 1:
             time.sleep(2 * LATE_S + 0.1)
 
+    after_each_answer(monkeypatch, block_the_client)
     with serving(well) as served:
         result = measure(
             [Target(served.url)],
@@ -209,7 +195,6 @@ def test_request_that_is_sent_late_is_told() -> None:
             vocab_size=1000,
             seed=0,
             timeout_s=60,
-            on_progress=blocks_the_client,
         )
     assert [note for note in result.notes if " s late" in note]
 

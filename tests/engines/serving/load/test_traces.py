@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.traces import Trace, read_trace
+from flagcore.engines.serving.load.traces import Traffic, read_trace
 from flagcore.engines.serving.load.traffic import traffic
 from flagcore.errors import SpecError
 
@@ -42,7 +42,7 @@ def written(folder: Path, rows: Iterable[Any] | str, name: str = "trace.jsonl") 
     return str(file)
 
 
-def columns(trace: Trace) -> tuple[list[int], list[int], list[float] | None]:
+def columns(trace: Traffic) -> tuple[list[int], list[int], list[float] | None]:
     times = None if trace.arrive_s is None else trace.arrive_s.tolist()
     return trace.input_len.tolist(), trace.output_len.tolist(), times
 

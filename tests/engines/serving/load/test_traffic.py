@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.traffic import Traffic, prompts, traffic, warmup_prompts
+from flagcore.engines.serving.load.traffic import Traffic, prompts, traffic, warm_up
 from flagcore.errors import SpecError
 
 
@@ -110,7 +110,9 @@ def test_another_seed_shares_no_start_with_the_first_its_prefix_included() -> No
 def test_warm_up_has_the_prefix_of_the_load_and_prompts_of_its_own() -> None:
     asked = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
     found = drawn(asked, prefix_len=30)
-    warm = [ids.tolist() for ids in warmup_prompts(asked, 5, prefix_len=30, vocab_size=10_000, seed=(3, 0))]
+    first = warm_up(asked, 5)
+    drawn_first = prompts(first, prefix_len=30, vocab_size=10_000, seed=(3, 0), warm_up=True)
+    warm = [ids.tolist() for ids in drawn_first]
     assert [len(ids) for ids in warm] == [80] * 5
     assert {tuple(ids[:30]) for ids in warm} == {tuple(found[0][:30])}
     assert not {tuple(ids) for ids in warm} & {tuple(ids) for ids in found}

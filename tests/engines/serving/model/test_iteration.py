@@ -65,7 +65,8 @@ def test_attention_ranks_exchange_tokens_with_experts() -> None:
 
 def test_what_is_no_graph_waits_for_the_host() -> None:
     found = times(captured=[512.0, 0.0])
-    captured, eager = (Price(found, row, Lane(budget=8192.0, running=64.0, cache_tokens=1e9)) for row in (0, 1))
+    lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
+    captured, eager = (Price(found, row, lane, OVER) for row in (0, 1))
     assert eager.decode(1) > 2 * captured.decode(1)
     host = 1e-3 + 36 * 60 * 11e-6
     assert eager.decode(1) == pytest.approx(host, rel=1e-2)

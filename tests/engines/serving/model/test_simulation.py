@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,20 +13,22 @@ import pytest
 from flagcore.engines.serving.model import simulation
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import times
 
-LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0, request=5e-3, entry=1e-3)
+LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0)
+OVER = replace(UNFITTED, request=5e-3, entry=1e-3)
 
 
-def priced(lane: Lane = LANE) -> Price:
-    return Price(times(), 0, lane)
+def priced(lane: Lane = LANE, **over: Any) -> Price:
+    return Price(times(), 0, lane, replace(OVER, **over))
 
 
 def token_by_token(
     price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
 ) -> list[tuple[float, float]]:
     """First and last token of each request, of an engine without preemption that looks at each iteration."""
-    lane, count = price.lane, len(lengths)
+    lane, over, count = price.lane, price.over, len(lengths)
     ready = [inf] * count
     now, sent, taken, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
 
@@ -33,9 +36,9 @@ def token_by_token(
         if not groups or groups[-1][0] != when:
             groups.append((when, max(when, groups[-1][1] if groups else 0.0), []))
         came, door, together = groups.pop()
-        groups.append((came, door + lane.entry, [*together, place]))
+        groups.append((came, door + over.entry, [*together, place]))
         for each in groups[-1][2]:
-            ready[each] = groups[-1][1] + lane.request
+            ready[each] = groups[-1][1] + over.request
 
     for place in range(count if arrivals is not None else min(concurrency, count)):
         send(place, arrivals[place] if arrivals is not None else 0.0)
@@ -49,7 +52,7 @@ def token_by_token(
         while taken < sent and ready[taken] <= now:
             queue.append(taken)
             taken += 1
-        left = lane.budget - (len(running) if lane.mixes else 0)
+        left = lane.budget - (len(running) if over.mixes else 0)
         tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
         while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) < lane.running)):
             if not prompts:
@@ -65,7 +68,7 @@ def token_by_token(
         if not tokens and not running:
             now = ready[taken]
             continue
-        decodes = running if lane.mixes or not tokens else []
+        decodes = running if over.mixes or not tokens else []
         context = sum(lengths[place][0] + made[place] for place in decodes)
         if tokens:
             now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
@@ -96,10 +99,10 @@ def ends(outcome: Outcome) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool) -> None:
     draw = random.Random(seed)
-    lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]), mixes=mixes)
+    lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]))
     lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
-    price = priced(lane)
+    price = priced(lane, mixes=mixes)
     expected = token_by_token(price, lengths, arrivals, 6)
     for got, wanted in zip(ends(simulate(price, lengths, arrivals, 6)), expected, strict=True):
         assert got == pytest.approx(wanted, rel=1e-9)
@@ -110,8 +113,8 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
 def test_many_pieces_of_a_long_prompt_at_once_take_as_long_as_one_after_the_other(
     mixes: bool, floor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = replace(LANE, budget=96.0, mixes=mixes)
-    price = Price(replace(times(), floor=np.array([floor]), pair=np.array([1e-7])), 0, lane)
+    costs = replace(times(), floor=np.array([floor]), pair=np.array([1e-7]))
+    price = Price(costs, 0, replace(LANE, budget=96.0), replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = simulate(price, lengths, None, 3)
     monkeypatch.setattr(simulation, "MANY_PIECES", 1e9)
@@ -149,9 +152,7 @@ def test_prompts_larger_than_the_budget_are_computed_in_pieces_beside_others_tha
 
 
 def test_an_engine_that_does_not_mix_makes_those_that_decode_wait() -> None:
-    together, apart = (
-        simulate(priced(replace(LANE, mixes=mixes)), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False)
-    )
+    together, apart = (simulate(priced(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
     assert apart.requests[0].end > together.requests[0].end
 
 
@@ -165,14 +166,12 @@ def test_a_cache_that_is_too_small_puts_sequences_back_and_all_are_answered_all_
 
 
 def test_an_engine_that_keeps_room_for_answers_puts_none_back() -> None:
-    lane = replace(LANE, cache_tokens=2000.0, reserve=1.0)
-    assert simulate(priced(lane), [(200, 300)] * 8, [0.0] * 8, 8).preemptions == 0
+    price = priced(replace(LANE, cache_tokens=2000.0), reserve=1.0)
+    assert simulate(price, [(200, 300)] * 8, [0.0] * 8, 8).preemptions == 0
 
 
 def test_an_engine_that_looks_seldom_lets_requests_wait() -> None:
-    often, seldom = (
-        simulate(priced(replace(LANE, receive=receive)), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40)
-    )
+    often, seldom = (simulate(priced(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
     assert seldom.requests[1].first > often.requests[1].first
 
 

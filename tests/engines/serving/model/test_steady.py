@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.simulation import simulate
+from flagcore.engines.serving.model.work import UNFITTED
 from tests.served import OVER, times
 
 
@@ -25,11 +27,13 @@ def loop(flight: float, prompt: float, output: float, cache: float) -> ClosedLoo
 )
 def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: int, cache: float) -> None:
     costs, draw = times(), random.Random(0)
-    lane = Lane(budget=8192.0, running=512.0, cache_tokens=cache, request=OVER.request)
+    lane = Lane(budget=8192.0, running=512.0, cache_tokens=cache)
     lengths = [
         (round(prompt * draw.uniform(0.9, 1.1)), round(output * draw.uniform(0.9, 1.1))) for _ in range(12 * flight)
     ]
-    requests = simulate(Price(costs, 0, lane), lengths, None, flight).requests[2 * flight :]
+    requests = simulate(Price(costs, 0, lane, replace(UNFITTED, request=OVER.request)), lengths, None, flight).requests[
+        2 * flight :
+    ]
     tpot = np.mean([(each.end - each.first) / (each.output - 1) for each in requests])
     rate = flight * output / np.mean([each.end - each.arrival for each in requests])
     found = steady(costs, OVER, loop(flight, prompt, output, cache))

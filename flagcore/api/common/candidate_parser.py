@@ -1,0 +1,143 @@
+"""Parse a candidate as a user types it: knobs by name or short name, `tp=2, mbs 16, dist-opt`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from unicodedata import normalize
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knobs
+from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.errors import SpecError, UsageError
+from flagcore.i18n import _, did_you_mean
+from flagcore.problem import Problem, candidate_columns
+from flagcore.report.text import details, knob_of
+from flagcore.stages.build import canonical
+
+YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
+QUOTE = '"'
+MOST = 80
+"""Letters of what was typed that a message repeats."""
+
+
+def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+    """Return the columns of the candidate in `text`, and the knobs that it names: knob=value or knob value,
+    with commas or blanks between.
+
+    A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, if that
+    does anything beside the named ones, else what the engine does without it; a data-parallel size is what the devices
+    leave. Raises UsageError.
+    """
+    task, axes = problem.platform.task, problem.legality.axes
+    given = _knob_values(text, axes, problem.knobs)
+    for axis in axes:
+        value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
+        if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
+            raise UsageError(
+                _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))
+            )
+    fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
+    try:
+        whole, plain = (candidate_columns(task, workload, values) for values in ({**fixed, **given}, given))
+    except SpecError as error:
+        wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
+        raise UsageError("; ".join([str(error), *map(values_of, wrong)])) from None
+    implied = [
+        axis.knob
+        for axis in axes
+        if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
+    ]
+    columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
+    merged = canonical(columns, problem.legality.merges)
+    return {knob: (columns if knob in given else merged)[knob] for knob in columns}, frozenset(given)
+
+
+def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
+    """Return the candidate in columns of one row."""
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
+
+
+def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
+    by_name = {axis.knob.casefold(): axis for axis in axes}
+    by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
+    given: dict[str, KnobValue] = {}
+    for part, off, axis, value in _named(text, by_name, _knobs(axes, knobs)):
+        if value is None and not off and not axis.is_flag:
+            raise UsageError(
+                _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis))
+            )
+        if off or value is None:
+            values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
+        elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):
+            if len(value.split()) > len(further):
+                raise UsageError(_("{part}: expected {knobs}, in this order", part=part, knobs=", ".join(further)))
+            how = zip(further, value.split(), strict=False)
+            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
+        else:
+            values = {axis.knob: _value(value, axis)}
+        if twice := given.keys() & values:
+            raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
+        given |= values
+    if not given:
+        raise UsageError(_("{text!r} names no knob; {knobs}", text=text[:MOST], knobs=_knobs(axes, knobs)))
+    return given
+
+
+def _named(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
+    """Yield each knob that a text names: its words, whether it is switched off, its axis, and its value if any."""
+    names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
+    begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
+    for part in re.split(r"\s*,\s*", _from_json(text).strip()):
+        found = list(begin.finditer(part))
+        if part and (not found or found[0].start() > 0):
+            name = re.split(r"[\s=]", part)[0].casefold()
+            hint = did_you_mean(name[:MOST], by_name, cutoff=0.7)
+            problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MOST])
+            raise UsageError("; ".join(filter(None, [problem, hint, listed])))
+        for each, following in zip_longest(found, found[1:]):
+            end = following.start() if following else len(part)
+            value = part[each.end() : end].strip()
+            named = value.removeprefix("=").strip() if value else None
+            yield part[each.start() : end].strip(), bool(each[1]), by_name[each[2].casefold()], named
+
+
+def _from_json(text: str) -> str:
+    """Return a JSON object of knobs as `knob=value`, any other text with ASCII punctuation. Raises UsageError."""
+    if not text.strip().startswith("{"):
+        return normalize("NFKC", text)
+    try:
+        knobs = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            _("{text!r} is not a JSON object of knobs: {reason}", text=text[:MOST], reason=error)
+        ) from None
+    return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
+
+
+def _value(text: str, axis: Axis) -> KnobValue:
+    folded = text.strip("'\"").casefold()
+    if axis.is_flag:
+        if folded in YES or folded in NO:
+            return folded in YES
+        raise UsageError(_("{knob} = {value} is neither true nor false", knob=axis.knob, value=text))
+    if folded in UNSET:
+        return axis.neutral
+    if re.fullmatch(r"-?\d{1,18}", folded) and not axis.words:
+        return int(folded)
+    return next((word for word in axis.words if word is not None and word.casefold() == folded), text)
+
+
+def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
+    labels = {axis.knob: knob_of(axis.knob, knobs).label for axis in axes}
+    names = (f"{name} ({label})" if label else name for name, label in labels.items())
+    return _("knobs: {names}", names=", ".join(names))
+
+
+def values_of(axis: Axis) -> str:
+    """Return what the space has of a knob, the first of many."""
+    few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
+    return _("the space has {values}", values=few + (", ..." if len(axis.values) > 12 else ""))

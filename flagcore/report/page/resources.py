@@ -1,0 +1,205 @@
+"""Memory of the best configuration by component and pipeline stage, and the parts of its step time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from flagcore.i18n import N_, _
+from flagcore.report.explanation import COMPONENTS, HEADINGS, by_component, part_name
+from flagcore.report.formats import lookup, shown
+from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
+from flagcore.report.page.charts import bars, limit_line, points, rows_layout
+from flagcore.report.page.run import Record, RunData, number
+
+LEVELS = {
+    "peak_allocated_gib": N_("peak allocated"),
+    "reserved_gib": N_("reserved"),
+    "device_used_gib": N_("in use"),
+}
+MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
+"""The key of a level in a measurement, where it is another."""
+SERVED = {
+    "static_gib": N_("~weights and cache"),
+    "activation_gib": N_("~activations and graphs"),
+    "kv_cache_gib": N_("~KV cache"),
+    "kv_cache_tokens": N_("~capacity of the KV cache, tokens"),
+}
+MEASURED_PARTS = {"forward_backward_s": N_("forward and backward, s"), "optimizer_s": N_("optimizer, s")}
+"""The parts of a step that the trial program measures on its first rank."""
+GIB = 2**30
+
+
+def memory(run: RunData) -> Section | None:
+    """Return the memory of a device of each stage of the best; None without a best."""
+    if run.best is None:
+        return None
+    predicted = run.best["predicted"].get("memory") or {}
+    stages = run.insight.get("stages") or []
+    blocks: list[Block] = []
+    if any(stage["components"] for stage in stages):
+        blocks += [_by_component(run, stages, predicted), _components(stages)]
+    blocks.append(_levels(run.best, stages, predicted))
+    if run.serves and predicted:
+        parts = [[_(text), cell(predicted[name])] for name, text in SERVED.items() if name in predicted]
+        blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], parts))
+    return Section(anchor="memory", title=_("Memory of the best configuration"), blocks=tuple(blocks))
+
+
+def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
+    names = [_("stage {number}", number=stage["stage"]) for stage in stages]
+    traces = [
+        bars(COMPONENTS.get(part, part), place, [_size(stage, part) for stage in stages], names, width=0.5)
+        for place, part in enumerate(_parts(stages))
+    ]
+    measured = _measured_by_stage(run, len(stages))
+    for place, (level, text) in enumerate(LEVELS.items()):
+        traces.append(points(f"~{_(text)}", place + 4, [stage[level] for stage in stages], names))
+        there = [(figures[level], name) for figures, name in zip(measured, names, strict=True) if level in figures]
+        if there:
+            trace = points(_("{level}, measured", level=_(text)), place, *zip(*there, strict=True))
+            look = {"size": 12, "symbol": ("star", "hash", "bowtie")[place]}
+            traces.append(trace | {"marker": {**trace["marker"], **look}})
+    capacity = number(predicted.get("capacity_gib"))
+    shapes = [] if capacity is None else [limit_line(_("capacity {gib} GiB", gib=shown(capacity)), capacity)]
+    worst = max(stages, key=lambda stage: float(stage["device_used_gib"]))
+    used = f"~{shown(worst['device_used_gib'])}" + ("" if capacity is None else f" / {shown(capacity)}")
+    return Chart(
+        title=_("Memory of a device by component and stage"),
+        summary=_("Stage {number} needs the most memory: {used} GiB (predicted).", number=worst["stage"], used=used),
+        traces=tuple(traces),
+        layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
+        | {"height": 320 + 46 * len(stages)},
+        table=_by_stage(stages, measured),
+    )
+
+
+def _by_stage(stages: Sequence[Record], measured: Sequence[Mapping[str, float]]) -> Table:
+    parts = _parts(stages)
+    rows = []
+    for stage, figures in zip(stages, measured, strict=True):
+        sizes = [cell(_size(stage, part)) for part in parts]
+        levels = [cell(stage[level]) for level in LEVELS]
+        rows.append([cell(stage["stage"]), *sizes, *levels, *(cell(figures.get(level)) for level in LEVELS)])
+    headings = [_("stage"), *(f"~{COMPONENTS.get(part, part)}" for part in parts)]
+    headings += [f"~{_(text)}" for text in LEVELS.values()]
+    headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
+    caption = _("GiB per device of each stage. Components need not coexist, so they may not add up to the peak")
+    return table(caption, headings, rows)
+
+
+def _components(stages: Sequence[Record]) -> Table:
+    keys = [key for key in HEADINGS if any(key in part for stage in stages for part in stage["components"].values())]
+    rows = [
+        [cell(stage["stage"]), COMPONENTS.get(name, name), *(cell(part.get(key)) for key in keys)]
+        for stage in stages
+        for name, part in stage["components"].items()
+    ]
+    headings = [_("stage"), _("component"), *(_(HEADINGS[key]) for key in keys)]
+    return table(_("By component and kind (predicted)"), headings, rows, sortable=True)
+
+
+def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
+    """Return the memory of the fullest device: allocated, reserved, in use, capacity."""
+    if not predicted:
+        return Text(_("There is no prediction of memory."))
+    measured = best["measured"] or {}
+    levels = {**LEVELS, "capacity_gib": N_("capacity")}
+    rows = [
+        [_(text), cell(predicted.get(level)), cell(measured.get(MEASURED_LEVELS.get(level, level)))]
+        for level, text in levels.items()
+    ]
+    caption = _("Fullest device, GiB")
+    if len(stages) > 1:
+        caption = _("Fullest device (stage {number}), GiB", number=predicted["worst_stage"])
+    return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
+
+
+def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
+    """Return the largest measured figures of the ranks of each stage; ranks are in the order of stages."""
+    found: list[dict[str, float]] = [{} for _ in range(count)]
+    ranks = run.metrics(run.best).get("ranks") if run.best and run.best["measured"] else None
+    if not isinstance(ranks, list) or not ranks or len(ranks) % count:
+        return found
+    for place, rank in enumerate(ranks):
+        largest = found[place // (len(ranks) // count)]
+        for level in LEVELS:
+            key = MEASURED_LEVELS.get(level, level).replace("_gib", "_bytes")
+            figure = number(lookup(rank, key))
+            if figure is not None:
+                largest[level] = max(largest.get(level, 0.0), figure / GIB)
+    return found
+
+
+def _parts(stages: Sequence[Record]) -> list[str]:
+    return by_component(dict.fromkeys(name for stage in stages for name in stage["components"]))
+
+
+def _size(stage: Record, part: str) -> float:
+    return sum(float(value) for key, value in stage["components"].get(part, {}).items() if key.endswith("_gib"))
+
+
+def step_time(run: RunData) -> Section | None:
+    """Return the parts of the step time of the best and the baseline; None without a prediction."""
+    trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
+    if run.best and run.baseline and run.best["candidate"] == run.baseline["candidate"]:
+        del trials[_("baseline")]
+    predicted = {name: trial for name, trial in trials.items() if trial["predicted"].get("time")}
+    if not predicted:
+        return None
+    blocks: list[Block] = [_step_parts(predicted)]
+    measured = [[name, *figures] for name, trial in trials.items() if (figures := _measured(run, trial))]
+    if measured:
+        headings = [_("trial"), *(_(text) for text in MEASURED_PARTS.values()), _("step s")]
+        blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured))
+    return Section(anchor="step", title=_("Step time"), blocks=tuple(blocks))
+
+
+def _step_parts(trials: Mapping[str, Record]) -> Chart:
+    times = {name: trial["predicted"]["time"] for name, trial in trials.items()}
+    totals = {name: sum(time.values()) for name, time in times.items()}
+    steps = {name: number(lookup(trial, "measured.step_time_s.median")) for name, trial in trials.items()}
+    parts = list(dict.fromkeys(part for time in times.values() for part in time))
+    traces, rows = [], list[list[Any]]()
+    for place, part in enumerate(parts):
+        seconds = [float(time.get(part, 0.0)) for time in times.values()]
+        shares = [percent(each / total if total else 0.0) for each, total in zip(seconds, totals.values(), strict=True)]
+        pairs = zip(map(cell, seconds), shares, strict=True)
+        rows.append([_(part_name(part)), *(each for pair in pairs for each in pair)])
+        if any(seconds):
+            traces.append(bars(_(part_name(part)), place, seconds, list(times), width=0.5))
+    for name, figures in ((_("step, predicted"), totals), (_("step, measured"), steps)):
+        rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
+    there = [(step, name) for name, step in steps.items() if step is not None]
+    if there:
+        trace = points(_("measured step"), 5, *zip(*there, strict=True))
+        traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
+    title = _("Parts of the step time (predicted)")
+    first, time = next(iter(times.items()))
+    most = max(time, key=lambda part: float(time[part]))
+    return Chart(
+        title=title,
+        summary=_(
+            "{name}: {part} takes {share:.1%} of a step of ~{seconds} s.",
+            name=first.capitalize(),
+            part=_(part_name(most)),
+            share=time[most] / (totals[first] or 1.0),
+            seconds=shown(totals[first]),
+        ),
+        traces=tuple(traces),
+        layout=rows_layout(_("seconds"), len(times), each=60, barmode="stack") | {"height": 240 + 50 * len(times)},
+        table=table(title, [_("part"), *(heading for name in times for heading in (f"~{name}, s", "~%"))], rows),
+    )
+
+
+def _measured(run: RunData, trial: Record) -> list[Any]:
+    """Return the medians of the measured parts of a step, over the steps after warm-up; empty without them."""
+    count, steps = lookup(trial, "measured.step_time_s.n"), run.metrics(trial).get("steps")
+    if not count or not isinstance(steps, list) or trial["fidelity"] != "run":
+        return []
+    counted = [step for step in steps if isinstance(step, Mapping)][-count:]
+    figures = [[each for step in counted if (each := number(step.get(key))) is not None] for key in MEASURED_PARTS]
+    if not counted or any(len(values) < len(counted) for values in figures):
+        return []
+    return [*(cell(median(values)) for values in figures), cell(lookup(trial, "measured.step_time_s.median"))]

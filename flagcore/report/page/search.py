@@ -1,0 +1,138 @@
+"""How the rules reduced the search space, and the course of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flagcore.domain.objective import is_rate
+from flagcore.domain.plan import Counts
+from flagcore.domain.trial import ESTIMATE
+from flagcore.i18n import _
+from flagcore.report.page.blocks import Chart, Section, Text, cell, table
+from flagcore.report.page.charts import MARGIN, bars, label, layout, line, points, rows_layout
+from flagcore.report.page.run import RunData, configuration, name_of, trial_cell
+from flagcore.report.text import Removed, funnel_stages, lost_repeats, repeats_text, state_name
+
+
+def progress(run: RunData) -> Section | None:
+    """Return the best so far over time; None if nothing ran."""
+    if run.fidelity == ESTIMATE or not run.trials:
+        return None
+    rows, spent, best = [], 0.0, None
+    first = {trial["number"] for trial in run.trials}
+    ran: dict[str, list[tuple[float, float, str]]] = {}
+    failed: list[tuple[float, str]] = []
+    steps: list[tuple[float, float]] = []
+    for trial in run.all_trials:
+        spent += float(trial["duration_s"])
+        figure = run.figure(trial)
+        if trial["number"] in first:
+            if figure is not None and trial["state"] == "measured" and not trial["measured"].get("broken"):
+                best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
+            if best is not None:
+                steps.append((spent, best))
+        if figure is not None:
+            kind = "stopped" if trial["state"] == "stopped" else "repeat" if trial["role"] == "repeat" else "trial"
+            ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
+        else:
+            failed.append((spent, name_of(run, trial)))
+        rows.append(
+            [
+                trial_cell(run, trial),
+                configuration(run, trial),
+                state_name(trial["state"]),
+                cell(float(spent)),
+                cell(figure),
+                cell(best),
+            ]
+        )
+    data = table(
+        _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
+        [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
+        rows,
+    )
+    if not steps:
+        return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
+    traces = [line(_("best so far (first runs)"), 0, *zip(*steps, strict=True))]
+    traces[0]["line"] |= {"shape": "hv"}
+    names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
+    for series, kind in enumerate(names, start=1):
+        if of_kind := ran.get(kind):
+            x, y, numbers = zip(*of_kind, strict=True)
+            traces.append(points(names[kind], series, x, y, text=list(numbers)))
+    if failed:
+        low = min(y for of_kind in ran.values() for _, y, _ in of_kind)
+        text = [name for _, name in failed]
+        traces.append(points(_("not measured"), 4, [x for x, _ in failed], [low] * len(failed), text=text))
+    summary = [
+        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(rows), seconds=spent),
+        _improvement(run, steps[0][1], steps[-1][1]),
+    ]
+    if "repeat" in ran:
+        summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
+    chart = Chart(
+        title=_("Best so far over time"),
+        summary=" ".join(summary),
+        traces=tuple(traces),
+        layout=layout(_("total time of trials, s"), run.unit),
+        table=data,
+    )
+    return Section(anchor="progress", title=_("Search"), blocks=(chart,))
+
+
+def _improvement(run: RunData, first: float, last: float) -> str:
+    start, end = cell(first).text, cell(last).text
+    if start == end:
+        return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)
+    return _("The best improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
+
+
+def funnel(run: RunData) -> Section:
+    """Return the counts from all combinations to the candidates, and from these to the untried ones."""
+    counts, says = Counts(**run.result["counts"]), run.insight.get("says", {})
+    illegal, states = funnel_stages(counts, run.fidelity)
+    combinations, candidates = (_("combinations"), counts.combinations), (_("candidates"), counts.candidates)
+    blocks = (
+        _chart(_("From combinations to candidates"), combinations, illegal, candidates, says),
+        _chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), says),
+    )
+    notes = (Text(line) for line in repeats_text(lost_repeats(run.result)))
+    return Section(anchor="funnel", title=_("Search space"), blocks=(*blocks, *notes))
+
+
+def _chart(
+    title: str, start: tuple[str, int], removed: Sequence[Removed], end: tuple[str, int], says: Mapping[str, str]
+) -> Chart:
+    data = table(
+        _("{title}; removed counts are negative", title=title),
+        [_("stage"), _("number"), _("why")],
+        [
+            [*start, ""],
+            *([name, cell(-count), says.get(rule, "")] for rule, name, count in removed),
+            [*end, ""],
+        ],
+    )
+    drawn = [(name, count) for _, name, count in removed if count]
+    names = [start[0], *(name for name, _ in drawn), end[0]]
+    counts = [count for _, count in drawn]
+    left = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
+    text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
+    beside = {"text": text, "textposition": "outside", "cliponaxis": False}
+    lines = max(label(name).count("<br>") + 1 for name in names)
+    summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
+    if drawn:
+        name, count = max(drawn, key=lambda each: each[1])
+        summary += " " + _('Largest group removed: "{name}", {count:,}.', name=name, count=count)
+    return Chart(
+        title=title,
+        summary=summary,
+        traces=(
+            bars(_("left"), 0, [*left, end[1]], names),
+            bars(_("removed"), 1, [0, *counts, 0], names, **beside),
+        ),
+        layout=rows_layout(
+            start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, max(start[1], 1)]}
+        )
+        | {"margin": MARGIN | {"r": 8 * max(map(len, text)) + 6}},
+        table=data,
+    )

@@ -1,0 +1,146 @@
+"""Side effects of importing and asking the plugin, tried in a process of its own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flagcore.testing.asking import DRIVERS
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Problem, Subject
+
+ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
+"""Variables that the other process has."""
+IMPORT_SECONDS = 5.0
+"""Time limit of the import, without flagcore's own imports."""
+SECONDS = 15.0
+"""Time limit of a hook; a command calls it once a chip."""
+TOTAL_SECONDS = 120.0
+"""Time limit of all hooks together."""
+Record = dict[str, Any]
+
+
+@check("import it inside the hook that needs it, or run it in another process (vendorkit.machine)")
+def import_loads_no_framework(plugin: Subject) -> Problems:
+    what = f"{plugin.package}: import {plugin.hooks_module}"
+    for record in _imported(plugin):
+        if record["raised"]:
+            message = f"{what} fails in a new process: {record['raised']}"
+            yield Problem(message, "import everything that the module uses")
+        if record["drivers"]:
+            yield f"{what} loads {', '.join(record['drivers'])}"
+        for path in map(Path, record["files"]):
+            for name, line in _at_import(ast.parse(path.read_text("utf-8")).body):
+                if name in DRIVERS and name not in record["drivers"]:  # it is not installed here
+                    yield f"{path.name}:{line} imports {name} if it is installed"
+
+
+@check("change no state of the process; do slow work, start threads and log in the hook that needs it")
+def import_has_no_side_effects(plugin: Subject) -> Problems:
+    what = f"{plugin.package}: import {plugin.hooks_module}"
+    for record in _imported(plugin):
+        if record["printed"]:
+            yield f"{what} prints {record['printed'][:60]!r}"
+        if not record["drivers"]:
+            if record["seconds"] > IMPORT_SECONDS:
+                yield f"{what} takes {record['seconds']:.1f} s"
+            yield from (f"{what} changes the {each}" for each in record["changed"])
+
+
+@check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
+def hooks_return_quickly(plugin: Subject) -> Problems:
+    records, hanging = _records(plugin)
+    if hanging:
+        yield f"{hanging} took more than {TOTAL_SECONDS:.0f} s, or ended its process"
+    for record in records[1:]:
+        if record["seconds"] > SECONDS:
+            yield f"{record['hook']} took {record['seconds']:.0f} s"
+
+
+@check()
+def hooks_have_no_side_effects(plugin: Subject) -> Problems:
+    for record in _records(plugin)[0][1:]:
+        if record["printed"]:
+            message = f"{record['hook']} prints {record['printed'][:60]!r}"
+            yield Problem(message, "print nothing; log what users should know")
+        for what in record["changed"]:
+            yield Problem(
+                f"{record['hook']} changes the {what}",
+                "change no state of the process, or restore it; return variables for trials from flagcore_environment",
+            )
+
+
+@check("return a new object: replace(launch, ...), {**launch.environment, ...}")
+def hooks_do_not_modify_arguments(plugin: Subject) -> Problems:
+    for record in _records(plugin)[0]:
+        yield from (f"{record['hook']} modifies its argument {name}" for name in record["arguments"])
+
+
+@check("keep results in memory, or remove the file")
+def hooks_write_no_files(plugin: Subject) -> Problems:
+    _records(plugin)
+    yield from (f"a hook writes the file {name}" for name in plugin.memory["files"])
+
+
+def _imported(plugin: Subject) -> list[Record]:
+    """Return the record of the import; none if the import ended the process, which another check reports."""
+    return _records(plugin)[0][:1]
+
+
+def _records(plugin: Subject) -> tuple[list[Record], str]:
+    """Return what the import and each hook did in another process, and the one in which that ended or hung, if any."""
+    return plugin.once("records", lambda: _asked(plugin))
+
+
+def _asked(plugin: Subject) -> tuple[list[Record], str]:
+    package = plugin.package_folder
+    with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
+        here, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
+        for folder in (here, home, scratch):
+            folder.mkdir()
+        before = _files(package)
+        printed = _run(plugin, here, {"HOME": str(home), "TMPDIR": str(scratch)})
+        left = [*_files(here), *(name for name in _files(home) if not name.startswith(".")), *_files(scratch)]
+        plugin.memory["files"] = [*left, *(f"{package.name}/{name}" for name in _files(package) - before)]
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+    ended = bool(lines) and "ends" in lines[-1]
+    hanging = "" if ended else lines[-1].get("begins", "what follows") if lines else "its start"
+    return [line for line in lines if "hook" in line], hanging
+
+
+def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
+    argv = [sys.executable, "-B", "-m", "flagcore.testing.asking", plugin.entry, paths]
+    try:
+        done = subprocess.run(
+            argv, env={**environment, **more}, cwd=folder, capture_output=True, timeout=TOTAL_SECONDS, check=False
+        )
+        return done.stdout.decode("utf-8", "replace")
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode("utf-8", "replace")
+
+
+def _files(folder: Path) -> set[str]:
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Yield the packages that are imported with the module, with their lines."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0], node.lineno
+        elif isinstance(node, ast.Try):
+            yield from _at_import([*node.body, *node.orelse, *node.finalbody])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from _at_import([*node.body, *node.orelse])
