@@ -102,7 +102,7 @@ def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_told(tmp_path: Pa
 
 def test_the_reason_of_a_failed_probe_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_TOKEN", "no such luck")
-    found, _ = play(tmp_path, lambda rank: "fail", devices=1)
+    found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
     assert found.ranks[0].state is TrialState.FAILED
     assert "no such luck" not in (found.ranks[0].reason or "")
 
