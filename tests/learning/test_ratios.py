@@ -75,3 +75,14 @@ def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
     shared = TIME.part_of_task**2 * (here.parts**2).sum(axis=1)
     assert np.diag(within - between) == pytest.approx(TIME.task**2 + TIME.own**2 + shared)
     assert np.linalg.eigvalsh(within).min() > -1e-9
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
+    def believed(noise: float) -> float:
+        row = ROWS[:1]
+        once = Observed(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
+        return float(Ratios(once, ALL, TIME).of(ALL.take(row)).mean[0])
+
+    assert believed(0.01) == pytest.approx(believed(0.0), rel=0.01)
+    assert believed(0.3) < 0.7 * believed(0.01)
