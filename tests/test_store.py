@@ -21,7 +21,7 @@ import pytest
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.store import OptunaStore, RunDirectory
+from flagcore.store import OptunaStore, RunDirectory, stored_trials
 from tests import small
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {
@@ -77,6 +77,17 @@ def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:
     stored = store(tmp_path).add(imported)
     assert store(tmp_path).trials() == (stored,)
     assert stored.source == "history.csv"
+
+
+def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) -> None:
+    assert stored_trials(tmp_path, "run") == ()
+    kept = run(store(tmp_path))
+    before = (tmp_path / "journal.log").read_bytes()
+    assert stored_trials(tmp_path, "run") == (kept,)
+    assert stored_trials(tmp_path, "another") == ()
+    assert (tmp_path / "journal.log").read_bytes() == before
+    with pytest.raises(RunError):
+        stored_trials(tmp_path, "run", f"sqlite:///{tmp_path}/none.db")
 
 
 def test_notes_of_the_search_are_read_back_also_from_older_journals(tmp_path: Path) -> None:
