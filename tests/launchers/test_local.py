@@ -307,9 +307,10 @@ def test_two_trials_do_not_hold_each_others_pipes(tmp_path: Path) -> None:
 
 
 def test_ended_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before, ended = len(os.listdir("/proc/self/fd")), []
     for name in "abc":
-        LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))).wait(5)
+        ended.append(LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))))
+        ended[-1].wait(5)
         with pytest.raises(LaunchError):
             LAUNCHER.start(Launch(argv=("/no/such/program",), folder=str(tmp_path / name)))
     assert len(os.listdir("/proc/self/fd")) == before
