@@ -9,8 +9,7 @@ from datetime import date, datetime
 from typing import Any
 
 from flagcore.domain.chip import Chip
-from flagcore.testing.kit import Problems, check, chips
-from flagcore.testing.subject import Problem, Skip, Subject
+from flagcore.testing.kit import Problem, Problems, Skip, Subject, check, chips
 from flagcore.vendorkit.fields import SOURCE_KEYS
 
 KINDS = {*SOURCE_KEYS, "user"}

@@ -10,8 +10,7 @@ from flagcore.physics.collectives.curves import CollectiveTable, Curve, problem
 from flagcore.physics.collectives.model import KINDS
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.testing.examples import group_of
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, Subject, check
 
 PAYLOADS = np.exp2(np.arange(10, 30)).astype(np.float64)
 ONES = np.ones(20, dtype=np.int64)

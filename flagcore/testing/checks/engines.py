@@ -1,4 +1,4 @@
-"""Engines: whether and how they run, and which values do not work."""
+"""Engines: whether and how they run, which values do not work, and knobs that the plugin adds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Factor, Knob
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
 from flagcore.spec.limits import PRECISIONS
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
+from flagcore.vendorkit.knobs import all_knobs
 
 Supported = tuple[str, Chip, str, EngineSupport]
 
@@ -101,3 +102,45 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
             knobs[name].parse(value, key)
         return name in knobs
     return False
+
+
+def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
+    plugin.implements("flagcore_knobs")
+    found = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
+    if not found:
+        raise Skip("the plugin adds no knobs")
+    return found
+
+
+@check("add a sentence for `flag explain`", each=_knobs)
+def knobs_have_help(chip: Chip, engine: str, knob: Knob) -> Problems:
+    if not knob.help.strip():
+        yield f"flagcore_knobs: {knob.name} of {engine} has no help"
+
+
+@check("rename it, for example with the vendor as prefix", each=_knobs)
+def knob_names_differ_from_engine_knobs(chip: Chip, engine: str, knob: Knob) -> Problems:
+    if engine == "megatron" and knob.name in {axis.knob for axis in workload(engine).axes(task_on(chip))}:
+        yield f"flagcore_knobs: {knob.name} is already a knob of {engine}"
+
+
+@check("give low and high, the ends of an 80% interval", each=_knobs)
+def knob_effects_have_intervals(chip: Chip, engine: str, knob: Knob) -> Problems:
+    for effect in knob.effects.values():
+        for what, factor in (("time", effect.time), ("memory", effect.memory)):
+            if factor.value != 1.0 and factor.low == factor.high:
+                yield f"flagcore_knobs: {knob.name} of {engine} scales {what} without an interval"
+
+
+@check("add effect: {kind: estimated, method: WHY}, or the source of these figures", each=_knobs)
+def knob_effects_have_sources(chip: Chip, engine: str, knob: Knob) -> Problems:
+    factors = [factor for effect in knob.effects.values() for factor in (effect.time, effect.memory)]
+    estimated = knob.source is not None and knob.source.kind == "estimated"
+    if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
+        yield f"flagcore_knobs: {knob.name} of {engine} has factors without a source"
+
+
+@check()
+def knobs_name_known_engines_and_chips(plugin: Subject) -> Problems:
+    for each in plugin.shipped("knobs.yaml", all_knobs):
+        yield from plugin.unknown(f"knobs.yaml: {each.knob.name}", each.scope)

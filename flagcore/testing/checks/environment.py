@@ -14,8 +14,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
 from flagcore.testing import fakes
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.variables import Variable
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
 
 HEALTHY = """\
 W1120 10:00:00.000 1234 torch/distributed/run.py:766] Setting OMP_NUM_THREADS for each process to be 1

@@ -11,8 +11,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flagcore import __version__
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Problem, Skip, Subject
+from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "torch-npu", "torch-mlu", "torch-musa", "tensorflow", "jax", "jaxlib"),

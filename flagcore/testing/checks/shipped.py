@@ -8,8 +8,7 @@ from typing import Any
 
 from flagcore.domain.maturity import Claim
 from flagcore.plugins import kind_of
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.quirks import Quirk
 
