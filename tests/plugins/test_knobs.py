@@ -387,7 +387,7 @@ for number, step in enumerate(json.loads(pathlib.Path(given.folder, "metrics.jso
 @pytest.mark.process
 def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
-    model = {**SPEC["model"], "num_query_groups": 4, "kv_channels": 16}
+    model = {"name": "small", **SPEC["model"], "num_query_groups": 4, "kv_channels": 16}
     train = {key: SPEC["train"][key] for key in ("seq_length", "global_batch_size", "precision")}
     job = {
         "model": model,
