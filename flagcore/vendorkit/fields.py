@@ -115,6 +115,10 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
         return SpecError(file=file, key=key, problem="is missing", fix=FIX)
     if error["type"] == "unexpected_keyword_argument":
         return SpecError(file=file, key=key, problem="unknown key", fix=FIX)
+    if error["type"] in ("literal_error", "enum"):
+        return SpecError(
+            file=file, key=key, value=value, problem="invalid value", fix=f"use {error['ctx']['expected']}"
+        )
     words = WORDS.get(error["type"])
     problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
     return SpecError(file=file, key=key, value=value, problem=problem, fix=_number_hint(error["type"], value))

@@ -70,9 +70,4 @@ def _effect(choice: Content, file: str, path: str) -> tuple[KnobValue, Effect]:
     time = choice.get("time")
     if isinstance(time, dict) and "part" in time:
         choice["part"] = time.pop("part")
-    effect: Effect = build(Effect, choice, file, path)
-    for name, factor in (("time", effect.time), ("memory", effect.memory)):
-        if not 0 < factor.low <= factor.value <= factor.high:
-            problem = "must be between low and high, and all above 0"
-            raise SpecError(file=file, key=f"{path}{name}.value", value=factor.value, problem=problem)
-    return value, effect
+    return value, build(Effect, choice, file, path)

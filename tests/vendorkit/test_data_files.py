@@ -56,7 +56,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (
             "knobs",
             f"knobs: [{{{KNOB}, choices: [{{value: 1, memory: {{value: 0.9, low: 1.0, high: 1.1}}}}]}}]",
-            ["knobs[0].choices[0].memory.value"],
+            ["knobs[0].choices[0].memory"],
         ),
         ("quirks", f"refused: [{{name: a, knob: b, reason: c, {SOURCE}}}]", ["refused[0].values"]),
         ("quirks", f"failures: [{{pattern: a, state: asleep, example: c, {SOURCE}}}]", ["failures[0].state"]),
