@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -30,6 +30,7 @@ WORDS = {
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
+T = TypeVar("T")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -66,6 +67,13 @@ def read_file(package: str, name: str) -> Content | None:
     """Return the content of a file of `package`; None if there is none. Raises SpecError as `read_yaml`."""
     path = files(package).joinpath(name)
     return read_yaml(path.read_text("utf-8"), f"{package}/{name}") if path.is_file() else None
+
+
+def read_as(kind: Callable[..., T], package: str, name: str) -> T:
+    """Return a file of `package` as a `kind`, which is empty without a file. Raises SpecError with every problem."""
+    content = read_file(package, name) or {}
+    found: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
+    return found
 
 
 def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Content]]:

@@ -16,6 +16,7 @@ from flagcore.plugins import kind_of
 from flagcore.testing import fakes
 from flagcore.testing.kit import Problems, Skip, Subject, check
 from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import Variable
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
@@ -62,7 +63,7 @@ def variables_are_upper_case(variable: Variable) -> Problems:
 @check()
 def variables_name_known_engines_and_chips(plugin: Subject) -> Problems:
     for each in plugin.variables:
-        yield from plugin.unknown(f"environment.yaml: {each.name}", each.scope)
+        yield from plugin.unknown(f"environment.yaml: {each.name}", each)
 
 
 @check("write the name that the software has for this vendor, and handle it in discover.py")
@@ -142,5 +143,4 @@ def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
 
 def _set_on(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
     """Return the variables with a value for an engine on a chip."""
-    about = (chip, engine, None, kind_of(engine))
-    return [each for each in plugin.variables if each.value and each.scope.includes(*about)]
+    return [each for each in applying(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

@@ -67,13 +67,11 @@ def failure_examples_match(plugin: Subject) -> Problems:
     if plugin.chips:
         _ready(plugin)
     for place, each in enumerate(failures):
-        engines = {*each.scope.engines}
-        alike = [
-            other for other in failures if not engines or not other.scope.engines or engines & {*other.scope.engines}
-        ]
-        first = next((other for other in alike if re.search(other.value.pattern, each.value.example)), None)
+        engines = {*each.engines}
+        alike = [other for other in failures if not engines or not other.engines or engines & {*other.engines}]
+        first = next((other for other in alike if re.search(other.pattern, each.example)), None)
         if first is not each:
-            other = f"the earlier pattern {first.value.pattern!r} does" if first else "none does"
+            other = f"the earlier pattern {first.pattern!r} does" if first else "none does"
             yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}"
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from flagcore.domain.maturity import Claim
 from flagcore.plugins import kind_of
 from flagcore.testing.kit import Problems, Skip, Subject, check
 from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.quirks import Quirk
+from flagcore.vendorkit.scope import applying
 
 MARK = "TODO"
 """Marks a placeholder in files of `flag plugins new`."""
 
 
-def _quirks(plugin: Subject) -> Iterator[tuple[Subject, str, Quirk[Any]]]:
+def _quirks(plugin: Subject) -> Iterator[tuple[Subject, str, Quirk]]:
     quirks = plugin.quirks
     for section in fields(quirks):
         for place, each in enumerate(getattr(quirks, section.name)):
@@ -24,14 +24,14 @@ def _quirks(plugin: Subject) -> Iterator[tuple[Subject, str, Quirk[Any]]]:
 
 
 @check("add where it is from", each=_quirks)
-def quirks_have_sources(plugin: Subject, where: str, quirk: Quirk[Any]) -> Problems:
+def quirks_have_sources(plugin: Subject, where: str, quirk: Quirk) -> Problems:
     if quirk.source.kind not in SOURCE_KEYS or not quirk.source.detail.strip():
         yield f"quirks.yaml: the source of {where} is empty"
 
 
 @check(each=_quirks)
-def quirks_name_known_engines_and_chips(plugin: Subject, where: str, quirk: Quirk[Any]) -> Problems:
-    yield from plugin.unknown(f"quirks.yaml: {where}", quirk.scope)
+def quirks_name_known_engines_and_chips(plugin: Subject, where: str, quirk: Quirk) -> Problems:
+    yield from plugin.unknown(f"quirks.yaml: {where}", quirk)
 
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")
@@ -42,9 +42,9 @@ def quirks_are_used(plugin: Subject) -> Problems:
         raise Skip("flagcore_engine_support gives no usable answer")
     for chip, engine in plugin.pairs():
         refused = plugin.loaded.engine_support(chip, engine).refused
-        for quirk in plugin.quirks.refused:
-            if quirk.scope.includes(chip, engine, None, kind_of(engine)) and quirk.value not in refused:
-                yield f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml"
+        for quirk in applying(plugin.quirks.refused, chip, engine, None, kind_of(engine)):
+            if quirk not in refused:
+                yield f"flagcore_engine_support: {chip.name} lacks {quirk.name} of quirks.yaml"
 
 
 @check("write maturity.yaml, and return its content as VendorPlugin does")
