@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from enum import Enum
 from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 Positive: TypeAlias = Annotated[float, Gt(0)]
 NotNegative: TypeAlias = Annotated[float, Ge(0)]
@@ -26,10 +26,10 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of a figure. `kind` is measured, datasheet, published or estimated; `detail` says how or where."""
+    """Origin of a figure: `detail` says how or where."""
 
-    kind: str
-    detail: str
+    kind: Literal["measured", "datasheet", "published", "estimated", "user"]
+    detail: Annotated[str, MinLen(1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,8 @@ def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:
     """Return `chip` with the network rate that the user gives, if any."""
     if nic_bytes_per_second is None:
         return chip
-    return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=Source(kind="user", detail="")))
+    source = Source(kind="user", detail="cluster.nic_bytes_per_second")
+    return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=source))
 
 
 MIN_SIMILARITY = 0.72

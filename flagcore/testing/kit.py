@@ -28,7 +28,6 @@ from flagcore.testing.package import Package, read_installed, source_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Quirks, read_quirks
-from flagcore.vendorkit.scope import Scope
 from flagcore.vendorkit.variables import Variable, read_variables
 
 T = TypeVar("T")
@@ -182,12 +181,6 @@ class Subject:
     def maturity(self) -> Maturity:
         """The content of `maturity.yaml`."""
         return self.shipped("maturity.yaml", read_maturity) or Maturity()
-
-    def unknown(self, where: str, scope: Scope) -> Iterator[Problem]:
-        """Yield the engines and chips of an entry that do not exist. `where` begins the messages."""
-        fix = f"engines are {', '.join(self.engines)}; chips are those of chips/*.yaml"
-        for word in ({*scope.engines} - {*self.engines}) | ({*scope.chips} - {chip.name for chip in self.chips}):
-            yield Problem(f"{where} is for {word!r}, which is unknown", fix)
 
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
         """Yield the name and the content of each file of its package that `pattern` fits and that is YAML."""

@@ -161,7 +161,7 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
         if near and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
             raise wrong(name, "unknown key", f"did you mean {near[0]}?")
     detail = others.pop(needed, None)
-    if not isinstance(detail, str):
+    if not isinstance(detail, str) or not detail.strip():
         other = "".join(f"; {name} belongs to the kind {each}" for each, name in SOURCE_KEYS.items() if name in others)
         raise wrong(needed, f"must be text: the kind {kind} needs it", f"write {needed}: TEXT{other}")
     for name, value in others.items():

@@ -13,6 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import MinLen
+from pydantic import Field
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.spec import Task, TrainSpec
@@ -24,8 +28,8 @@ from flagcore.vendorkit.scope import Scope, applying
 class Variable(Scope):
     """One environment variable. `value` None: documented, but not set for trials."""
 
-    name: str
-    meaning: str
+    name: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+    meaning: Annotated[str, MinLen(1)]
     source: Source
     value: str | None = None
     used: str = ""

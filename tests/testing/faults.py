@@ -130,7 +130,7 @@ CHIPS = (
     hook("chips_and_devices_are_valid", "chips", "return [*own, 'A2']", "flagcore_chips", also=("foreign_chips_get_no_answer",)),
     Fault("chips_and_devices_are_valid", CHIP, "kind: estimated, method", "kind: guessed, method", "a1.yaml: memory_bytes.source.kind"),
     Fault("chips_and_devices_are_valid", CHIP, "devices_per_node: 8", "devices_per_node: 8\ndevices_per_node: 16", "duplicate key devices_per_node"),
-    Fault("figures_have_sources", CHIP, "TODO: made up, replace it by a figure with its source", " ", "A1: memory_bytes"),
+    Fault("chips_and_devices_are_valid", CHIP, "TODO: made up, replace it by a figure with its source", " ", "memory_bytes.source.method"),
     Fault("measured_figures_have_dates", CHIP, "{kind: estimated, method: \"TODO", "{kind: measured, how: \"TODO", "memory_bytes.source is measured"),
     Fault("source_dates_are_iso", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date"),
     Fault("chip_names_are_unique", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "answers to", also=("chip_files_match_chip_names",)),
@@ -206,7 +206,7 @@ ENGINES = (
     Fault("knob_names_differ_from_engine_knobs", KNOBS, "name: acme_overlap", "name: use_recompute", "use_recompute"),
     Fault("knob_effects_have_intervals", KNOBS, "low: 0.9, high: 1.02", "low: 0.97, high: 0.97", "acme_overlap"),
     Fault("knob_effects_have_sources", KNOBS, "    effect: {kind: estimated, method: a guess}\n", "", "acme_overlap"),
-    Fault("knobs_name_known_engines_and_chips", KNOBS, "    says", "    chips: [Z9]\n    says", "'Z9'"),
+    Fault("entries_name_known_engines_and_chips", KNOBS, "    says", "    chips: [Z9]\n    says", "'Z9'"),
 )
 ENVIRONMENTS = (
     hook("environment_is_valid", "environment", "return own and {'GEMS_VENDOR': 1, 'ACME_QUEUES': '1'}", "flagcore_environment"),
@@ -214,12 +214,12 @@ ENVIRONMENTS = (
     hook("documented_variables_are_set", "environment", "return own and {'GEMS_VENDOR': 'acme'}", "ACME_QUEUES"),
     hook("variables_do_not_depend_on_the_shell", "environment", "import os\n        return own and {name: os.environ.get(name, value) for name, value in own.items()}", "GEMS_VENDOR"),
     hook("several_nodes_keep_single_node_variables", "environment", "return {} if own and task and task.cluster.groups[0].nodes > 1 else own", "GEMS_VENDOR"),
-    Fault("variables_have_meanings_and_sources", ENVIRONMENT, "meaning: queues of a device", "meaning: ' '", "ACME_QUEUES"),
+    Fault("environment_is_valid", ENVIRONMENT, "meaning: queues of a device", "meaning: ''", "variables[1].meaning"),
     Fault("variables_are_listed_once", ENVIRONMENT, "", "  - {name: ACME_QUEUES, value: '2', meaning: more, source: *made_up}\n", "ACME_QUEUES has 2 values"),
     Fault("variables_do_not_select_another_vendor", ENVIRONMENT, "value: acme", "value: metax", "GEMS_VENDOR = 'metax'"),
     Fault("system_variables_are_not_set", ENVIRONMENT, "name: ACME_QUEUES", "name: PATH", "PATH of megatron"),
-    Fault("variables_are_upper_case", ENVIRONMENT, "name: ACME_QUEUES", "name: acme_queues", "acme_queues"),
-    Fault("variables_name_known_engines_and_chips", ENVIRONMENT, "", "  - {name: ACME_X, value: '2', engines: [megatronn], meaning: more, source: *made_up}\n", "'megatronn'"),
+    Fault("environment_is_valid", ENVIRONMENT, "name: ACME_QUEUES", "name: acme_queues", "acme_queues"),
+    Fault("entries_name_known_engines_and_chips", ENVIRONMENT, "", "  - {name: ACME_X, value: '2', engines: [megatronn], meaning: more, source: *made_up}\n", "'megatronn'"),
 )
 FAILURES = (
     Fault("failure_patterns_are_valid", QUIRKS, "\"ACME out of memory\"  # TODO", "\"ACME (out of memory\"  # TODO", "does not compile"),
@@ -228,7 +228,7 @@ FAILURES = (
     Fault("failure_patterns_ignore_healthy_logs", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(?i:warning)\"", "warning"),
     Fault("failure_patterns_are_fast", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(a+)+$\"", "takes more than"),
     Fault("failure_patterns_are_fast", QUIRKS, "pattern: \"ACME out of memory\"", "pattern: \"ACME out of memory|(x+x+)+y\"", "takes more than"),
-    Fault("quirks_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
+    Fault("entries_name_known_engines_and_chips", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn"),
 )
 RUNS = (
     reading("telemetry_names_are_known", "{**figures, 'acme_mood': 1.0}", "acme_mood"),
@@ -265,8 +265,8 @@ DETECTION = (
 SHIPPED = (
     support("quirks_are_used", "refused=()", "acme_no_block"),
     hook("maturity_is_given", "maturity", "return None", "flagcore_maturity"),
-    Fault("quirks_have_sources", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
-    Fault("quirks_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
+    Fault("engine_support_is_valid", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]"),
+    Fault("entries_name_known_engines_and_chips", QUIRKS, "{note: the first", "{chips: [Z9], note: the first", "'Z9'"),
     Fault("maturity_names_known_chips", MATURITY, "chips: [A1]\n    files", "chips: [A1, Z9]\n    files", "'Z9'"),
     Fault("maturity_covers_all_chips", MATURITY, "facts of the chips", "facts", "A1 is missing"),
     Fault("maturity_names_existing_transcripts", MATURITY, "[acme-smi-1.txt]", "[acme-smi-1.txt, acme-smi-9.txt]", "acme-smi-9.txt"),

@@ -25,13 +25,6 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
             yield problem
 
 
-@check(f"give it a kind of {', '.join(SOURCE_KEYS)}, and the key that the kind needs", each=chips)
-def figures_have_sources(chip: Chip) -> Problems:
-    for key, fact in chip.figures.items():
-        if fact.source.kind not in KINDS or not fact.source.detail.strip():
-            yield f"{chip.name}: {key} has the source {fact.source.kind!r} {fact.source.detail!r}"
-
-
 @check("write it as 2026-11-02 or 2026-11")
 def source_dates_are_iso(plugin: Subject) -> Problems:
     for name, content in plugin.yaml_files("**/*.yaml"):

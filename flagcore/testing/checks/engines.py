@@ -14,7 +14,6 @@ from flagcore.spec.limits import PRECISIONS
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
-from flagcore.vendorkit.knobs import all_knobs
 
 Supported = tuple[str, Chip, str, EngineSupport]
 
@@ -138,9 +137,3 @@ def knob_effects_have_sources(chip: Chip, engine: str, knob: Knob) -> Problems:
     estimated = knob.source is not None and knob.source.kind == "estimated"
     if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
         yield f"flagcore_knobs: {knob.name} of {engine} has factors without a source"
-
-
-@check()
-def knobs_name_known_engines_and_chips(plugin: Subject) -> Problems:
-    for each in plugin.shipped("knobs.yaml", all_knobs):
-        yield from plugin.unknown(f"knobs.yaml: {each.knob.name}", each.scope)
