@@ -95,8 +95,11 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
     return create_model("_Record", __base__=_Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
 
 
-def job_from(line: Mapping[str, object], engines: Engines) -> Job:
-    """Return one record as a job. A model's relative path starts at the working directory. Raises SpecError."""
+def read_job(line: Mapping[str, object], engines: Engines) -> Job:
+    """Return one record of one of `engines` as a job; a model's relative path starts at the working directory.
+
+    Raises SpecError.
+    """
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
     kind = line.get("kind")
@@ -219,8 +222,8 @@ LONGEST_LINE = 1 << 20
 Line = Mapping[str, Any] | SpecError
 
 
-def job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
-    """Yield what each line of `stream` holds, empty ones left out; an error names `file` and the line's number."""
+def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
+    """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
     for number, line in enumerate(_lines(stream), start=1):
         if line.strip():
             yield _record(line, f"{file}: line {number}")
