@@ -58,15 +58,11 @@ def chip_names_differ_from_other_plugins(plugin: Subject) -> Problems:
                 yield f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}"
 
 
-@check("separate words by single spaces", each=chips)
-def chip_names_have_no_extra_spaces(chip: Chip) -> Problems:
+@check("separate words by single spaces, and keep one of names that differ in case only", each=chips)
+def chip_names_are_clean(chip: Chip) -> Problems:
     for name in (chip.name, chip.vendor, *chip.aliases):
         if not name or name != " ".join(name.split()) or not name.isprintable():
             yield f"{chip.name}: the name {name!r} has extra spaces"
-
-
-@check("keep one of them", each=chips)
-def aliases_are_listed_once(chip: Chip) -> Problems:
     for name, times in Counter(name.casefold() for name in chip.aliases).items():
         if times > 1:
             yield f"{chip.name}: aliases has {name!r} {times} times, ignoring case"

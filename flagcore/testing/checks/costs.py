@@ -44,23 +44,14 @@ def memory_budget_is_respected(plugin: Subject) -> Problems:
             yield f"{chip.name}: capacity_bytes() is {capacity} with a user's budget of 1e9"
 
 
-@check("use the bytes that the driver reports; GiB and GB differ", each=_models)
-def capacity_is_at_most_chip_memory(chip: Chip, model: MemoryModel) -> Problems:
-    capacity = model.capacity_bytes()
-    if chip.memory_bytes and capacity is not None and capacity > chip.memory_bytes.value:
-        yield f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {chip.memory_bytes.value:g}"
-
-
-@check("context, libraries and collective buffers take hundreds of MiB to a few GiB: give bytes", each=_models)
-def idle_memory_is_small(chip: Chip, model: MemoryModel) -> Problems:
-    used = float(model.device_used_bytes(np.zeros(1))[0])
-    most = IDLE_SHARE * (chip.memory_bytes.value if chip.memory_bytes else 2**35)
-    if used != 0 and not LEAST_BYTES <= used <= most:
+@check("give bytes; context, libraries and collective buffers take hundreds of MiB to a few GiB", each=_models)
+def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
+    memory = chip.memory_bytes.value if chip.memory_bytes else None
+    used, capacity = float(model.device_used_bytes(np.zeros(1))[0]), model.capacity_bytes()
+    if memory and capacity is not None and capacity > memory:
+        yield f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {memory:g}"
+    if used != 0 and not LEAST_BYTES <= used <= IDLE_SHARE * (memory or 2**35):
         yield f"{chip.name}: device_used_bytes(0) = {used:g}"
-
-
-@check("it is a few MiB: give bytes", each=_models)
-def workspace_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
     if not 0 <= model.workspace_bytes() <= 2**32:
         yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"
 
@@ -102,16 +93,14 @@ def kernel_times_grow_with_size(chip: Chip, costs: KernelCosts) -> Problems:
             yield f"{chip.name}: {method} is not above 0, or falls as the sizes grow"
 
 
-@check("give seconds: 8.0e-6", each=Subject.own_costs)
-def launch_time_is_in_seconds(chip: Chip, costs: KernelCosts) -> Problems:
-    if not (np.isnan(costs.launch_seconds()) or 1e-7 < costs.launch_seconds() < 1e-3):
-        yield f"{chip.name}: launch_seconds() = {costs.launch_seconds():g}"
-
-
-@check("give 1 to 3, or NaN if unknown", each=Subject.own_costs)
-def run_factor_is_plausible(chip: Chip, costs: KernelCosts) -> Problems:
-    if not (np.isnan(costs.run_slowdown()) or 1 <= costs.run_slowdown() < 3):
-        yield f"{chip.name}: run_slowdown() = {costs.run_slowdown():g}"
+@check("give seconds for launches (8.0e-6) and a factor for runs (1 to 3), or NaN if unknown", each=Subject.own_costs)
+def kernel_constants_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
+    for method, value, low, high in (
+        ("launch_seconds", costs.launch_seconds(), 1e-7, 1e-3),
+        ("run_slowdown", costs.run_slowdown(), 1.0, 3.0),
+    ):
+        if not (np.isnan(value) or low <= value <= high):
+            yield f"{chip.name}: {method}() = {value:g}"
 
 
 @check(each=Subject.own_costs)

@@ -44,19 +44,27 @@ def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: 
         yield f"{where} is {answer.support.value!r} without a reason"
 
 
-@check("give a name of letters and underscores, the values, and a reason for `flag explain`", each=_supports)
-def refused_values_have_reasons(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+@check(
+    "give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_supports
+)
+def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for refused in answer.refused:
-        limits = refused.values or refused.above is not None
+        limits = bool(refused.values) or refused.above is not None
         if not (refused.name.isidentifier() and refused.reason.strip() and limits):
             yield f"{where}: {refused.name!r} is incomplete"
+    for forced in answer.forced:
+        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
+            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {', '.join(SHARED)}"
 
 
-@check("name a knob of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
-def refused_values_exist(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+@check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
+def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for refused in answer.refused:
         if not _is_known(engine, refused.knob, refused.values):
             yield f"{where}: there is no knob {refused.knob!r} with {refused.values}"
+    for forced in answer.forced:
+        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
+            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
@@ -65,20 +73,6 @@ def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer:
         gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
         if set(axis.values) <= gone:
             yield f"{where}: every value of {axis.knob} is refused"
-
-
-@check(f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}", each=_supports)
-def forced_settings_have_reasons(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for forced in answer.forced:
-        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
-            yield f"{where}: {forced.name!r} forces {forced.setting!r}"
-
-
-@check("name a key of train.settings and a valid value (docs/spec.md)", each=_supports)
-def forced_settings_are_valid(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for forced in answer.forced:
-        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
-            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 @check("give the name of the environment variable, such as ACME_VISIBLE_DEVICES", each=_supports)

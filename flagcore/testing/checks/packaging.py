@@ -51,19 +51,15 @@ def dependencies_have_no_framework(plugin: Subject) -> Problems:
             yield f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
 
 
-@check('write "0.1.0"')
-def version_is_valid(plugin: Subject) -> Problems:
+@check('add it to [project], the version as "0.1.0"')
+def metadata_is_complete(plugin: Subject) -> Problems:
+    for key in ("description", "license"):
+        if not getattr(plugin.packaged, key).strip():
+            yield f"pyproject.toml: {key} is missing"
     try:
         Version(plugin.packaged.version)
     except InvalidVersion:
         yield f"pyproject.toml: version = {plugin.packaged.version!r} is invalid"
-
-
-@check("add it to [project]")
-def description_and_license_are_given(plugin: Subject) -> Problems:
-    for key in ("description", "license"):
-        if not getattr(plugin.packaged, key).strip():
-            yield f"pyproject.toml: {key} is missing"
 
 
 @check("add the empty file")

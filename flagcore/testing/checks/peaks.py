@@ -15,6 +15,7 @@ RANGES = {
     "memory_bandwidth_bytes_per_second": (1e9, 1e14),
     "dense_flops_per_second": (1e9, 1e17),
     "link.bytes_per_second": (1e8, 1e13),
+    "link.latency_seconds": (1e-8, 1e-3),
     "host_bytes_per_second": (1e8, 1e12),
     "nic_bytes_per_second": (1e8, 1e12),
 }
@@ -36,12 +37,15 @@ LINK_SHARE = 0.75
 """Maximum ratio of a link's rate to the memory's; no known accelerator reaches half of it."""
 
 
-@check("write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
+@check("write bytes, seconds, bytes or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
 def figures_are_plausible(chip: Chip) -> Problems:
-    for key, fact in chip.figures.items():
+    figures = {key: fact.value for key, fact in chip.figures.items()}
+    if chip.link:
+        figures["link.latency_seconds"] = chip.link.latency_seconds
+    for key, value in figures.items():
         low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
-        if not low <= fact.value <= high:
-            yield f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}"
+        if not low <= value <= high:
+            yield f"{chip.name}: {key} = {value:g} is not in {low:g} to {high:g}"
 
 
 @check("check both peaks; if the chip emulates a format, say so in notes", each=chips)
@@ -91,12 +95,6 @@ def network_is_slower_than_the_link(chip: Chip) -> Problems:
         rate = figures.get(key)
         if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
             yield f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}"
-
-
-@check("a small message takes about 1.0e-6 to 1.0e-4 seconds; leave it out if unmeasured", each=chips)
-def link_latency_is_in_seconds(chip: Chip) -> Problems:
-    if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
-        yield f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}"
 
 
 @check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=chips)

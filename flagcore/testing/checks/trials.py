@@ -174,26 +174,20 @@ def _prepared(plugin: Subject) -> Iterator[tuple[Launch]]:
 
 
 @check(each=_prepared)
-def prepared_launch_runs_the_command(prepared: Launch) -> Problems:
+def prepared_launch_extends_the_launch(prepared: Launch) -> Problems:
     if not " ".join(prepared.argv).endswith("echo the command"):
         yield Problem(
             f"flagcore_prepare_launch turns 'echo the command' into {' '.join(prepared.argv)!r} as argv",
             "put a wrapper before launch.argv and keep the rest",
         )
+    extend = "extend it: replace(launch, environment={**launch.environment, ...})"
     if prepared.folder != LAUNCH.folder or prepared.directory != LAUNCH.directory:
-        yield Problem("flagcore_prepare_launch changes the folder of the trial", "use replace(launch, ...)")
-
-
-@check("extend it: replace(launch, environment={**launch.environment, ...})", each=_prepared)
-def prepared_launch_keeps_variables(prepared: Launch) -> Problems:
+        yield Problem("flagcore_prepare_launch changes the folder of the trial", extend)
     if prepared.environment.get("KEEP") != "me":
-        yield "flagcore_prepare_launch drops a variable of launch.environment"
-
-
-@check("keep or lower the limits: they are the user's", each=_prepared)
-def prepared_launch_keeps_limits(prepared: Launch) -> Problems:
+        yield Problem("flagcore_prepare_launch drops a variable of launch.environment", extend)
     if prepared.timeout_seconds > 60.0 or not 0 < (prepared.memory_limit_bytes or 0) <= 2**30:
-        yield "flagcore_prepare_launch raises timeout_seconds or memory_limit_bytes of a trial"
+        fix = "keep or lower the limits: they are the user's"
+        yield Problem("flagcore_prepare_launch raises timeout_seconds or memory_limit_bytes of a trial", fix)
 
 
 @check("a wrapper must exist here, start the command and stay its parent")
