@@ -13,10 +13,12 @@ from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
-from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY, parse_bytes
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.schema import (
+    MAX_DEVICES,
+    MAX_MEMORY,
+    MIN_MEMORY,
     ClusterSection,
     ControlSection,
     Document,
@@ -26,7 +28,7 @@ from flagcore.spec.schema import (
 )
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
-from flagcore.spec.validate import checked, gathered, joined
+from flagcore.spec.validate import checked, gathered, joined, parse_bytes
 
 Parts = Mapping[str, Callable[[], object]]
 """Fields of a spec, each with what makes it."""

@@ -8,9 +8,9 @@ from contextlib import suppress
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Factor, Knob
+from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.spec.limits import PRECISIONS
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
