@@ -21,14 +21,13 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.collective_file import collective_table
 from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
-from flagcore.vendorkit.detection import DeviceDetector
+from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, SharedTable
 from flagcore.vendorkit.engines import SUPPORT, read_engines
 from flagcore.vendorkit.knobs import FILE as KNOBS
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Note, read_quirks
 from flagcore.vendorkit.scope import applying
-from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 
 
