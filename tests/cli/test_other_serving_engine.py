@@ -20,7 +20,7 @@ import numpy as np
 from flagcore.contracts import Workload
 from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import CommandLine
+from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.engine import PORT, Engine, Server, Settings
 
@@ -35,11 +35,20 @@ KNOBS = (
         memory_order=1,
     ),
 )
-COMMAND_LINE = CommandLine(title="Acme", program=("acme-server",), knobs=KNOBS)
+
+
+class AcmeProgram(Program):
+    """Acme's server, which loads no Hugging Face directory."""
+
+    def ready(self, spec):
+        self.parse(spec)
+
+
+PROGRAM = AcmeProgram(title="Acme", program=("acme-server",), knobs=KNOBS)
 
 
 def settings(task, columns):
-    get = COMMAND_LINE.columns(task, columns)
+    get = PROGRAM.columns(task, columns)
     ones = np.ones_like(get["instances"])
     return Settings.of(
         task,
@@ -53,18 +62,14 @@ def settings(task, columns):
 
 
 def server(task, values, cores):
-    command = COMMAND_LINE.command(task.spec)
+    command = PROGRAM.command(task.spec)
     return Server(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
 
 
 ENGINE = Engine(
     name="acme",
-    title="Acme",
+    program=PROGRAM,
     modules={},
-    knobs=KNOBS,
-    parse_args=COMMAND_LINE.parse,
-    ready=lambda spec: None,
-    version=COMMAND_LINE.version,
     rules=lambda task: (),
     settings=settings,
     server=server,

@@ -44,9 +44,9 @@ class Serving:
     def __init__(self, engine: Engine, where: str) -> None:
         self.engine, self._where = engine, where
         self.name, self.modules, self.untested = engine.name, engine.modules, engine.untested
-        self.knobs: tuple[Knob, ...] = engine.knobs
+        self.knobs: tuple[Knob, ...] = engine.program.knobs
         self.axes, self.rules, self.merges = engine.axes, engine.rules, engine.merges
-        self.installed_version = engine.version
+        self.installed_version = engine.program.version
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         engine, kinds = self.engine, heterogeneous.instance_kinds(task, columns)

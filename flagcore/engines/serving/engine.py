@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common import metrics
-from flagcore.engines.serving.common.command_line import EngineArgs
+from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, longest
 from flagcore.engines.serving.common.weights import fewest_devices
 from flagcore.engines.serving.load.result import COMPLETIONS
-from flagcore.engines.serving.model.work import Overheads, Releases, overheads_of
+from flagcore.engines.serving.model.work import Overheads, overheads_of
 
 PORT = "{port}"
 """Placeholder in a command line for the port, which is chosen when the server starts."""
@@ -123,17 +121,9 @@ class Engine:
     """One serving engine. Knows no vendor. If releases differ, the version of the spec decides."""
 
     name: str
-    title: str
-    """The engine's name as its own pages write it."""
+    program: Program
     modules: Mapping[str, str]
     """What its program imports, and the pip requirement that installs it."""
-    knobs: tuple[Knob, ...]
-    parse_args: Callable[[Spec], EngineArgs]
-    """Returns the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
-    ready: Callable[[Spec], None]
-    """Returns if servers can be started here. Raises SpecError or NoDevice with the problem and the fix."""
-    version: Callable[[Spec], str]
-    """Returns the version that would start, without starting it; empty if unknown."""
     rules: Callable[[Task], tuple[Rule, ...]]
     """Returns what the engine rejects."""
     settings: Callable[[Task, Columns], Settings]
@@ -146,18 +136,12 @@ class Engine:
     memory: Callable[[str], Mapping[str, float]] = lambda log: {}
     """Returns from a log weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and
     kv_cache_tokens (of the whole instance), as far as they are reported."""
-    counters: Mapping[str, str] = field(default_factory=dict)
-    """The samples of /metrics that explain a score, and their names in a trial's figures."""
-    failures: tuple[FailurePattern, ...] = ()
-    """What the engine's log lines mean, from specific to general."""
     api: str = COMPLETIONS
     """Path of the API that takes prompts of token ids: COMPLETIONS or GENERATE."""
     health: str = "/health"
     """Path that answers 200 when requests are served."""
     split_by: str = TP
     """The knob that by default takes as many devices as the weights need."""
-    overheads: Releases = field(default_factory=dict)
-    """What the engine adds to its kernels, by the release from which on it holds, the newest first."""
     host_times: tuple[float, float] | None = None
     """Seconds of an iteration and of each of its sequences where devices are CPU cores."""
     receive_flag: str = ""
@@ -170,19 +154,19 @@ class Engine:
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs and the values of a task, in the order in which they are crossed. Raises SpecError."""
-        return common_knobs.axes(task, self.knobs, self.parse_args(task.spec).fixed)
+        return common_knobs.axes(task, self.program.knobs, self.program.parse(task.spec).fixed)
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return knob values of a spec or a job record as values of the axes. Raises SpecError."""
-        return common_knobs.parse(values, self.knobs, self.name)
+        return common_knobs.parse(values, self.program.knobs, self.name)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the candidate that runs if no knob is set, on as many devices as the weights need."""
-        neutral = {knob.name: knob.neutral for knob in self.knobs}
-        return neutral | {self.split_by: fewest_devices(task)} | self.parse_args(task.spec).fixed
+        neutral = {knob.name: knob.neutral for knob in self.program.knobs}
+        return neutral | {self.split_by: fewest_devices(task)} | self.program.parse(task.spec).fixed
 
     def read_counters(self, fetch: Fetch) -> Mapping[str, float]:
-        return metrics.counters(fetch, self.counters)
+        return metrics.counters(fetch, self.program.counters)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
         """Return the overheads for a task.
@@ -190,7 +174,7 @@ class Engine:
         `on_host`: there is no device, the CPU that schedules also computes, and small kernels are no launches.
         """
         serve = task.spec.serve
-        found = overheads_of(self.overheads, serve.engine_version)
+        found = overheads_of(self.program.overheads, serve.engine_version)
         if on_host:
             found = replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:

@@ -40,7 +40,7 @@ def ready(spec: Spec, engine: Engine) -> None:
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
         problem, fix = "counts requests that keep the SLO, but there is none", "set serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
-    engine.ready(spec)
+    engine.program.ready(spec)
 
 
 def launch(
@@ -69,7 +69,7 @@ def launch(
             slo=serve.slo,
             patterns=platform.failure_patterns,
             directory=directory,
-            versions={engine.name: engine.version(platform.task.spec)},
+            versions={engine.name: engine.program.version(platform.task.spec)},
         )
         file = Path(folder, SERVE)
         if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):

@@ -31,10 +31,10 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     spec, data = task.spec, count(values, DP)
     if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
         values = {**values, TP: count(values, TP) * data}
-    argv = [*own.COMMAND_LINE.command(spec), spec.serve.weights or ""]
+    argv = [*own.PROGRAM.command(spec), spec.serve.weights or ""]
     argv += ["--server-name", "127.0.0.1", "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
     argv += knobs.arguments(own.KNOBS, values)
-    argv += written(own.COMMAND_LINE.parse(spec).others, negated=False)
+    argv += written(own.PROGRAM.parse(spec).others, negated=False)
     return Server(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
 
 
@@ -42,7 +42,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return what the log reports of the engine that was chosen."""
     for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
         if line in log:
-            return {own.BACKEND: backend, **metrics.settings(log, own.FILE.settings)}
+            return {own.BACKEND: backend, **metrics.settings(log, own.PROGRAM.settings)}
     return {}
 
 
@@ -144,20 +144,14 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
 ENGINE = Engine(
     name="lmdeploy",
-    title="LMDeploy",
+    program=own.PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
-    knobs=own.KNOBS,
-    parse_args=own.COMMAND_LINE.parse,
-    ready=own.COMMAND_LINE.ready,
-    version=own.COMMAND_LINE.version,
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=own.FILE.counters,
-    failures=own.FILE.failures,
     api=GENERATE,  # its completions take text only
     untested="written from its documentation, no trial has run; times are those of its kernels alone",
 )

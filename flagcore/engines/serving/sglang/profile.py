@@ -31,14 +31,14 @@ RECEIVE = "scheduler-recv-interval"
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
     spec, hardware = task.spec, Hardware.of(task)
-    others = own.parse_args(spec).others
+    others = own.PROGRAM.parse(spec).others
     data = count(values, DP)
     ranks = count(values, TP) * data
-    argv = [*own.COMMAND_LINE.command(spec), "--model-path", spec.serve.weights or ""]
+    argv = [*own.PROGRAM.command(spec), "--model-path", spec.serve.weights or ""]
     argv += ["--host", "127.0.0.1", "--port", PORT, "--enable-metrics"]
     argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1})
     if data > 1:
-        newer = "attn-dp-size" in own.COMMAND_LINE.installed_flags(spec)
+        newer = "attn-dp-size" in own.PROGRAM.installed_flags(spec)
         argv += ["--attn-dp-size", str(data)] if newer else ["--dp-size", str(data), "--enable-dp-attention"]
     if hardware.on_cores and "device" not in others:
         argv += ["--device", "cpu"]
@@ -74,7 +74,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     values: dict[str, KnobValue] = {
         knob: info[name] for name, knob in _REPORTED.items() if isinstance(info.get(name), (int, str))
     }
-    values |= metrics.settings(log, own.FILE.settings)
+    values |= metrics.settings(log, own.PROGRAM.settings)
     data = _data(info)
     if isinstance(info.get("tp_size"), int):
         values |= {TP: info["tp_size"] // data, DP: data}
@@ -96,7 +96,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 def memory(log: str) -> dict[str, float]:
     """Return what each rank logs of its weights, pools and graphs; its GB are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
-    return metrics.largest(log, own.FILE.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
+    return metrics.largest(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
 
 
 def _server_info(fetch: Fetch) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _pages(task: Task) -> tuple[Rule, ...]:
-    backend = str(own.parse_args(task.spec).others.get("attention-backend") or "").lower()
-    sizes = own.FILE.block_sizes.get(backend)
+    backend = str(own.PROGRAM.parse(task.spec).others.get("attention-backend") or "").lower()
+    sizes = own.PROGRAM.block_sizes.get(backend)
     if sizes is None:
         return ()
     return (
@@ -162,7 +162,7 @@ def _pages(task: Task) -> tuple[Rule, ...]:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that are SGLang's defaults, and knobs without effect."""
     defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
-    backend = own.parse_args(task.spec).others.get("attention-backend")
+    backend = own.PROGRAM.parse(task.spec).others.get("attention-backend")
     if backend is None and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
@@ -175,21 +175,14 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
 ENGINE = Engine(
     name="sglang",
-    title="SGLang",
+    program=own.PROGRAM,
     modules={"sglang": "sglang>=0.5,<0.6"},
-    knobs=own.KNOBS,
-    parse_args=own.parse_args,
-    ready=own.COMMAND_LINE.ready,
-    version=own.COMMAND_LINE.version,
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=own.FILE.counters,
-    failures=own.FILE.failures,
-    overheads=own.FILE.overheads,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
     receive_flag=RECEIVE,
     published=PublishedRuns(

@@ -64,7 +64,7 @@ def run(job: Job, folder: Path) -> None:
 @contextlib.contextmanager
 def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
     """Yield the servers when all are healthy, and always stop them."""
-    patterns = (*engine.failures, *job.patterns)
+    patterns = (*engine.program.failures, *job.patterns)
     servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
     try:
         for server in servers:

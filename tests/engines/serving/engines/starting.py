@@ -67,7 +67,7 @@ class Running:
         """Return why it ended."""
         code = self.wait()
         assert code
-        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.failures)
+        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.program.failures)
 
 
 @contextmanager

@@ -121,5 +121,5 @@ def test_a_file_that_is_no_model_is_one_clear_error(bytes_of: bytes, tmp_path: P
 
 
 def test_the_version_is_told_without_starting_anything(model: str) -> None:
-    assert ENGINE.version(serving("llamacpp", weights=model).spec).startswith("20")
-    ENGINE.ready(serving("llamacpp", weights=model).spec)
+    assert ENGINE.program.version(serving("llamacpp", weights=model).spec).startswith("20")
+    ENGINE.program.ready(serving("llamacpp", weights=model).spec)

@@ -172,7 +172,7 @@ def test_the_documented_metrics_are_read() -> None:
     ],
 )
 def test_failures_are_classified(line: str, state: TrialState) -> None:
-    assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, ENGINE.failures)[0] is state
+    assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, ENGINE.program.failures)[0] is state
 
 
 def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:

@@ -49,7 +49,7 @@ def test_without_a_pattern_an_exception_goes_before_an_error_and_that_before_the
 @pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
 def test_lines_of_one_long_word_are_looked_through(engine: Engine, line: str) -> None:
     log = f"{line}\n" * 2500 + "ValueError: at last"
-    assert first_error(log, engine.failures)[1] == "ValueError: at last"
+    assert first_error(log, engine.program.failures)[1] == "ValueError: at last"
 
 
 def test_running_out_of_memory_goes_before_what_follows_from_it() -> None:
