@@ -30,8 +30,7 @@ from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.predict import memory_of, predict, serving_of, split_of
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import record
