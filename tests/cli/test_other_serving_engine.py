@@ -18,11 +18,12 @@ import json
 import numpy as np
 
 from flagcore.contracts import Workload
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import knobs
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.engine import PORT, Engine, Server, Settings
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import PORT, Settings
+from flagcore.engines.serving.trial.job import Instance
 
 KNOBS = (
     knobs.INSTANCES_KNOB,
@@ -63,11 +64,12 @@ def settings(task, columns):
 
 def server(task, values, cores):
     command = PROGRAM.command(task.spec)
-    return Server(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
+    return Instance(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="acme",
+    where=f"{__name__}:WORKLOAD",
     program=PROGRAM,
     modules={},
     rules=lambda task: (),
@@ -77,7 +79,6 @@ ENGINE = Engine(
     split_by="instances",
     untested="an example",
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")
 '''
 
 

@@ -116,5 +116,4 @@ def _learned(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) 
 
 
 def _attention_sizes(shape: AttentionShape) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return what `ATTENTION_AXES` are of."""
     return shape.batch * shape.heads, shape.keys, shape.head_dim

@@ -18,12 +18,12 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import simulate, simulated_load
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.common.weights import parameters
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.model.closed_loop import PARTS
 from flagcore.engines.serving.model.work import UNFITTED, overheads_of
-from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
+from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.sglang.profile import RECEIVE
-from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.physics.kernels.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict, published
 from tests.served import CHIP, DENSE, EXPERTS, costs

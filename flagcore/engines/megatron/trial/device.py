@@ -152,7 +152,6 @@ def _set_mmap_threshold(size: int) -> None:
 
 
 def _status_bytes(field: str) -> int:
-    """Read one field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

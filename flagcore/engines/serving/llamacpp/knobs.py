@@ -18,8 +18,8 @@ from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest
 from flagcore.engines.serving.common.knobs import Auto, by_hardware, knob, or_default, tries, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.llamacpp import flags
+from flagcore.engines.serving.settings import Settings
 from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec import gguf
 

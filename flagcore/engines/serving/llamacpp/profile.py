@@ -17,12 +17,11 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest
 from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import PORT, Engine, Fetch, Server
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
@@ -43,11 +42,13 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UBATCH,
     UNIFIED,
 )
+from flagcore.engines.serving.settings import PORT, Fetch
+from flagcore.engines.serving.trial.job import Instance
 
 RUNNER = "flagcore.engines.serving.llamacpp.server"
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec = task.spec
     others = own.PROGRAM.parse(spec).others
     embedded = spec.serve.command is None
@@ -70,7 +71,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if embedded and not others.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
     argv += [word for name, value in others.items() for word in _flag(name, value)]
-    return Server(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
+    return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
@@ -251,8 +252,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="llamacpp",
+    where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,
     modules={own.PACKAGE: own.PACKAGE},
     rules=rules,
@@ -264,4 +266,3 @@ ENGINE = Engine(
     split_by=PP,
     host_times=(1.9e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

@@ -15,7 +15,7 @@ from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, TP, Hardware
 from flagcore.engines.serving.common.knobs import knob, or_default, tries, variant
 from flagcore.engines.serving.common.weights import weight_bytes
-from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.settings import Settings
 
 BACKEND, CONTEXT, BATCH, BLOCK = "backend", "context_len", "max_batch_size", "block_size"
 CACHE, KV, EAGER = "cache_max_entry_count", "kv_cache_type", "enforce_eager"

@@ -159,7 +159,6 @@ def _reduce(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) ->
 
 
 def _stages(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
-    """Return the messages between the stages of a pipeline."""
     ranks, stride = split.pipeline.astype(np.int64), (split.tensor * split.data).astype(np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)
     each = costs.collectives.seconds("send", payload, np.minimum(ranks, 2), stride)

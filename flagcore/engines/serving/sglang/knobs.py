@@ -19,7 +19,7 @@ from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hard
 from flagcore.engines.serving.common.knobs import by_hardware, knob, or_default, tries, variant
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
-from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.settings import Settings
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"

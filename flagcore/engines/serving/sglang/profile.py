@@ -16,20 +16,21 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest
 from flagcore.engines.serving.common.knobs import or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import PORT, Engine, Fetch, PublishedRuns, Server
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import PORT, Fetch, PublishedRuns
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
+from flagcore.engines.serving.trial.job import Instance
 
 RECEIVE = "scheduler-recv-interval"
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec, hardware = task.spec, Hardware.of(task)
     others = own.PROGRAM.parse(spec).others
     data = count(values, DP)
@@ -48,7 +49,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     environment = {"HF_HUB_OFFLINE": "1"}
     if cores:
         environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
-    return Server(argv=tuple(argv), environment=environment)
+    return Instance(argv=tuple(argv), environment=environment)
 
 
 _REPORTED = {
@@ -173,8 +174,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="sglang",
+    where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,
     modules={"sglang": "sglang>=0.5,<0.6"},
     rules=rules,
@@ -185,11 +187,10 @@ ENGINE = Engine(
     memory=memory,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
     receive_flag=RECEIVE,
-    published=PublishedRuns(
+    published_runs=PublishedRuns(
         cache_type="fp8_e4m3",
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # InferenceMAX's recipes
     ),
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

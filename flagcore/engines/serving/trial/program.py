@@ -216,7 +216,6 @@ def _must_live(servers: Sequence[Server], when: str) -> None:
 
 
 def _model(server: Server) -> str:
-    """Return the name under which a server serves its model."""
     try:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -229,7 +228,6 @@ def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    """Write atomically."""
     half = file.with_suffix(".new")
     half.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     half.replace(file)

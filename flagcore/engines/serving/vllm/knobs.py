@@ -18,7 +18,7 @@ from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.knobs import by_hardware, knob, or_default, tries, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token, weight_bytes
-from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.settings import Settings
 from flagcore.errors import SpecError
 
 NEWEST = (0, 33, 0)

@@ -14,12 +14,13 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
 from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import GRAPH_TOKENS, PORT, Engine, Fetch, PublishedRuns, Server
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import GRAPH_TOKENS, PORT, Fetch, PublishedRuns
+from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS, SEQS, THREADS, TOKENS, limits
 
@@ -30,7 +31,7 @@ MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 published points: 1,024 tokens took twice as long with 0.17."""
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     command = own.PROGRAM.command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
@@ -41,7 +42,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
-    return Server(argv=tuple(argv), environment=environment)
+    return Instance(argv=tuple(argv), environment=environment)
 
 
 def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
@@ -187,8 +188,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="vllm",
+    where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
     rules=rules,
@@ -199,6 +201,5 @@ ENGINE = Engine(
     memory=lambda log: metrics.largest(log, own.PROGRAM.memory),
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
     graph_tokens=_graph_tokens,
-    published=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
+    published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

@@ -17,10 +17,11 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.adapter import published as complete
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
-from flagcore.engines.serving.engine import Engine, Settings
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.engine import published as complete
 from flagcore.engines.serving.predict import predict as predict_engine
+from flagcore.engines.serving.settings import Settings
 from flagcore.plugins import workload
 from flagcore.stages.build import build, canonical
 from tests.small import CHIP, DENSE, SOURCE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.llamacpp.profile import ENGINE
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
 from tests.engines.serving.engines.starting import started

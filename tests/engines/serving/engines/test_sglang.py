@@ -12,8 +12,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.engine import PORT
-from flagcore.engines.serving.sglang.profile import ENGINE
+from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE, EXPERTS

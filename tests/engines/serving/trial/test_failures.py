@@ -9,11 +9,11 @@ import pytest
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP_ENGINE
-from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG_ENGINE
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP_ENGINE
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG_ENGINE
 from flagcore.engines.serving.trial import failures
 from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, died, first_error, log_text
-from flagcore.engines.serving.vllm.profile import ENGINE as VLLM_ENGINE
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM_ENGINE
 
 VLLM = """\
 INFO 11-20 10:00:00 [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='x'
