@@ -1,1 +1,1 @@
-"""The orders in which candidates are tried. With the store, the only room that may know optuna."""
+"""Search strategies: the order of trials. Only this package and the store may import optuna."""

@@ -1,4 +1,4 @@
-"""Any open candidate: what a search has to beat."""
+"""Random search, the baseline of all other strategies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flagcore.contracts import Choice, SearchContext, Strategy
 
 
 class Random:
-    """Picks among the open candidates with equal chances; the same ones when a run is resumed."""
+    """Draws open candidates uniformly. A resumed run draws the same ones."""
 
     name = "random"
 
     def next(self, context: SearchContext) -> Choice:
         row = np.random.default_rng(len(context.trials)).choice(context.open_rows)
-        return Choice(row=int(row), because="drawn by chance")
+        return Choice(row=int(row), because="drawn at random")
 
 
 STRATEGY: Strategy = Random()

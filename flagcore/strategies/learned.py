@@ -1,4 +1,4 @@
-"""What trials taught decides: the most expected gain for its expected cost, and an end when nothing is left to gain."""
+"""Bayesian search: try the most expected gain per expected cost, and stop when no gain is likely."""
 
 from __future__ import annotations
 
@@ -27,29 +27,33 @@ from flagcore.learning.trials import (
 )
 
 MAX_ROWS = 4096
-"""Of the open candidates as many are weighed, the fastest predicted ones."""
+"""The number of open candidates to evaluate: the fastest predicted ones."""
 
 JOINT_ROWS = 256
-"""Of these as many, the likeliest to gain, are weighed together when the search asks whether to go on."""
+"""The number of these, the most likely to gain, whose joint distribution decides whether the search stops."""
 
 DRAWS = 2000
-"""So many times it is drawn what all of these may take: a chance of 5% comes out to within half a percent."""
+"""Draws from that joint distribution: the standard error of a probability of 5% is half a percent."""
 
 LEAST_GAIN, LEAST_CHANCE = 0.01, 0.05
-"""The search ends when the chance that any open candidate is faster than the best by more than the first is less than
-the second."""
+"""The search stops when the probability that an open candidate is faster than the best by LEAST_GAIN is below
+LEAST_CHANCE."""
 
 LEAST_MEASURED = 3
-"""So many candidates of the run itself are measured before it may end: what earlier runs teach may not hold here."""
+"""Least number of measurements before the search may stop, because earlier runs may not be comparable."""
 
 TAIL = 1.2815515655446004
-"""Standard deviations from the middle to the end of an 80% interval."""
+"""Standard deviations from the median to the bounds of an 80% interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What is believed of some open rows: logarithms of seconds, chances to fit and, if so, to come to an end, and then
-    to keep the limits, and the seconds of a trial that ends and of any."""
+    """The posterior of some open rows.
+
+    `log_predicted` and `log_time` are logarithms of seconds, `fits` the probability to fit, `ends` to complete if it
+    fits, and `keeps` to be within the limits if it completes. `whole` is the duration of a trial that completes,
+    `cost` the expected duration of any trial, both in seconds.
+    """
 
     rows: IntArray
     features: Features
@@ -65,7 +69,7 @@ class _View:
 
 
 class Learned:
-    """Corrects predictions by what trials of this run, and of earlier ones on the same chip, were measured at."""
+    """Corrects predictions by the measurements of this run and of earlier runs on the same chip."""
 
     name = "learned"
 
@@ -75,7 +79,7 @@ class Learned:
             return self._choose(context)
 
     def _choose(self, context: SearchContext) -> Choice:
-        """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left."""
+        """Return the candidate with the most expected gain per expected cost, or none if no gain is likely."""
         view = _view(context)
         trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
         ran = [trial.measurement for trial in trials if trial.measurement]
@@ -88,8 +92,8 @@ class Learned:
                 )
                 return Choice(row=None, because=message)
             place = int(np.argmax(np.log(likely + 1e-12) - view.log_time))
-            nothing = "nothing that keeps the limits is measured yet" if ran else "nothing is measured yet"
-            return _choice(view, place, f"{nothing}: the fastest predicted that is likely to fit")
+            nothing = "no measured candidate is within the limits" if ran else "no candidate is measured yet"
+            return _choice(view, place, f"{nothing}: the fastest predicted candidate that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
         chance, most = _left(view, gain, best)
@@ -111,7 +115,7 @@ class Learned:
 
 
 def _view(context: SearchContext) -> _View:
-    """Weigh the open rows that are predicted to be the fastest."""
+    """Return the posterior of the open rows that are predicted to be the fastest."""
     predicted = unit_where_unknown(context)
     rows = context.open_rows
     if rows.size > MAX_ROWS:
@@ -129,7 +133,7 @@ def _view(context: SearchContext) -> _View:
 
 
 def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
-    """Return the chance that each row fits, 1 where the capacity is not known."""
+    """Return the probability that each row fits, 1 if the capacity is unknown."""
     share = context.predictions.share_in_use[rows]
     if np.isnan(share).all():
         return np.ones(rows.size)
@@ -140,14 +144,14 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
 
 
 def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
-    """Return the chance that an open row gains enough to matter, and how much one may gain."""
+    """Return the probability that an open row gains more than LEAST_GAIN, and the 95% bound of the gain."""
     likeliest = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
     drawn = view.log_predicted[likeliest] + view.ratios.drawn(view.features.take(likeliest), DRAWS)
     return chance_to_gain(drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN)
 
 
 def believed(context: SearchContext, row: int) -> Mapping[str, object]:
-    """Return what is believed now of a row, open or not: its step time and its chance to fit, as trials taught."""
+    """Return the posterior of a row, open or not: its step time and its probability to fit."""
     return _belief(_view(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
 

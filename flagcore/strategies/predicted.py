@@ -16,7 +16,7 @@ class Predicted:
         rows = context.open_rows
         time = np.nan_to_num(context.predictions.step_time_s[rows], nan=np.inf)
         first = np.lexsort((context.predictions.device_used_bytes[rows], time))[0]
-        return Choice(row=int(rows[first]), because="the fastest predicted of those left")
+        return Choice(row=int(rows[first]), because="the fastest predicted candidate")
 
 
 STRATEGY: Strategy = Predicted()

@@ -1,6 +1,6 @@
-"""Optuna's samplers, by name: for an engine whose knobs no model predicts.
+"""Samplers of Optuna, for engines without a performance model.
 
-The study is made anew of the trials each time, so that a killed run resumes as it would have continued.
+The study is rebuilt from the trials at each call, so a resumed run makes the same choices.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flagcore.domain.trial import TrialState as Ended
 from flagcore.errors import UsageError
 
 WORSE = 2.0
-"""A trial that ran out of memory counts as one that took so many times as long as the slowest one that ran."""
+"""The step time of a trial that ran out of memory, relative to the slowest measured trial."""
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Tries the open row that is nearest to what a sampler of Optuna suggests.
+    """Tries the open row nearest to the suggestion of a sampler.
 
-    The sampler sees step times, and knobs by their place among their values.
+    The sampler gets step times, and the index of each knob's value.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Sampled:
             study.add_trials(_frozen_trials(context, lists, distributions))
             wanted = study.ask(distributions).params
         except ImportError as error:
-            raise UsageError(f"the strategy {self.name} needs what is not installed: {error}") from None
+            raise UsageError(f"the strategy {self.name} needs a package that is not installed: {error}") from None
         far = np.zeros(context.open_rows.size)
         for axis in axes:
             codes = lists[axis.knob]
@@ -56,14 +56,14 @@ class Sampled:
             share = apart > 0 if _is_word(axis) else apart / (codes.size - 1)
             far += share.take(places[axis.knob][context.open_rows])
         nearest = int(np.argmin(far))
-        how = "suggests it" if far[nearest] == 0.0 else "suggests one like it that is not open"
+        how = "suggested it" if far[nearest] == 0.0 else "suggested a similar candidate that is not open"
         return Choice(row=int(context.open_rows[nearest]), because=f"{self.name} {how}")
 
 
 def _varying_axes(space: Space, places: Columns) -> list[Axis]:
-    """Return axes that are enough to tell all rows apart: one that follows from the others only makes misses.
+    """Return axes that identify each row. An axis that depends on the others would only lead to illegal suggestions.
 
-    `places` are the rows' values by their place among those of their axis.
+    `places` are the indices of the rows' values in their axes.
     """
     left, keys, stride = list(space.axes), space.rows, 1
     for axis, codes in zip(space.axes, space.codes, strict=True):
@@ -80,14 +80,14 @@ def _varying_axes(space: Space, places: Columns) -> list[Axis]:
 
 
 def _values(space: Space, axis: Axis, places: IntArray) -> IntArray:
-    """Return the codes of an axis that rows have, in order."""
+    """Return the sorted codes of an axis that occur in rows."""
     codes = space.codes[space.axes.index(axis)]
     there: IntArray = np.sort(codes[np.bincount(places, minlength=codes.size) > 0])
     return there
 
 
 def _distribution(axis: Axis, count: int) -> BaseDistribution:
-    """Return what a sampler may suggest: places in the list of values, which have an order if they are numbers."""
+    """Return the distribution of the index of a value; the values have an order if they are numbers."""
     return CategoricalDistribution(tuple(range(count))) if _is_word(axis) else IntDistribution(0, count - 1)
 
 

@@ -92,12 +92,19 @@ def test_with_fewer_devices_than_ranks_a_rank_takes_the_device_that_is_free_firs
     assert found.duration_s == pytest.approx(max(first, sum(others)))
 
 
-def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_reported(tmp_path: Path) -> None:
     found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
     assert [(rank.rank, rank.state) for rank in found.ranks] == [(1, TrialState.FAILED)]
     assert "no such luck" in (found.ranks[0].reason or "")
     assert gone(tmp_path, (0, 1))
     assert not (tmp_path / "started-2").exists()
+
+
+def test_the_reason_of_a_failed_probe_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "no such luck")
+    found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
+    assert found.ranks[0].state is TrialState.FAILED
+    assert "no such luck" not in (found.ranks[0].reason or "")
 
 
 def test_an_interrupt_ends_all_and_keeps_what_had_ended_well(tmp_path: Path) -> None:
