@@ -25,7 +25,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 
 def test_the_first_line_that_names_a_cause_is_reported_not_the_last_that_names_none() -> None:
-    state, line = first_error(VLLM, VLLM_ENGINE.failures)
+    state, line = first_error(VLLM, VLLM_ENGINE.program.failures)
     assert state is TrialState.INVALID
     assert "No common block size for 16" in line
 
