@@ -9,8 +9,7 @@ from flagcore.domain.chip import Chip
 from flagcore.errors import RunError
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.physics.collectives.curves import Curve as CollectiveCurve
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet
 from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.cost_file import Reading, read_kernel

@@ -2,8 +2,8 @@
 
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
 
-- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file. `of` says
-  what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
+  says what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
 - `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
 - `serving.yaml`: as `curve.yaml`, for engines that serve, if their kernels reach other shares.
@@ -20,8 +20,7 @@ from typing import Any, Literal
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
 from flagcore.physics.kernels.table import IN_RUNS, KernelTable
 from flagcore.vendorkit.fields import build, finish, read_yaml
