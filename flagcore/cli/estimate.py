@@ -92,8 +92,8 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
             answers = [{**each, "reason": _remark(each)} for each in answers]
         serves = any("objective" in each for each in answers)
         trains = not serves or any("mfu" in each or "limit" in each for each in answers)
-        figures = (PREDICTED_COLUMNS if trains else {}) | (SERVED_COLUMNS if serves else {})
-        options.show_records(answers, form, {**JOB_COLUMNS, **figures, **FITS_COLUMNS})
+        figures = ["predicted"] * trains + ["predicted_serving"] * serves
+        options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 
 def _remark(answer: dict[str, Any]) -> str | None:
@@ -130,8 +130,8 @@ def _estimate_spec(
             options.say(_("Fastest predicted candidates on {hardware}:", hardware=where))
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
-    figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
-    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
+    figures = "predicted_serving" if any("objective" in each for each in found.candidates) else "predicted"
+    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
     options.show_records(found.candidates, form, columns)
     if form == "table":
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
@@ -186,28 +186,7 @@ def _is_pipe(file: str) -> bool:
     return not stat.S_ISREG(mode)
 
 
-PREDICTED_COLUMNS = {
-    "~step s": "step_time_s.value",
-    "~tok/s/dev": "tokens_per_second_per_device.value",
-    "~mfu": "mfu",
-    "~static GiB": "memory.static_gib",
-    "~used GiB": "memory.device_used_gib",
-    "of GiB": "memory.capacity_gib",
-    "limited by": "limit",
-}
-SERVED_COLUMNS = {
-    "~output tok/s": "output_tokens_per_s",
-    "~req/s": "requests_per_s",
-    "~TTFT p50 s": "ttft_s.p50",
-    "~p99": "ttft_s.p99",
-    "~TPOT p50 s": "tpot_s.p50",
-    "~KV GiB": "memory.kv_cache_gib",
-    "~used GiB": "memory.device_used_gib",
-    "of GiB": "memory.capacity_gib",
-}
 MAX_EXPLAINED = 100_000
-JOB_COLUMNS = {"id": "id", "status": "status"}
-FITS_COLUMNS = {"fits": "memory.fits", "reason": "reason"}
 
 
 def _records(file: str) -> Iterator[Any]:

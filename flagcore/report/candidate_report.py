@@ -8,26 +8,14 @@ from typing import Any
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import lookup, shown, table
+from flagcore.report.names import NAMES
 from flagcore.report.text import details, heading, knob_of, latency_name, objective_text, state_name, values_text
 
-CHANGES = {
-    "allowed": N_("smallest allowed change"),
-    "faster": N_("faster, nearby"),
-    "fastest": N_("fastest of all"),
-}
-"""Descriptions of the kinds of changes."""
 SAME = 1e-9
 """The largest relative difference of equal figures."""
-
-VERDICTS = {
-    "surely": N_("significant: larger than the noise of their runs"),
-    "perhaps": N_("not significant: within the noise of their runs"),
-    "as believed": N_("predicted after trials: not both were measured"),
-    "as predicted": N_("predicted: not both were measured"),
-}
 
 
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
@@ -122,7 +110,7 @@ def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
 
 def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
     own, several = account["expected_s"], dict(account["changes"])
-    names = dict(CHANGES)
+    names = dict(NAMES["changes"])
     if "fastest" in several and several["fastest"] == several.get("faster"):
         names["faster"] = names["fastest"]
         del several["fastest"]
@@ -156,7 +144,7 @@ def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     rows = list(_rows(both))
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both["gap"] is not None:
-        verdict = VERDICTS[both["sure"]]
+        verdict = NAMES["verdicts"][both["sure"]]
         parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 

@@ -21,6 +21,7 @@ from flagcore.domain.spec import Task
 from flagcore.i18n import _
 from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
 from flagcore.report.formats import Notebook, lookup, render
+from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
@@ -52,19 +53,11 @@ class Estimate(Notebook):
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
-        shown = {name: key for name, key in FIGURES.items() if any(lookup(each, key) for each in self.candidates)}
+        shown = {
+            name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
+        }
         columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **shown}
         return render(self.candidates, "table", columns)
-
-
-FIGURES = {
-    "~step s": "step_time_s.value",
-    "~objective": "objective.value",
-    "~tok/s/dev": "tokens_per_second_per_device.value",
-    "~used GiB": "memory.device_used_gib",
-    "limited by": "limit",
-}
-"""Columns that a notebook shows of each candidate."""
 
 
 def estimate(

@@ -7,11 +7,12 @@ from typing import Any
 
 from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass
 from flagcore.physics.schedules.replay import predicted_seconds, simulate, step_seconds
 from flagcore.report.formats import shown
+from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import bars, rows_layout
 from flagcore.report.page.run import RunData
@@ -22,7 +23,6 @@ MAX_SIMULATED = 50_000
 """The most passes to simulate for the idle time of stages; a longer step is represented by the drawn part."""
 MAX_NUMBERED = 300
 """The most passes that have an outline and the number of their micro-batch."""
-KINDS = {"F": N_("forward"), "BW": N_("backward"), "B": N_("input gradients"), "W": N_("weight gradients")}
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
@@ -75,7 +75,9 @@ def _timeline(passes: Passes, number: int) -> Chart:
     counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
     played = simulate(passes, counted) if counted != number else drawn
     step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
-    seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
+    seen = {
+        kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in NAMES["passes"]
+    }
     traces = [
         _bars(passes, series, kind, of_kind, len(drawn), paired)
         for series, (kind, of_kind) in enumerate(seen.items())
@@ -107,7 +109,7 @@ def _bars(
     passes: Passes, series: int, kind: str, of_kind: Sequence[ExecutedPass], among: int, paired: bool
 ) -> dict[str, Any]:
     trace = bars(
-        _(KINDS[kind]),
+        _(NAMES["passes"][kind]),
         series,
         [each.end_s - each.start_s for each in of_kind],
         [_row(passes, each.device) for each in of_kind],
@@ -208,7 +210,7 @@ def _hover(passes: Passes, one: ExecutedPass) -> str:
     return _(
         "micro-batch {microbatch}, {kind}: part {part}, {row}",
         microbatch=one.microbatch,
-        kind=_(KINDS[one.kind]),
+        kind=_(NAMES["passes"][one.kind]),
         part=one.part % len(passes.forward_s) if _mirrored(passes) else one.part,
         row=_row(passes, one.device),
     )
