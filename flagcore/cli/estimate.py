@@ -55,7 +55,9 @@ def estimate_command(
     if jobs is not None and _is_set("top"):
         raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
     if jobs is not None:
-        _estimate_jobs(jobs, explain, form if _is_set("form") or explain is not None else "jsonl", without)
+        form = form if _is_set("form") or explain is not None else "jsonl"
+        with options.language_of(form):
+            _estimate_jobs(jobs, explain, form, without)
         return
     assert spec is not None
     if spec.endswith(".jsonl"):

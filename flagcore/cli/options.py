@@ -6,14 +6,14 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, _, in_english
 from flagcore.i18n.width import wrapped
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def output(command: F) -> F:
 
     @wraps(command)
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
-        with on_terminal(wide):
+        with on_terminal(wide), language_of(others["form"]):
             return command(*arguments, **others)
 
     made: Any = fitting
@@ -41,6 +41,11 @@ def output(command: F) -> F:
     ):
         made = add(made)
     return made  # type: ignore[no-any-return]
+
+
+def language_of(form: str) -> AbstractContextManager[None]:
+    """Return the context of an output format: tables are in the language of the user, all others in English."""
+    return nullcontext() if form == "table" else in_english()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flagcore.domain.secrets import redact_text, secrets_in_environment
 from flagcore.domain.trial import TrialState
 from flagcore.files import open_regular
 
@@ -63,6 +64,12 @@ _ENDED_BY = {
     "guard": (TrialState.FAILED, "its guard process was killed"),
     "request": (TrialState.INTERRUPTED, "ended on request"),
 }
+
+
+def failure(ended: Exit, folder: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
+    """Return the state of a failed trial and the reason from its logs in `folder`, with secrets redacted."""
+    state, reason = classify(ended, log_tail(folder), patterns)
+    return state, redact_text(reason, secrets_in_environment(os.environ))
 
 
 def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:

@@ -1,13 +1,14 @@
 """What flagcore prints, in the language of the user: gettext catalogues in `locale/`, English where a message has none.
 
-Sources mark a message by `_("...")` or `ngettext`; records, logs and what a program reads stay English.
+Sources mark a message by `_("...")` or `ngettext`. Records, logs and machine-readable output stay English.
 A catalogue is loaded by the first message, for another language than English only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from gettext import GNUTranslations, NullTranslations
@@ -39,6 +40,17 @@ def language() -> str:
     if not _chosen and not choose(os.environ.get(VARIABLE, "")):
         choose("en")
     return _chosen
+
+
+@contextmanager
+def in_english() -> Iterator[None]:
+    """Return English messages within this context, as for records that programs read."""
+    global _chosen
+    before, _chosen = _chosen, "en"
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def _(message: str, /, **values: object) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,7 @@ from dataclasses import replace
 from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
-from flagcore.domain.launch import LONGEST_REASON, Exit, classify, log_tail
-from flagcore.domain.secrets import redact_text, secrets_in_environment
+from flagcore.domain.launch import LONGEST_REASON, Exit, failure
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
@@ -95,8 +93,8 @@ def _outcome(
             )
         return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    state, reason = classify(ended, log_tail(folder), patterns)
-    return replace(trial, state=state, reason=redact_text(reason, secrets_in_environment(os.environ)))
+    state, reason = failure(ended, folder, patterns)
+    return replace(trial, state=state, reason=reason)
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of
-from flagcore.domain.launch import Exit, classify, log_tail
+from flagcore.domain.launch import Exit, failure
 from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.trial import TrialState
@@ -135,5 +135,5 @@ def _outcome(blank: RankProbe, ended: Exit, platform: Platform, workload: Worklo
             return replace(blank, reason=str(error))
         return replace(blank, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    state, reason = classify(ended, log_tail(folder), patterns)
+    state, reason = failure(ended, folder, patterns)
     return replace(blank, state=state, reason=reason)

@@ -50,6 +50,12 @@ def test_data_formats_are_english(flag: Flag, project: Project) -> None:
     for form in ("json", "csv", "yaml", "jsonl"):
         assert not CHINESE.search(flag("estimate", spec, "--format", form).out)
     assert json.loads(flag("explain", spec, "--json").out)["counts"]
+    assert not CHINESE.search(flag("doctor", "--json").out)
+    bad = project.folder / "jobs.jsonl"
+    bad.write_text('{"id": "a", "chip": "cpu", "train": 1}\n', encoding="utf-8")
+    ran = flag("estimate", "--jobs", str(bad))
+    assert json.loads(ran.out)["status"] == "invalid"
+    assert not CHINESE.search(ran.out)
 
 
 def test_an_unknown_language_is_invalid_usage(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,13 @@ def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_told(tmp_path: Pa
     assert not (tmp_path / "started-2").exists()
 
 
+def test_the_reason_of_a_failed_probe_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "no such luck")
+    found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
+    assert found.ranks[0].state is TrialState.FAILED
+    assert "no such luck" not in (found.ranks[0].reason or "")
+
+
 def test_an_interrupt_ends_all_and_keeps_what_had_ended_well(tmp_path: Path) -> None:
     def interrupt(rank: int) -> None:
         if rank == 3:

@@ -38,7 +38,7 @@ def test_a_sampler_without_what_it_needs_says_so() -> None:
     def missing(seed: int) -> BaseSampler:
         raise ImportError("no module named torch")
 
-    with pytest.raises(UsageError, match="strategy gp needs what is not installed: no module named torch"):
+    with pytest.raises(UsageError, match=r"gp.*no module named torch"):
         Sampled("gp", missing).next(search_context(KNOWN))
 
 
