@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from typing import Any
@@ -16,7 +15,8 @@ _LATENT = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v
 """Default sizes of MLA (`MLATransformerConfig` of megatron-core 0.16)."""
 OTHER_LAYERS: tuple[str, ...] = tuple(TABLES["other_layers"])
 """Prefixes of flags of layers other than attention and feed-forward networks."""
-_FREQUENCY = re.compile(r"[\[\]\d\s+*,()]{1,200}")
+_LISTED = r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?"
+"""Layers as Megatron lists them: `[0,1]*12`."""
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
@@ -113,34 +113,17 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
 
 def _dense_layers(frequency: object, layers: int) -> int | None:
     """Return how many layers come before those with experts; None for any other pattern."""
-    pattern = _pattern(frequency)
-    if isinstance(pattern, int):
-        pattern = [0 if layer % pattern else 1 for layer in range(layers)] if pattern > 0 else []
+    pattern = _pattern(frequency, layers)
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     return dense if pattern == [0] * dense + [1] * (layers - dense) and dense < layers else None
 
 
-def _pattern(frequency: object) -> int | list[int]:
-    """Return a frequency, or the list of an expression such as `[0]+[1]*26`."""
-    if isinstance(frequency, str) and _FREQUENCY.fullmatch(frequency):
-        try:
-            found: int | list[int] = _value(ast.parse(frequency.strip(), mode="eval").body)
-            return found
-        except (SyntaxError, ValueError, TypeError, RecursionError):
-            return []
-    return frequency if isinstance(frequency, (int, list)) else []
-
-
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_value(each) for each in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if max(each if isinstance(each, int) else len(each) for each in (left, right)) > 10_000:
-            raise ValueError("too long")
-        return left * right
-    raise ValueError("not a list of 0 and 1")
+def _pattern(frequency: object, layers: int) -> list[Any]:
+    """Return 1 for each layer with experts and 0 for others, from a list or an expression such as `[0]+[1]*26`."""
+    text = "".join(frequency.split()) if isinstance(frequency, str) else str(frequency)
+    if text.isdecimal() and int(text):
+        return [0 if layer % int(text) else 1 for layer in range(layers)]
+    if isinstance(frequency, str) and re.fullmatch(rf"\(?{_LISTED}(\+{_LISTED})*\)?", text):
+        terms = re.findall(_LISTED, text)
+        return [int(each) for listed, times in terms for each in listed.split(",") * int(times or 1)]
+    return frequency if isinstance(frequency, list) else []
