@@ -170,7 +170,11 @@ def _is_figure(cell: str) -> bool:
 class Notebook:
     """A result that a notebook shows as its one-line `repr` with its text below."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
+
+    def as_data(self) -> dict[str, Any]:
+        """Return its fields but for the knobs, which only the text uses."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "knobs"}
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"

@@ -27,7 +27,7 @@ from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
 from flagcore.report.text import funnel, repeats_text, role_text, state_name
-from flagcore.stages.prune import LEARNED, needed_share
+from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
 """What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
@@ -152,8 +152,8 @@ def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     if not code:
         return []
     name, behind = pruned.rules[code - 1], int(pruned.trial[row])
-    says = {rule.name: rule.message for rule in snapshot.problem.rules} | LEARNED
-    return [{"rule": name, "says": says.get(name, ""), "values": {}, "trial": behind if behind >= 0 else None}]
+    says = snapshot.problem.messages.get(name, "")
+    return [{"rule": name, "says": says, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
 def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
@@ -227,8 +227,6 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
             _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
             found.run.stopped_because,
         )
-    says = {rule.name: rule.message for rule in problem.legality.rules}
-    says |= {rule.name: rule.message for rule in problem.rules}
     nothing_fits = None
     try:
         require_candidate(problem)
@@ -236,7 +234,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits = str(error)
     return Explanation(
         counts=counts,
-        says=says | LEARNED,
+        says=problem.messages,
         ended_because=because,
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),

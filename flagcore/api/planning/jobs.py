@@ -77,12 +77,6 @@ def _name(line: object) -> str | None:
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
 
-def _job(line: Line, engines: Mapping[str, Workload]) -> Job:
-    if isinstance(line, SpecError):
-        raise line
-    return read_job(line, engines)
-
-
 def _refused(error: FlagError) -> Answer:
     if isinstance(error, SpecError):
         return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
@@ -122,7 +116,9 @@ class _Jobs:
         groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
         for place, line in enumerate(lines):
             try:
-                self._sort(place, _job(line, self._engines), groups)
+                if isinstance(line, SpecError):
+                    raise line
+                self._sort(place, read_job(line, self._engines), groups)
             except FlagError as error:
                 answers[place] = _refused(error)
         for platform, workload, rows in groups.values():

@@ -9,10 +9,6 @@ from typing import Any
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
 
-_SAME = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm", "mtp_num_layers")
-_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-_LATENT = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Default sizes of MLA (`MLATransformerConfig` of megatron-core 0.16)."""
 OTHER_LAYERS: tuple[str, ...] = tuple(TABLES["other_layers"])
 """Prefixes of flags of layers other than attention and feed-forward networks."""
 _LISTED = r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?"
@@ -24,7 +20,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     if vocabulary is None:
         fix = "give the number of tokens, also as an override: +train.data.tokenizer.vocab_size=32000"
         raise flags.source.error("train.data.tokenizer.vocab_size", "is missing", fix=fix)
-    found: dict[str, Any] = {key: value for key in _SAME if (value := flags.take(key)) is not None}
+    found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.take(key)) is not None}
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
             raise flags.source.error(f"train.model.{key}", "is missing", fix="give it")
@@ -55,7 +51,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     found |= _experts(flags, found["num_layers"])
     if latent:
         found["multi_latent_attention"] = True
-        found |= {key: flags.take(key, own) for key, own in _LATENT.items()}
+        found |= {key: flags.take(key, own) for key, own in TABLES["latent_sizes"].items()}
         if (rank := flags.take("q_lora_rank")) is not None:
             found["q_lora_rank"] = rank
     _note_other_layers(flags)
@@ -102,7 +98,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     experts, frequency = flags.take("num_experts", flags.take("num_moe_experts")), flags.take("moe_layer_freq", 1)
     if experts is None:
         return {}
-    given = {key: value for key in _EXPERTS if (value := flags.take(key)) is not None}
+    given = {key: value for key in TABLES["expert_flags"] if (value := flags.take(key)) is not None}
     found = {"num_moe_experts": experts, "moe_router_topk": 2, **given}
     dense = _dense_layers(frequency, layers)
     if dense is None:

@@ -12,16 +12,9 @@ from flagcore.importers.flagscale.shape import shape
 from flagcore.importers.flagscale.source import Flags, Source, leaves, take_flags
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
-_SIZES: tuple[str, ...] = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-)
+_SIZES: list[str] = TABLES["sizes"]
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_JOB = ("use_distributed_optimizer", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length")
-_FLAGS = (*_SIZES, *_JOB, *_RECOMPUTE, *RELEVANT)
+_FLAGS = (*_SIZES, *TABLES["job_flags"], *_RECOMPUTE, *RELEVANT)
 """Flags that are read even in a section that is dropped."""
 DROPPED: dict[str, str] = TABLES["dropped_of_training"]
 _MIB = 1 << 20

@@ -27,9 +27,10 @@ SCHEMA_VERSION = 1
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
     """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
+    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "says": _says(problem),
+        "says": {name: text for name, text in problem.messages.items() if name in used},
         "chips": list(_chips(problem.platform.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
         "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),
@@ -42,13 +43,6 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
         "pipeline": _pipeline(problem, workload, row),
         "knobs": what_if(problem, row),
     }
-
-
-def _says(problem: Problem) -> dict[str, str]:
-    legality = {rule.name: rule.message for rule in problem.legality.rules}
-    messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
-    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
-    return {name: text for name, text in messages.items() if name in used}
 
 
 def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
