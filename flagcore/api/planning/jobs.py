@@ -13,14 +13,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.common.context import prediction_records
 from flagcore.api.common.inputs import loaded_plugins
-from flagcore.contracts import (
-    Costs,
-    KeyWarnings,
-    Workload,
-    model_parts,
-    require_job_records,
-    require_prober,
-)
+from flagcore.contracts import Costs, KeyWarnings, Workload, model_parts, require_job_records, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -48,11 +41,7 @@ Line = Mapping[str, Any] | SpecError
 
 
 def estimate_jobs(
-    lines: Iterable[Line],
-    *,
-    without: Collection[str] = (),
-    at_once: int = AT_ONCE,
-    with_model: bool = False,
+    lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE, with_model: bool = False
 ) -> Iterator[Answer]:
     """Predict job records, in order. A bad record, or the error of a line, gives a status and a reason.
 
