@@ -91,16 +91,12 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     else:
         answers = list(predictions)
         if form in ("table", "csv"):
-            answers = [{**each, "reason": _remark(each)} for each in answers]
+            for each in answers:
+                each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
         serves = any("objective" in each for each in answers)
         trains = not serves or any("mfu" in each or "limit" in each for each in answers)
         figures = ["predicted"] * trains + ["predicted_serving"] * serves
         options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
-
-
-def _remark(answer: dict[str, Any]) -> str | None:
-    """Return the reason of an answer without figures, else its warnings."""
-    return answer.get("reason") or "; ".join(answer.get("warnings", ())) or None
 
 
 def _estimate_spec(
@@ -168,15 +164,12 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
         options.show_record(record, form)
         return
     if "candidate" in record:
-        values = filter(None, [values_text(record["candidate"], knobs), _settings_text(record.get("settings", {}))])
+        settings = [f"{key}={value}" for key, value in record.get("settings", {}).items() if value not in (False, 0)]
+        values = filter(None, [values_text(record["candidate"], knobs), *settings])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
         options.show(f"{heading}\n")
     options.show("\n\n".join(filter(None, [prediction_text(record), notes_text(record.get("notes", ()))])))
-
-
-def _settings_text(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items() if value not in (False, 0))
 
 
 def _is_pipe(file: str) -> bool:

@@ -12,7 +12,16 @@ from flagcore.i18n import _
 from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import lookup, shown, table
 from flagcore.report.names import NAMES
-from flagcore.report.text import details, heading, knob_of, latency_name, objective_text, state_name, values_text
+from flagcore.report.text import (
+    details,
+    heading,
+    knob_of,
+    latency_name,
+    objective_text,
+    state_name,
+    value_text,
+    values_text,
+)
 
 SAME = 1e-9
 """The largest relative difference of equal figures."""
@@ -48,7 +57,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
         knob = knob_of(name, knobs)
         if knob.part_of in differs:
             continue
-        values = [_value(value) for value in pair]
+        values = [value_text(value) for value in pair]
         how = [differs[each] for each in details(name, knobs) if each in differs]
         words = [" ".join(str(each[place]) for each in how if each[place] is not None) for place in (0, 1)]
         values = [word or plain for word, plain in zip(words, values, strict=True)]
@@ -129,12 +138,6 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{ran}"
 
 
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "unset" if value is None else str(value)
-
-
 def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
     lines = [f"{name}: {_side(both[name.lower()], knobs)}" for name in ("A", "B")]
@@ -161,8 +164,10 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
 
     def row(text: str, key: str, seconds: bool = False) -> Iterator[list[str]]:
         pair = [lookup(side, key) for side in sides]
+        if seconds and objective in SERVING:
+            pair = [each and objective_value(objective, each) for each in pair]
         if any(pair):
-            yield _row(text, [_figure(objective, each) for each in pair] if seconds else pair)
+            yield _row(text, pair)
 
     yield from row(name, "measured.step_time_s", seconds=True)
     if any(side["measured"] for side in sides):
@@ -179,10 +184,6 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     yield from row(_("~in use GiB"), "predicted.memory.device_used_gib")
     for part, pair in both["memory"].items():
         yield _row(f"~  {_(part)} GiB", pair)
-
-
-def _figure(objective: str, seconds: float | None) -> float | None:
-    return objective_value(objective, seconds) if seconds and objective in SERVING else seconds
 
 
 def _share(side: Mapping[str, Any], name: str) -> float | None:

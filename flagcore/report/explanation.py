@@ -101,7 +101,11 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
     totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
     rows = [
-        [name, f"{part.get('params', 0.0):,.0f}", *(_gib(part.get(key, 0.0)) for key in figures)]
+        [
+            name,
+            f"{part.get('params', 0.0):,.0f}",
+            *(_gib(part.get(key, 0.0)) for key in figures),
+        ]
         for name, part in [*named, (_(OTHER), rest), (_("Total"), totals)]
     ]
     capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""

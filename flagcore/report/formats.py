@@ -69,10 +69,13 @@ def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequ
         widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
 
     def lines(cells: Sequence[str]) -> list[str]:
-        wrapped = [_wrapped(str(cell), width) for cell, width in zip(cells, widths, strict=True)]
+        texts = [
+            wrapped(str(cell), width) if columns_of(str(cell)) > width else [str(cell)]
+            for cell, width in zip(cells, widths, strict=True)
+        ]
         padded = [
             [right(c, w) if f else left(c, w) for c, w, f in zip(each, widths, figures, strict=True)]
-            for each in zip_longest(*wrapped, fillvalue="")
+            for each in zip_longest(*texts, fillvalue="")
         ]
         return [BETWEEN.join(each).rstrip() for each in padded]
 
@@ -129,10 +132,6 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[in
             return result
         result[max(spare, key=lambda place: result[place])] -= 1
     return result
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    return wrapped(cell, width) if columns_of(cell) > width else [cell]
 
 
 def shown(value: Any) -> str:

@@ -122,6 +122,13 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
     return ", ".join(parts) or "engine defaults"
 
 
+def value_text(value: object) -> str:
+    """Return the value of a knob as text."""
+    if value is None:
+        return _("unset")
+    return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
+
+
 def knob_of(name: str, knobs: Knobs) -> Knob:
     """Return the knob of a name, a bare one for a name that no installed engine or plugin has."""
     return knobs.get(name) or Knob(name=name)

@@ -68,7 +68,11 @@ def state_of(
 ) -> tuple[str, list[str], list[Mapping[str, Any]]]:
     """Return what became of a candidate, why in words, and the rules of this stage behind it."""
     if broken:
-        return ILLEGAL, [*map(_broken_text, broken), *_outside(snapshot, candidate)], []
+        lines = []
+        for rule in broken:
+            values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
+            lines.append(f"{rule['rule']}: {rule['says']}" + (f" ({values})" if values else ""))
+        return ILLEGAL, [*lines, *_outside(snapshot, candidate)], []
     if row is None:
         unlisted = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
@@ -90,12 +94,6 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
         for axis in snapshot.problem.space.axes
         if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.also)
     ]
-
-
-def _broken_text(rule: Mapping[str, Any]) -> str:
-    """Return a broken rule in words, with the values that it looked at."""
-    here = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
-    return f"{rule['rule']}: {rule['says']}" + (f" ({here})" if here else "")
 
 
 def _ended(snapshot: Snapshot, trial: Trial) -> str:
@@ -123,10 +121,8 @@ def _ended(snapshot: Snapshot, trial: Trial) -> str:
 
 def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
     """Return the seconds of a step of the best, and their text: the median if it ran more than once."""
-    runs, step = (
-        len(snapshot.search_state.runs_of(best.candidate)),
-        1.0 / snapshot.search_state.speed_of(best.candidate),
-    )
+    runs = len(snapshot.search_state.runs_of(best.candidate))
+    step = 1.0 / snapshot.search_state.speed_of(best.candidate)
     text = seconds_text(snapshot.task.spec.objective, step)
     return step, text if runs == 1 else text + ", " + _("median of {count} runs", count=runs)
 

@@ -13,11 +13,10 @@ from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.context import read_spec
 from flagcore.api.common.inputs import loaded_plugins, warn_about_problem
-from flagcore.contracts import Workload, require_prober
+from flagcore.contracts import require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
-from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
@@ -73,8 +72,10 @@ def probe(
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
         if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
-            problem = build_problem(_with_baseline(spec, candidate, problem, workload), loaded, workload)
-            candidate = "baseline"
+            columns, _named = parse_candidate(candidate, problem, workload)
+            typed = as_candidate(problem.space.axes, columns).as_dict()
+            problem = build_problem(replace(spec, baseline=typed), loaded, workload)
+            candidate = "baseline"  # which is in every space
         require_launchable(problem)
         warn_about_problem(problem, workload)
         here = loaded.devices()
@@ -100,12 +101,6 @@ def probe(
             why = f"{state_name(last.state.value)}: {last.reason}"
             raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
         return [_probed_record(problem, *pair) for pair in found]
-
-
-def _with_baseline(spec: Spec, candidate: str, problem: Problem, workload: Workload) -> Spec:
-    """Return a spec with a candidate that was typed by its knobs as the baseline, which is in every space."""
-    columns, _named = parse_candidate(candidate, problem, workload)
-    return replace(spec, baseline=as_candidate(problem.space.axes, columns).as_dict())
 
 
 def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:

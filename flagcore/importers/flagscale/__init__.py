@@ -14,6 +14,7 @@ from typing import Any
 from flagcore.contracts import History, Importer
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale import compose, serving, training
+from flagcore.importers.flagscale.experiment import check_experiment, drop_launcher_keys, environment
 from flagcore.importers.flagscale.history import read_history
 from flagcore.importers.flagscale.imported import Imported
 from flagcore.importers.flagscale.layouts import normalize_layout
@@ -53,10 +54,14 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     if not tree.get(kind):
         problem, fix = f"is missing, but experiment.task.type is {kind}", f"add a file of the folder {kind} to defaults"
         raise spec_error(kind, problem, fix=fix, file=file)
+    check_experiment(source)
     try:
         data = training.training(source) if kind == "train" else serving.serving(source)
     except SpecError as error:
         raise _with_reason(error, unresolved) from None
+    if envs := environment(source):
+        data["envs"] = envs
+    drop_launcher_keys(source)
     source.note_unknown_keys()
     return Imported(data=data, notes=tuple(source.notes), tree=tree, file=file)
 

@@ -148,7 +148,11 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     for axis in space.axes:
         values = knobs[axis.knob]
         if len(values) > 1:
-            listed = [_value_record(problem, axis.decode(code), values[code], best) for code in sorted(values)]
+            listed = []
+            for code in sorted(values):
+                rows = {"fastest": values[code].fastest[-1], "nearest": values[code].nearest[-1]}
+                candidates = {name: _candidate(problem, row, best) for name, row in rows.items()}
+                listed.append({"value": axis.decode(code), "candidates": values[code].count, **candidates})
             found.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
     return found
 
@@ -162,11 +166,6 @@ def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: 
         found.count += int(places.size)
         found.fastest = min(found.fastest, (float(seconds[fastest]), int(rows[fastest])))
         found.nearest = min(found.nearest, (int(distance[near]), float(seconds[near]), int(rows[near])))
-
-
-def _value_record(problem: Problem, value: Any, found: _Value, best: int) -> dict[str, Any]:
-    fastest, nearest = (_candidate(problem, each[-1], best) for each in (found.fastest, found.nearest))
-    return {"value": value, "candidates": found.count, "fastest": fastest, "nearest": nearest}
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
