@@ -327,7 +327,7 @@ def test_probed_candidates_may_still_run(bench: Bench) -> None:
     assert plan.counts.measured + plan.counts.stopped == len(plan.trials)
 
 
-def test_probes_before_the_first_run_go_to_the_fastest_predicted_whatever_the_strategy(bench: Bench) -> None:
+def test_probes_before_the_first_run_go_to_the_fastest_predicted_regardless_of_the_strategy(bench: Bench) -> None:
     bench.strategy, bench.prober = grid.STRATEGY, learned.STRATEGY
     plan = bench.tune("run", FOUR_DEVICES, probes=1, repeats=0, max_trials=3).plan
     fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best

@@ -235,7 +235,7 @@ def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(held: RunDirec
     after.close()
 
 
-def test_the_same_task_goes_on_under_its_name_and_with_what_was_fixed(held: RunDirectory) -> None:
+def test_the_same_task_continues_under_its_name_and_with_what_was_fixed(held: RunDirectory) -> None:
     task = {"spec": {"train": {"seq_length": 128}}}
     assert held.known() is None
     name = held.claim(task, {"baseline": {"micro_batch_size": 1}})
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             RunDirectory(path).open()
 
 
-def test_a_full_disk_is_told_and_what_is_kept(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_what_is_kept(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"No space left .* finished trials are saved"):
         _write_to_full_disk(tmp_path)
 

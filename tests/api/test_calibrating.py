@@ -33,7 +33,7 @@ def test_work_of_ones_own_children_is_no_load_of_others(monkeypatch: pytest.Monk
     assert load.by_others() == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     made = {"torch": "2", "seconds": 5.0, "rows": []}
     told = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
     assert "others on 42% of the processors" in told.how
@@ -44,7 +44,7 @@ def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert told.others == 0.42
 
 
-def test_the_spread_is_told_in_percent() -> None:
+def test_the_spread_is_reported_in_percent() -> None:
     row = {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "repeats": 9}
     made = Calibration(
         chip="X1",
@@ -60,6 +60,6 @@ def test_the_spread_is_told_in_percent() -> None:
     assert record["spread_percent"] == pytest.approx(5.0)
 
 
-def test_a_chip_whose_rates_nobody_published_is_measured_in_the_usual_precisions() -> None:
+def test_a_chip_whose_rates_no_one_published_is_measured_in_the_usual_precisions() -> None:
     job = calibration._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
     assert job["precisions"] == ["bf16", "fp16", "fp32"]

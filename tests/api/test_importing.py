@@ -98,7 +98,7 @@ def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
     assert run.baseline is None
 
 
-def test_tune_goes_on_from_the_rows_of_the_same_machine_and_tells_a_gain_of_its_own_runs_only(
+def test_tune_continues_from_the_rows_of_the_same_machine_and_reports_a_gain_of_its_own_runs_only(
     taken: Callable[..., Any], project: Project
 ) -> None:
     spec = project.spec(control={"max_trials": 2, "repeats": 1})
@@ -135,7 +135,7 @@ def test_rows_of_another_machine_are_experience_and_settle_nothing(taken: Callab
     assert "trial 2 (imported) measured: 0.09 s/step, on another machine" in account.because[0]
 
 
-def test_rows_that_cannot_be_taken_are_told_with_their_lines(
+def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     taken: Callable[..., Any], project: Project, tmp_path: Path
 ) -> None:
     project.spec()
@@ -211,7 +211,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_an_odd_row_is_taken_as_what_it_says_or_left_out_with_the_reason(
+def test_an_odd_row_is_taken_as_what_it_reports_or_left_out_with_the_reason(
     case: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
@@ -227,7 +227,7 @@ def test_an_odd_row_is_taken_as_what_it_says_or_left_out_with_the_reason(
             import_history(file, spec, run_dir=project.run_dir)
 
 
-def test_a_file_without_some_columns_is_told_what_they_count_as(project: Project, tmp_path: Path) -> None:
+def test_columns_missing_in_a_file_are_reported_with_their_defaults(project: Project, tmp_path: Path) -> None:
     file = tmp_path / "few.csv"
     file.write_text("idx,tensor_model_parallel_size,performance,stopped_by_tuner\n1,2,150.0,True\n")
     found = import_history(file, project.spec(), run_dir=project.run_dir, same_machine=True)

@@ -44,7 +44,7 @@ def rate(engine: str, **candidate: Any) -> float:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
-def test_a_key_that_the_engine_does_not_know_is_told_with_the_nearest(engine: str) -> None:
+def test_a_key_that_the_engine_does_not_know_is_reported_with_the_nearest(engine: str) -> None:
     told = answer(engine, tensor_model_paralel_size=2)
     assert told["status"] == "invalid"
     assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in told["reason"]
@@ -73,7 +73,7 @@ def test_one_limit_under_two_names_is_refused() -> None:
     assert "max_running_requests is the same knob as max_num_seqs" in told["reason"]
 
 
-def test_what_an_engine_lacks_goes_without_saying_only_where_it_is_off() -> None:
+def test_what_an_engine_lacks_is_implied_only_where_it_is_off() -> None:
     assert rate("llamacpp", data_parallel_size=1, enforce_eager=False, block_size=None) == rate("llamacpp")
     for name, value in (("data_parallel_size", 2), ("enforce_eager", True), ("block_size", 16)):
         assert f"{name} is not a knob of llamacpp" in answer("llamacpp", **{name: value})["reason"]
@@ -103,7 +103,7 @@ def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours(
         ("5+1", "each of instance_sizes must divide"),
     ],
 )
-def test_a_split_that_cannot_be_is_told(sizes: str, says: str) -> None:
+def test_a_split_that_cannot_be_is_reported(sizes: str, says: str) -> None:
     told = answer(instance_sizes=sizes)
     assert told["status"] == "invalid"
     assert says in told["reason"]
@@ -118,7 +118,7 @@ def test_a_split_that_cannot_be_is_told(sizes: str, says: str) -> None:
         ("candidates", {}, "did you mean candidate?"),
     ],
 )
-def test_a_key_of_a_record_in_the_wrong_place_is_told(key: str, value: object, says: str) -> None:
+def test_a_key_of_a_record_in_the_wrong_place_is_reported(key: str, value: object, says: str) -> None:
     given = {**RECORD, key: value}
     if key == "candidates":
         del given["candidate"]
@@ -133,13 +133,13 @@ def test_what_a_source_adds_to_a_record_is_passed_over() -> None:
     assert told == plain
 
 
-def test_a_kind_that_does_not_exist_is_told_before_all_else() -> None:
+def test_a_kind_that_does_not_exist_is_reported_before_all_else() -> None:
     (told,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
     assert told["reason"].startswith("kind = 'sevre' must be train or serve")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
-def test_a_chip_whose_memory_nobody_knows_has_memory_that_json_can_hold(engine: str) -> None:
+def test_a_chip_whose_memory_is_unknown_has_memory_that_json_can_hold(engine: str) -> None:
     (told,) = estimate_jobs(
         [{**RECORD, "cluster": {**RECORD["cluster"], "chip": "MLU580"}, "serve": {**SERVE, "engine": engine}}]
     )

@@ -34,7 +34,7 @@ def test_importing_flagcore_imports_nothing_else() -> None:
         _ = flagcore.nothing  # type: ignore[attr-defined]
 
 
-def test_run_says_what_the_outcome_and_its_result_say(project: Project) -> None:
+def test_run_reports_what_the_outcome_and_its_result_report(project: Project) -> None:
     outcome = flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
     run = flagcore.load_run(project.run_dir)
     assert (run.trials, run.repeats, run.best, run.gains) == (
@@ -56,7 +56,7 @@ def test_run_says_what_the_outcome_and_its_result_say(project: Project) -> None:
         run.fidelity = "run"  # type: ignore[misc]
 
 
-def test_run_that_goes_on_is_read_without_a_trace_in_its_folder(project: Project) -> None:
+def test_run_that_continues_is_read_without_a_trace_in_its_folder(project: Project) -> None:
     flagcore.tune(project.spec(control={"max_trials": 2}), run_dir=project.run_dir)
     known = json.loads((project.run_dir / "task.json").read_text())["run"]
     run = flagcore.load_run(project.run_dir)

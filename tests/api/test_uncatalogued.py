@@ -51,7 +51,7 @@ SPEC = {
 }
 
 
-def test_torch_tells_of_an_accelerator_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+weird")
@@ -105,7 +105,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     assert {record["chip"]: record["plugin"] for record in api.chip_table()}["Weird 9000"] == "calibration"
 
 
-def test_devices_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedPlugins.of({})
     monkeypatch.setattr(loaded, "devices", Lists.devices)
     monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: None)

@@ -100,7 +100,9 @@ def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(tmp_path
     assert lost["regret_when_done"] == 1.0
 
 
-def test_never_tried_is_told_of_what_was_measured_of_legal_candidates_and_of_all_combinations(tmp_path: Path) -> None:
+def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of_all_combinations(
+    tmp_path: Path,
+) -> None:
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
     assert (figures["mean_measured"], figures["mean_candidates"]) == (18, 18)
     assert figures["mean_combinations"] == 3**4

@@ -84,7 +84,7 @@ def test_a_sweep_is_predicted_as_its_records_are(sweeps: Any, loaded: LoadedPlug
         assert sweep.seconds[row] == values["tensor_model_parallel_size"] * values["micro_batch_size"]
 
 
-def test_a_wrong_model_is_wrong_by_the_factors_asked_for(sweeps: Any, loaded: LoadedPlugins) -> None:
+def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: LoadedPlugins) -> None:
     from wrong_models import distorted
 
     (sweep,) = sweeps.read_sweeps(records(), loaded)

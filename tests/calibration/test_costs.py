@@ -48,7 +48,7 @@ def test_one_device_has_no_collectives() -> None:
 
 
 @pytest.mark.parametrize("row", [{"kernel": "gemm"}, {"kernel": "x", "us": 1}, {"collective": "send", "ranks": "two"}])
-def test_a_bad_row_is_told(row: dict[str, object]) -> None:
+def test_a_bad_row_is_reported(row: dict[str, object]) -> None:
     broken = replace(MADE, rows=(row,))
     with pytest.raises(RunError, match="bad row"):
         kernel_table(broken, X1, Curve()) if "kernel" in row else collective_table(broken)
@@ -57,7 +57,7 @@ def test_a_bad_row_is_told(row: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"ranks": 0}, {"bytes": -1}, {"us": 0}, {"us": float("inf")}, {"collective": "shout"}]
 )
-def test_a_collective_that_cannot_be_is_told(wrong: dict[str, object]) -> None:
+def test_a_collective_that_cannot_be_is_reported(wrong: dict[str, object]) -> None:
     row = {"collective": "all_reduce", "ranks": 2, "bytes": 1024, "us": 16.0, **wrong}
     with pytest.raises(RunError, match=r"the calibration of X1.*measure again"):
         collective_table(replace(MADE, rows=(row,)))

@@ -80,7 +80,7 @@ def test_the_calibration_of_the_installed_torch_goes_before_a_newer_one(kept: Ca
         assert found[1] == expected
 
 
-def test_two_processors_of_one_chips_name_are_told_apart(kept: Calibrations) -> None:
+def test_two_processors_of_one_chips_name_are_distinguished(kept: Calibrations) -> None:
     cpu = replace(MADE, chip="cpu", aliases=("Brand 9",))
     kept.save(cpu)
     kept.save(replace(cpu, aliases=("Brand 7",)))
@@ -107,13 +107,13 @@ def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -
     ],
     ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
 )
-def test_a_file_that_is_no_calibration_is_told_with_the_way_out(kept: Calibrations, text: str) -> None:
+def test_a_file_that_is_no_calibration_is_reported_with_the_way_out(kept: Calibrations, text: str) -> None:
     kept.save(MADE).write_text(text)
     with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
         kept.find(X1)
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="set FLAGCORE_HOME"):
         Calibrations(tmp_path / "file").save(MADE)
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(tmp_path: Path
         ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": ""}, "/home/me/.local/share/flagcore/calibrations"),
     ],
 )
-def test_calibrations_are_where_the_environment_says(
+def test_calibrations_are_in_the_folder_of_the_environment_variable(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: str
 ) -> None:
     for name, value in {"HOME": "/home/me", **environment}.items():

@@ -62,7 +62,7 @@ def test_what_is_measured_is_kept_listed_used_and_forgotten(
     assert step_time(flag, spec) == before
 
 
-def test_a_measurement_that_breaks_is_told_in_one_line_and_keeps_nothing(
+def test_a_measurement_that_breaks_is_reported_in_one_line_and_keeps_nothing(
     flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "PROGRAM", "flagcore.no_such_program")
@@ -88,7 +88,9 @@ def test_ctrl_c_leaves_nothing_running_and_keeps_nothing(home: Path, project: Pr
     assert not any(home.iterdir())
 
 
-def test_a_calibration_that_cannot_be_read_is_told_by_who_wants_it(flag: Flag, home: Path, project: Project) -> None:
+def test_a_calibration_that_cannot_be_read_is_reported_by_who_wants_it(
+    flag: Flag, home: Path, project: Project
+) -> None:
     home.mkdir(parents=True)
     (home / "cpu.json").write_text("{")
     ran = flag("estimate", project.spec(train={"command": None}))
@@ -106,7 +108,7 @@ def test_a_length_of_time_that_is_none_is_refused(flag: Flag, home: Path, second
     assert not home.exists()
 
 
-def test_a_file_of_another_chip_that_cannot_be_read_is_told_and_stops_nothing(
+def test_a_file_of_another_chip_that_cannot_be_read_is_reported_and_stops_nothing(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
@@ -131,7 +133,7 @@ def test_forgetting_what_is_not_kept_is_wrong_usage(flag: Flag, home: Path) -> N
     assert ": H200" in flag("calibrate", "--forget", "foo").err
 
 
-def test_a_calibration_of_fewer_devices_than_a_node_has_is_told(
+def test_a_calibration_of_fewer_devices_than_a_node_has_is_reported(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     Calibrations(home).save(kept("H200"))
@@ -154,7 +156,7 @@ def test_a_calibration_that_others_disturbed_is_doubted_again_by_who_uses_it(
     ("arguments", "words"),
     [(("--devices", "900"), "--devices 900: this machine has "), ((), "cannot be written: ")],
 )
-def test_what_cannot_be_measured_or_kept_is_told_before_anything_is_measured(
+def test_what_cannot_be_measured_or_kept_is_reported_before_anything_is_measured(
     flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "file").write_text("")

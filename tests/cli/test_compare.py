@@ -94,7 +94,7 @@ def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> T
     return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, predicted={}, measurement=measured)
 
 
-def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
+def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
     compared: Callable[..., Any], project: Project, flag: Flag, tmp_path: Path
 ) -> None:
     spec = project.spec(control={"max_trials": 5})
@@ -130,7 +130,9 @@ def test_no_run_of_the_slower_one_is_as_fast_as_one_of_the_faster_where_it_is_su
     assert not _overlap(side(1.2), side(1.0, 1.1))
 
 
-def test_illegal_candidate_and_unknown_run_are_told(compared: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_illegal_candidate_and_unknown_run_are_reported(
+    compared: Callable[..., Any], flag: Flag, project: Project
+) -> None:
     both = compared("--spec", project.spec(), "best", "mbs=3")
     assert (both["gap"], both["sure"], both["time"]) == (None, "unknown", {})
     assert both["because"][0].startswith("B is illegal: global_batch_size")

@@ -64,7 +64,7 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ran.out.splitlines()]
 
 
-def test_candidates_are_numbered_and_each_says_what_limits_it(flag: Flag, project: Project) -> None:
+def test_candidates_are_numbered_and_each_reports_what_limits_it(flag: Flag, project: Project) -> None:
     listed = json.loads(flag("estimate", project.spec(), "--json").out)
     assert [each["number"] for each in listed] == list(range(1, len(listed) + 1))
     assert {each["limit"] for each in listed} <= LIMITS
@@ -110,7 +110,7 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
     assert f"Bottleneck: {told['limit']}" in text
 
 
-def test_a_job_that_is_not_there_and_one_that_is_not_known_are_told_apart(flag: Flag, tmp_path: Path) -> None:
+def test_a_job_that_is_not_there_and_one_that_is_not_known_are_distinguished(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
@@ -131,7 +131,7 @@ def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Fla
     assert [each["status"] for each in together] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
-def test_a_rank_is_told_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Path) -> None:
+def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Path) -> None:
     uneven = {**JOB, "candidate": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}}
     file = jobs(tmp_path, {**uneven, "rank": 3}, {**uneven, "rank": 4})
     first, last = (answer["rank"] for answer in answers(flag("estimate", "--jobs", file)))
@@ -218,7 +218,7 @@ def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
     assert near in answer["reason"]
 
 
-def test_a_bad_line_of_a_job_file_is_told_with_its_place_and_stops_nothing(flag: Flag, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_job_file_is_reported_with_its_place_and_stops_nothing(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(JOB) + '\n{"id": \n' + json.dumps(JOB) + "\n")
     found = answers(flag("estimate", "--jobs", str(file)))
@@ -227,7 +227,7 @@ def test_a_bad_line_of_a_job_file_is_told_with_its_place_and_stops_nothing(flag:
     assert f"{file}: line 2 cannot be read as JSON" in found[1]["reason"]
 
 
-def test_a_job_file_without_a_record_is_told(flag: Flag, tmp_path: Path) -> None:
+def test_a_job_file_without_a_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     ran = flag("estimate", "--jobs", str(tmp_path / "empty.jsonl"))
     assert (ran.code, ran.out) == (2, "")
@@ -247,7 +247,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_job_whose_time_nobody_can_tell_says_what_is_missing_and_how_to_get_it(
+def test_a_job_whose_time_no_one_can_report_reports_what_is_missing_and_how_to_get_it(
     name: str, flag: Flag, tmp_path: Path
 ) -> None:
     cluster, train, words = UNKNOWN[name]
@@ -270,7 +270,7 @@ def test_a_network_that_the_user_knows_gives_a_time(flag: Flag, tmp_path: Path) 
     assert found[0]["step_time_s"]["value"] < found[1]["step_time_s"]["value"]
 
 
-def test_candidates_without_a_time_say_why(flag: Flag, project: Project) -> None:
+def test_candidates_without_a_time_report_why(flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
     assert "peak rate of C588 in bf16" in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
     assert " have no predicted time" in flag("estimate", spec).err
@@ -287,7 +287,7 @@ def test_a_precision_that_the_chip_lacks_is_answered_with_those_it_has(flag: Fla
     assert "fastest" not in told
 
 
-def test_where_nothing_fits_the_hardware_and_its_memory_are_told(flag: Flag, project: Project) -> None:
+def test_where_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
     space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
     auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
     ran = flag("estimate", auto)
@@ -302,7 +302,7 @@ def test_where_nothing_fits_the_hardware_and_its_memory_are_told(flag: Flag, pro
     assert "auto found" not in ran.err
 
 
-def test_a_number_of_layers_that_allows_no_pipeline_is_told(
+def test_a_number_of_layers_that_allows_no_pipeline_is_reported(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert flag("estimate", project.spec()).code == 0
@@ -323,7 +323,7 @@ def test_books_without_trials_and_what_runs_a_prediction(flag: Flag, project: Pr
     assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 
-def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_told(flag: Flag, tmp_path: Path) -> None:
+def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(flag: Flag, tmp_path: Path) -> None:
     idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
     given = {**JOB, "candidate": {**JOB["candidate"], **idle}}
     first, second = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB, given)))
@@ -335,7 +335,7 @@ def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_told(f
     ]
 
 
-def test_layers_of_a_record_that_do_not_divide_are_told_with_the_split_that_was_assumed(
+def test_layers_of_a_record_that_do_not_divide_are_reported_with_the_split_that_was_assumed(
     flag: Flag, tmp_path: Path
 ) -> None:
     records = [
@@ -357,7 +357,7 @@ def test_layers_of_a_record_that_do_not_divide_are_told_with_the_split_that_was_
         ({"groups": []}, "cluster.groups is not a known key"),
     ],
 )
-def test_a_cluster_that_no_record_can_have_is_told(
+def test_a_cluster_that_no_record_can_have_is_reported(
     flag: Flag, tmp_path: Path, cluster: dict[str, Any], words: str
 ) -> None:
     (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": cluster})))
@@ -382,7 +382,7 @@ def test_one_in_full_has_no_columns_for_csv(flag: Flag, project: Project, tmp_pa
         assert "--format csv" in ran.err
 
 
-def test_modules_that_no_candidate_recomputes_are_told(
+def test_modules_that_no_candidate_recomputes_are_reported(
     flag: Flag, project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"settings": {"recompute_modules": "mlp"}}
@@ -413,7 +413,7 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
         assert any(row.startswith("other") for row in rows)
 
 
-def test_what_a_job_breaks_is_told_with_its_values(flag: Flag, tmp_path: Path) -> None:
+def test_what_a_job_breaks_is_reported_with_its_values(flag: Flag, tmp_path: Path) -> None:
     wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
     (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, wrong)))
     assert "must divide num_attention_heads = 16" in answer["reason"]
@@ -441,7 +441,7 @@ def test_a_file_of_jobs_is_no_spec(flag: Flag, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("vllm") is not None, reason="vLLM is installed")
-def test_flags_of_an_engine_that_is_not_installed_are_said_to_be_unchecked(
+def test_flags_of_an_engine_that_is_not_installed_are_reported_as_unchecked(
     flag: Flag, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = yaml.safe_load((Path(__file__).parents[2] / "examples" / "serve-vllm-cpu.yaml").read_text())

@@ -37,7 +37,7 @@ def told(flag: Flag) -> Callable[..., Any]:
     return call
 
 
-def test_illegal_candidate_is_told_with_its_rule_its_values_and_the_smallest_legal_change(
+def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest_legal_change(
     told: Callable[..., Any], project: Project
 ) -> None:
     account = told(project.spec(), "dp=2, mbs=3")
@@ -51,7 +51,7 @@ def test_illegal_candidate_is_told_with_its_rule_its_values_and_the_smallest_leg
     assert merged["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 
 
-def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
+def test_value_that_the_space_lacks_is_reported_and_predicted_all_the_same(
     told: Callable[..., Any], project: Project
 ) -> None:
     account = told(project.spec(), "tp=2, mbs=8, sp")
@@ -65,7 +65,7 @@ def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
     assert "it would be removed: selective_recompute_with_flash_attention" in useless["because"][-1]
 
 
-def test_knob_that_does_nothing_is_told(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_knob_that_does_nothing_is_reported(told: Callable[..., Any], flag: Flag, project: Project) -> None:
     account = told(project.spec(), "tp=1, dp=2, sp=true")
     assert (account["typed"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
     assert "equivalent for the engine: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
@@ -110,7 +110,9 @@ def test_the_only_value_of_a_knob_is_not_given_to_a_candidate_where_it_does_noth
     assert told(spec, "tp=2, mbs=4, recompute full")["candidate"]["recompute_method"] == "uniform"
 
 
-def test_memory_that_a_candidate_lacks_is_told_by_parts_that_add_up(told: Callable[..., Any], project: Project) -> None:
+def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(
+    told: Callable[..., Any], project: Project
+) -> None:
     account = told(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
     assert account["state"] == "removed"
     (line,) = account["because"]
@@ -183,7 +185,7 @@ def test_best_baseline_and_trial_may_be_in_capitals(told: Callable[..., Any], pr
     assert told(project.spec(), "Baseline")["name"] == "baseline"
 
 
-def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_trials_of_a_run_are_reported_beside_the_best(told: Callable[..., Any], flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 5}), "--run-dir", str(project.run_dir), "-q").code == 0
     best = told(project.run_dir, "best")
     number = project.result()["best"]["number"]
@@ -238,7 +240,7 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
     assert "Stopped:" not in books.out
 
 
-def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, project: Project) -> None:
+def test_a_run_whose_journal_was_cut_is_not_reported_to_have_tried_less(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
     count_trials = project.result()["trials"] + project.result()["repeats"]
     (project.run_dir / "journal.log").unlink()
@@ -278,7 +280,7 @@ def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, projec
     assert flag("explain", str(project.folder), "best").code == 2
 
 
-def test_run_is_told_with_the_chip_that_it_had_whatever_is_on_this_machine(
+def test_run_is_reported_with_the_chip_that_it_had_whatever_is_on_this_machine(
     told: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
@@ -320,7 +322,7 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
     assert itself.expected_s == slow_s
 
 
-def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(project: Project) -> None:
+def test_a_loser_is_reported_with_the_figure_of_the_best_that_it_is_compared_with(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     best, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 5]])
     several = [
@@ -338,7 +340,7 @@ def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(pr
     assert "trial 1: 0.6667 s/step, median of 2 runs" in beside_two
 
 
-def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
+def test_a_loser_that_may_be_as_fast_reports_it(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
@@ -360,7 +362,7 @@ def _why(where: Snapshot, trials: list[Trial]) -> str:
     return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
-def test_what_a_run_of_probes_tried_is_said_to_have_run(project: Project) -> None:
+def test_what_a_run_of_probes_tried_is_reported_to_have_run(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     rows = fastest(where.problem)[:2]
     best, slow = (where.problem.space.candidate(int(row)) for row in rows)

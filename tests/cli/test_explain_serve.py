@@ -40,7 +40,7 @@ def spec(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def test_server_is_told_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
+def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
     told = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
     assert "output tok/s (80%: " in told
     assert "  p50: TTFT " in told
@@ -62,7 +62,7 @@ def test_two_servers_are_compared_by_rate_latency_and_memory(flag: Flag, spec: C
     assert "~output tok/s" in flag(*arguments).out
 
 
-def test_value_that_a_plugin_refuses_is_told_with_its_reason(flag: Flag, spec: Callable[..., str]) -> None:
+def test_value_that_a_plugin_refuses_is_reported_with_its_reason(flag: Flag, spec: Callable[..., str]) -> None:
     pytest.importorskip("flagcore_metax", reason="the chip is this plugin's")
     cluster = {"chip": "C550", "devices_per_node": 8, "memory_per_device": "64GiB"}
     file = spec(cluster=cluster, serve={"engine": "vllm"}, auto_tuner={"space": {"instances": "auto"}})

@@ -183,7 +183,7 @@ def test_probes_go_before_real_runs(flag: Flag, project: Project) -> None:
 
 @needs_megatron
 @pytest.mark.long
-def test_killed_while_it_probes_runs_or_repeats_it_goes_on_and_loses_nothing(project: Project) -> None:
+def test_killed_while_it_probes_runs_or_repeats_it_continues_and_loses_nothing(project: Project) -> None:
     small = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
     control = {**CONTROL, "probes": 2, "max_trials": 2, "repeats": 1}
     fast = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 4}

@@ -52,7 +52,7 @@ def test_planning_does_not_import_torch(project: Project) -> None:
 @pytest.mark.parametrize(
     "command", ["calibrate", "devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"]
 )
-def test_every_command_tells_what_it_does(flag: Flag, command: str) -> None:
+def test_every_command_reports_what_it_does(flag: Flag, command: str) -> None:
     ran = flag(command, "--help")
     assert ran.code == 0
     assert ran.out.startswith(f"Usage: flag {command}")
@@ -67,7 +67,7 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     assert "pip install" in parts["torch"]["mend"] or parts["torch"]["ok"]
 
 
-def test_a_vendors_tool_that_fails_is_told_and_the_cpu_not_taken_for_its_devices(
+def test_a_vendors_tool_that_fails_is_reported_and_the_cpu_not_taken_for_its_devices(
     flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
@@ -83,7 +83,7 @@ def test_a_vendors_tool_that_fails_is_told_and_the_cpu_not_taken_for_its_devices
     assert "cluster.chip: cpu" in ran.err
 
 
-def test_estimate_says_the_same_in_each_format(flag: Flag, project: Project) -> None:
+def test_estimate_reports_the_same_in_each_format(flag: Flag, project: Project) -> None:
     spec = project.spec()
     rows = json.loads(flag("estimate", spec, "--json", "--top", "3").out)
     assert len(rows) == 3
@@ -96,7 +96,7 @@ def test_estimate_says_the_same_in_each_format(flag: Flag, project: Project) -> 
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
-def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
+def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2

@@ -42,7 +42,7 @@ def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag,
     assert all(each["mfu"] > 0 for each in found)
 
 
-def test_the_capacity_told_is_that_of_the_stage_with_the_least_room(flag: Flag, spec: Callable[..., str]) -> None:
+def test_the_capacity_reported_is_that_of_the_stage_with_the_least_room(flag: Flag, spec: Callable[..., str]) -> None:
     def memory(*groups: dict[str, Any]) -> dict[str, Any]:
         told = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
         found: dict[str, Any] = told["memory"]
@@ -76,7 +76,7 @@ def test_another_chip_for_a_mixed_cluster_is_wrong_usage(flag: Flag, spec: Calla
     assert "cluster.groups" in ran.err
 
 
-def test_a_network_that_nobody_knows_between_groups_is_told(flag: Flag, spec: Callable[..., str]) -> None:
+def test_an_unknown_network_between_groups_is_reported(flag: Flag, spec: Callable[..., str]) -> None:
     unknown = {key: value for key, value in SMALL.items() if key != "nic_bytes_per_second"}
     ran = flag("estimate", spec(LARGE, unknown))
     assert ran.code == 0

@@ -69,7 +69,7 @@ def install(folder: Path, name: str, source: str) -> str:
     return str(site)
 
 
-def test_a_broken_plugin_is_told_and_hurts_nobody(project: Project) -> None:
+def test_a_broken_plugin_is_reported_and_affects_no_other(project: Project) -> None:
     path = install(project.folder, "broken", BROKEN)
     told = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
     listed = project.run("plugins", "list", "--json", PYTHONPATH=path)
@@ -138,13 +138,13 @@ def test_plugins_are_switched_off_by_option_and_by_environment(
     assert json.loads(flag("plugins", "list", "--json").out) == []
 
 
-def test_a_plugin_that_cannot_be_switched_off_is_told(project: Project) -> None:
+def test_a_plugin_that_cannot_be_switched_off_is_reported(project: Project) -> None:
     ran = project.run("estimate", project.spec(), "--no-plugin", "cpuu")
     assert ran.code == 0
     assert "did you mean cpu?" in ran.err
 
 
-def test_every_plugin_of_the_checkout_is_told_with_its_chips_in_each_format(flag: Flag) -> None:
+def test_every_plugin_of_the_checkout_is_reported_with_its_chips_in_each_format(flag: Flag) -> None:
     for form in ("table", "json", "jsonl", "yaml", "csv"):
         ran = flag("plugins", "list", "--format", form)
         assert ran.code == 0

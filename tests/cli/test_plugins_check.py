@@ -22,7 +22,7 @@ def acme(flag: Flag, tmp_path: Path) -> Path:
     return Path(ran.out.strip())
 
 
-def test_a_new_plugin_passes_every_check_and_tells_what_is_to_be_filled_in(flag: Flag, acme: Path) -> None:
+def test_a_new_plugin_passes_every_check_and_reports_what_is_to_be_filled_in(flag: Flag, acme: Path) -> None:
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 0, ran.out
     (plugin,) = json.loads(ran.out)["plugins"]
@@ -34,7 +34,7 @@ def test_a_new_plugin_passes_every_check_and_tells_what_is_to_be_filled_in(flag:
     assert "flagcore_acme/chips/a1.yaml:5" in text
 
 
-def test_a_failed_check_is_told_with_what_to_do(flag: Flag, acme: Path) -> None:
+def test_a_failed_check_is_reported_with_what_to_do(flag: Flag, acme: Path) -> None:
     chip = acme / "flagcore_acme/chips/a1.yaml"
     chip.write_text(chip.read_text().replace("68719476736", "64"))
     ran = flag("plugins", "check", str(acme), "--format", "json")
@@ -102,7 +102,7 @@ def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
     assert (plugin["name"], plugin["failed"]) == ("cpu", 0)
 
 
-def test_what_is_no_plugin_is_told_with_the_nearest(flag: Flag, tmp_path: Path) -> None:
+def test_what_is_no_plugin_is_reported_with_the_nearest(flag: Flag, tmp_path: Path) -> None:
     ran = flag("plugins", "check", "metaxx")
     assert (ran.code, "did you mean metax?" in ran.err) == (2, True)
     assert flag("plugins", "check", str(tmp_path)).code == 2

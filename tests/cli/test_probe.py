@@ -57,7 +57,7 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
 
 
 @needs_megatron
-def test_table_has_a_line_a_rank_and_says_what_was_scaled_up(flag: Flag, project: Project) -> None:
+def test_table_has_a_line_a_rank_and_reports_what_was_scaled_up(flag: Flag, project: Project) -> None:
     ran = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
     assert ran.code == 0, ran.err
     heading, _, line = ran.out.splitlines()
@@ -101,7 +101,7 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
         (["--chip", "H100-SXM"], "no H100-SXM on this machine"),
     ],
 )
-def test_wrong_wishes_are_told(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
+def test_wrong_wishes_are_reported(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
     ran = flag("probe", project.spec(**WORLD), *arguments)
     assert ran.code in (2, 4)
     assert says in ran.err
@@ -121,7 +121,7 @@ def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Fla
     assert best["memory"]["fits"] is True
 
 
-def test_servers_are_not_probed_and_the_answer_says_what_to_do(flag: Flag) -> None:
+def test_servers_are_not_probed_and_the_answer_reports_what_to_do(flag: Flag) -> None:
     ran = flag("probe", str(Path(__file__).parents[2] / "examples" / "serve-cpu.yaml"))
     assert ran.code == 2
     assert "serve.engine" in ran.err

@@ -69,7 +69,7 @@ def ready_line(process: subprocess.Popen[bytes]) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)])
-def test_servers_are_told_when_they_are_ready_and_end_with_the_command(
+def test_servers_are_reported_when_they_are_ready_and_end_with_the_command(
     run: tuple[Path, int], number: signal.Signals, code: int
 ) -> None:
     folder, port = run
@@ -90,7 +90,7 @@ def test_a_server_that_ends_ends_the_command_with_its_status(run: tuple[Path, in
     assert started(folder).wait(30) == 7
 
 
-def test_a_port_that_is_taken_is_told_and_its_owner_is_not_taken_for_the_server(run: tuple[Path, int]) -> None:
+def test_a_port_that_is_taken_is_reported_and_its_owner_is_not_taken_for_the_server(run: tuple[Path, int]) -> None:
     folder, port = run
     with socket.create_server(("127.0.0.1", port)):
         process = started(folder)

@@ -57,7 +57,7 @@ def test_sentences_fit_a_terminal_too_and_keep_every_word(width: int, flag: Flag
         assert narrow.split() == whole.split()
 
 
-def test_what_a_run_keeps_is_whole_whatever_the_terminal(project: Project) -> None:
+def test_what_a_run_keeps_is_whole_regardless_of_the_terminal(project: Project) -> None:
     spec = project.spec(control={"max_trials": 2}, auto_tuner={"space": {"use_distributed_optimizer": [True]}})
     told = on_terminal(project, "tune", spec, "--run-dir", "run", COLUMNS="70", NO_COLOR="1")
     rows = [line for line in (project.run_dir / "report.txt").read_text().splitlines() if line.startswith("0 baseline")]
@@ -67,7 +67,7 @@ def test_what_a_run_keeps_is_whole_whatever_the_terminal(project: Project) -> No
     assert "trial 0 (baseline) measured" in told
 
 
-def test_verbose_tells_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:
+def test_verbose_reports_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:
     arguments = ("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir))
     talk = flag(*arguments, "-v").err
     assert talk.count("  log: trials/") == 4  # two trials and their repeats
@@ -76,7 +76,7 @@ def test_verbose_tells_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_are_told_how_to_complete(shell: str, flag: Flag) -> None:
+def test_shells_get_completion(shell: str, flag: Flag) -> None:
     script = flag("completion", shell).out
     assert f"_FLAG_COMPLETE={shell}_complete" in script
     assert "flag" in script

@@ -110,7 +110,7 @@ def test_the_best_can_be_run_read_and_estimated_again(flag: Flag, project: Proje
     assert "measured" in explained.out
 
 
-def test_the_best_is_started_at_the_end_if_the_spec_says_so(flag: Flag, project: Project) -> None:
+def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"run_best": True, "max_trials": 2})
     ran = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json")
     assert ran.code == 0
@@ -118,7 +118,7 @@ def test_the_best_is_started_at_the_end_if_the_spec_says_so(flag: Flag, project:
     assert "elapsed time per iteration" in ran.err
 
 
-def test_each_format_says_the_same(flag: Flag, project: Project) -> None:
+def test_each_format_reports_the_same(flag: Flag, project: Project) -> None:
     table = tune(flag, project, control={"max_trials": 4, "repeats": 0})
     assert table.code == 0
     assert "Best on 2 x cpu" in table.out
@@ -149,7 +149,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_a_trial_that_fails_is_told_and_the_others_go_on(name: str, flag: Flag, project: Project) -> None:
+def test_a_trial_that_fails_is_reported_and_the_others_continue(name: str, flag: Flag, project: Project) -> None:
     does, state, words = FAILS[name]
     ran = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 4, "repeats": 0})
     assert ran.code == 0, ran.err
@@ -174,7 +174,9 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project:
     assert project.all_gone()
 
 
-def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_told(flag: Flag, project: Project) -> None:
+def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_reported(
+    flag: Flag, project: Project
+) -> None:
     ran = tune(flag, project, "-q", does="crash")
     assert ran.code == 5
     assert ran.err.count("\n") == 1
@@ -226,7 +228,7 @@ def test_a_hanging_trial_does_not_outlive_the_run(flag: Flag, project: Project) 
     assert project.all_gone()
 
 
-def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_afresh(flag: Flag, project: Project) -> None:
+def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag: Flag, project: Project) -> None:
     few = {"max_trials": 1, "repeats": 0}
     assert tune(flag, project, control=few).code == 0
     changed = {"train": {"seq_length": 256}, "control": few}
@@ -240,7 +242,7 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_afresh(fla
     assert json.loads((kept[0] / "result.json").read_text())["trials"]
 
 
-def test_nothing_fits_is_3_and_says_how_close_it_came(flag: Flag, project: Project) -> None:
+def test_nothing_fits_is_3_and_reports_how_close_it_came(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, cluster={"memory_per_device": "1MiB"})
     assert ran.code == 3
     assert "does_not_fit" in ran.err
@@ -248,7 +250,7 @@ def test_nothing_fits_is_3_and_says_how_close_it_came(flag: Flag, project: Proje
     assert not project.run_dir.exists()
 
 
-def test_a_command_that_does_not_exist_is_told_at_once(flag: Flag, project: Project) -> None:
+def test_a_command_that_does_not_exist_is_reported_at_once(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
     assert ran.code == 2
     assert "cannot run /no/such/program" in ran.err
@@ -295,7 +297,7 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
     assert project.all_gone()
 
 
-def test_killed_at_random_moments_it_goes_on_and_loses_nothing(project: Project) -> None:
+def test_killed_at_random_moments_it_continues_and_loses_nothing(project: Project) -> None:
     draw = random.Random(11)
     spec = project.spec(sleeps=0.1)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
@@ -328,7 +330,7 @@ def test_killed_at_random_moments_it_goes_on_and_loses_nothing(project: Project)
     assert told == measured
 
 
-def test_a_second_tuner_on_one_folder_is_told_who_holds_it(flag: Flag, project: Project) -> None:
+def test_a_second_tuner_on_one_folder_gets_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
     spec = project.spec(sleeps=0.5)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 0)

@@ -72,7 +72,7 @@ def test_the_fastest_is_found_with_its_figures_and_what_is_needed_to_start_it(fl
     assert project.all_gone()
 
 
-def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_told(flag: Flag, project: Project) -> None:
+def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, slo={"ttft_s": {"p99": 0.6}})
     assert ran.code == 0, ran.err
     assert project.result()["best"]["candidate"]["parallel"] == 2
@@ -119,7 +119,7 @@ def test_several_instances_leave_a_balancer_in_front_of_them(flag: Flag, project
     assert str(folder / "start.sh") in (project.run_dir / "best.sh").read_text()
 
 
-def test_a_run_that_was_killed_leaves_nothing_and_goes_on_where_it_was(
+def test_a_run_that_was_killed_leaves_nothing_and_continues_where_it_was(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = project.start("tune", spec(project), "--run-dir", str(project.run_dir))
@@ -148,7 +148,7 @@ def test_a_run_that_was_killed_leaves_nothing_and_goes_on_where_it_was(
         ({"objective": "goodput_requests_per_s"}, ("goodput", "serve.slo")),
     ],
 )
-def test_a_spec_that_cannot_be_served_is_told_before_anything_runs(
+def test_a_spec_that_cannot_be_served_is_reported_before_anything_runs(
     change: dict[str, Any], words: tuple[str, ...], flag: Flag, project: Project
 ) -> None:
     ran = tune(flag, project, **change)

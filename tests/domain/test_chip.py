@@ -39,6 +39,6 @@ def test_a_word_near_none_is_answered_with_all() -> None:
     assert unknown_chip_hint("X100", CHIPS).startswith("did you mean X100-SXM or X100-PCIe? ")
 
 
-def test_of_many_chips_only_the_number_is_told() -> None:
+def test_of_many_chips_only_the_number_is_reported() -> None:
     many = [replace(CHIPS[0], name=f"Y{number}", aliases=()) for number in range(21)]
     assert unknown_chip_hint("unobtainium", many) == "`flag plugins chips` lists all 21 chips, with aliases"

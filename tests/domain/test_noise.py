@@ -70,7 +70,7 @@ def test_noisy_steps_make_more_rivals() -> None:
     assert names(rivals(learn(known))) == ["b"]
 
 
-def test_however_noisy_its_steps_a_much_slower_one_is_told_apart() -> None:
+def test_however_noisy_its_steps_a_much_slower_one_is_distinguished() -> None:
     known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
     assert names(rivals(learn(known))) == ["b"]
     less = trial(3, "slow", 35.0, spread=2.0)
@@ -78,7 +78,7 @@ def test_however_noisy_its_steps_a_much_slower_one_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
-def test_two_quiet_ones_are_told_apart_by_what_runs_differ(longer: float, apart: bool) -> None:
+def test_two_quiet_ones_are_distinguished_by_what_runs_differ(longer: float, apart: bool) -> None:
     assert significant(longer, first(a=100.0), first(b=100.0)) is apart
 
 
@@ -98,7 +98,7 @@ def test_what_leads_once_a_lucky_one_has_fallen_is_run_again_too() -> None:
     assert names((search_state.best,)) == ["b"]
 
 
-def test_more_rounds_end_when_two_are_told_apart_or_at_the_cap() -> None:
+def test_more_rounds_end_when_two_are_distinguished_or_at_the_cap() -> None:
     equal, _ = again(first(base=50.0, a=100.0, b=100.0), CONTROL, base=[50.0], a=[100.0], b=[100.0])
     assert equal == ["base", "a", "b"] * (1 + EXTRA_ROUNDS)
     apart, _ = again(first(base=50.0, a=100.0, b=98.5), CONTROL, base=[50.0], a=[100.0], b=[98.4])
@@ -163,6 +163,6 @@ def test_a_machine_that_changed_shows_in_the_baseline(last: float, told: bool) -
     assert drifted(learn(trials)) is told
 
 
-def test_a_baseline_that_ran_once_tells_no_drift() -> None:
+def test_a_baseline_that_ran_once_reports_no_drift() -> None:
     assert drift(learn(first(base=50.0, a=100.0))) is None
     assert not drifted(learn(first(base=50.0, a=100.0)))

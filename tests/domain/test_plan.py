@@ -42,7 +42,7 @@ def told(predicted: float | None, believed: float | None, measured: float = 1.0)
     return replace(ran, predicted=record, believed=belief, measurement=replace(ran.measurement, step_time_s=measured))
 
 
-def test_a_measured_time_is_told_over_what_was_predicted_and_believed() -> None:
+def test_a_measured_time_is_reported_over_what_was_predicted_and_believed() -> None:
     one = told(predicted=0.5, believed=0.8)
     assert (measured_over(one, "predicted"), measured_over(one, "believed")) == (2.0, 1.25)
     assert measured_over(told(0.5, None), "believed") is None

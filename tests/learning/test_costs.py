@@ -31,7 +31,7 @@ def lost(row: int, state: TrialState, seconds: float) -> Trial:
     return replace(ran(row, None, row), state=state, duration_s=seconds)
 
 
-def test_a_trial_that_surely_ends_costs_its_steps_and_what_is_beside_them() -> None:
+def test_a_trial_that_certainly_ends_costs_its_steps_and_what_is_beside_them() -> None:
     assert cost(1.0, 1.0) == pytest.approx(WHOLE)
 
 

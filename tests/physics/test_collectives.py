@@ -195,7 +195,7 @@ def test_times_grow_with_payload_and_ranks_also_between_and_beyond_what_was_meas
     assert beyond / last == pytest.approx(8, rel=0.02)
 
 
-def test_kinds_that_nobody_measured_come_from_their_relatives_or_from_the_link() -> None:
+def test_kinds_that_no_one_measured_come_from_their_relatives_or_from_the_link() -> None:
     plain = Collectives(topology=TOPOLOGY)
     assert seconds(MEASURED, "reduce_scatter", 1e8, 8) == seconds(MEASURED, "all_gather", 1e8, 8)
     assert seconds(MEASURED, "all_reduce", 1e8, 8) == pytest.approx(2 * seconds(MEASURED, "all_gather", 1e8, 8))

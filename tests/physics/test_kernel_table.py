@@ -103,7 +103,7 @@ def test_a_bound_corrects_downwards_only() -> None:
         assert gemm(table, shape) == pytest.approx(expected, rel=0.25)
 
 
-def test_peaks_that_nobody_published_become_what_was_measured() -> None:
+def test_peaks_that_no_one_published_become_what_was_measured() -> None:
     bare = Chip(name="bare", vendor="x")
     table = KernelTable.of(Roofline(chip=bare), measured())
     for shape in SHAPES:

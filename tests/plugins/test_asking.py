@@ -114,7 +114,7 @@ def generator() -> Any:
         ("chips", [replace(CHIP, memory_bytes=Fact(value=float("nan"), source=SOURCE))], "leave unknown facts out"),
     ],
 )
-def test_wrong_type_is_told_down_to_the_field(hook: str, answer: object, words: str) -> None:
+def test_wrong_type_is_reported_down_to_the_field(hook: str, answer: object, words: str) -> None:
     loaded = LoadedPlugins.of({"x": plugin(**{hook: lambda: answer})})
     assert getattr(loaded, hook)() == ()
     (failure,) = loaded.failures
@@ -193,7 +193,7 @@ def one_level(**changes: Any) -> Topology:
         ("topology", one_level(compute_share=15.0), "compute_share"),
     ],
 )
-def test_wrong_answer_about_a_chip_is_told_and_counts_as_none(hook: str, answer: object, words: str) -> None:
+def test_wrong_answer_about_a_chip_is_reported_and_counts_as_none(hook: str, answer: object, words: str) -> None:
     loaded = LoadedPlugins.of({"x": plugin(**{hook: lambda: answer})})
     if hook in ("topology", "memory_model", "collective_costs"):
         arguments: tuple[object, ...] = (group_of(CHIP), "megatron")[: 1 if hook == "topology" else 2]
@@ -213,7 +213,7 @@ def test_a_failure_is_listed_once_however_often_it_happens() -> None:
     assert len(loaded.failures) == 1
 
 
-def test_add_on_overrides_the_plugin_that_catalogues_the_chip_whatever_their_names() -> None:
+def test_add_on_overrides_the_plugin_that_catalogues_the_chip_regardless_of_their_names() -> None:
     own = chips_of(CHIP) | {
         "environment": lambda: {"SHARED": "own", "OWN": "1"},
         "engine_support": lambda: EngineSupport(support=Support.YES, device_type="own"),
@@ -338,7 +338,7 @@ class BreaksOnLargeColumns:
         return 1.0
 
 
-def test_object_that_breaks_later_is_told_as_the_plugins_fault_with_the_way_out() -> None:
+def test_object_that_breaks_later_is_reported_as_the_plugins_fault_with_the_way_out() -> None:
     costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: BreaksOnLargeColumns())}).kernel_costs(CHIP, "megatron")
     assert costs is not None
     small, large = np.ones(2), np.ones(3)

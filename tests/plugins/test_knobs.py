@@ -162,7 +162,7 @@ def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_
     assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.message
 
 
-def test_a_setting_that_a_choice_sets_anew_forbids_what_it_is_then_and_not_what_it_was() -> None:
+def test_a_setting_that_a_choice_sets_again_forbids_what_it_is_then_and_not_what_it_was() -> None:
     anew = Effect(settings={"pipeline_schedule": "zb-h1"})
     more = Effect(settings={"offload_stages": "0,3"})
     knob = replace(SCHEDULE, effects={"zb-h1": anew, "both": more})
@@ -243,7 +243,7 @@ def test_auto_takes_what_can_be_launched_and_an_absent_knob_is_off(install: Inst
     assert "acme_secret" not in columns
 
 
-def test_an_unknown_name_is_told_with_the_plugins_knobs(install: Install, tmp_path: Path) -> None:
+def test_an_unknown_name_is_reported_with_the_plugins_knobs(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     with pytest.raises(SpecError, match=r"acme_fusd = True is not a known key; did you mean acme_fused"):
         api.estimate(with_space(tmp_path, space={"acme_fusd": True}))
@@ -259,7 +259,7 @@ def test_an_unknown_name_is_told_with_the_plugins_knobs(install: Install, tmp_pa
         ({"acme_wait": 0.5}, "a whole number"),
     ],
 )
-def test_a_wrong_value_is_told_with_the_right_ones(
+def test_a_wrong_value_is_reported_with_the_right_ones(
     install: Install, tmp_path: Path, space: dict[str, Any], says: str
 ) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
@@ -267,7 +267,7 @@ def test_a_wrong_value_is_told_with_the_right_ones(
         api.estimate(with_space(tmp_path, space=space))
 
 
-def test_what_nobody_can_switch_on_is_estimated_but_not_tuned(install: Install, tmp_path: Path) -> None:
+def test_what_no_one_can_switch_on_is_estimated_but_not_tuned(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     file = with_space(tmp_path, space={"acme_secret": [False, True]})
     assert {each["candidate"]["acme_secret"] for each in api.estimate(file).candidates} == {False, True}
@@ -275,7 +275,7 @@ def test_what_nobody_can_switch_on_is_estimated_but_not_tuned(install: Install, 
         api.tune(file, run_dir=tmp_path / "run")
 
 
-def test_explain_tells_every_knob_of_the_chip(install: Install, tmp_path: Path) -> None:
+def test_explain_reports_every_knob_of_the_chip(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     found = {knob["knob"]: knob for knob in api.explain(with_space(tmp_path, space={"acme_wait": 2})).knobs}
     assert found["acme_wait"]["in_space"]

@@ -81,7 +81,7 @@ def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
         ("x = 1", ["implements no hook"]),
     ],
 )
-def test_plugin_that_does_not_keep_to_the_hooks_is_told_what_to_change(
+def test_plugin_with_wrong_hooks_gets_a_report_of_what_to_change(
     install: Install, source: str, words: list[str]
 ) -> None:
     found = load_with_good(install, f"from flagcore.hooks import hookimpl\n{source}\n")
@@ -89,7 +89,7 @@ def test_plugin_that_does_not_keep_to_the_hooks_is_told_what_to_change(
     assert all(word in found.reason for word in words), found.reason
 
 
-def test_entry_point_that_names_nothing_or_a_class_is_told(install: Install) -> None:
+def test_entry_point_that_names_nothing_or_a_class_is_reported(install: Install) -> None:
     source = GOOD + "\nclass Plugin: pass\n"
     install("flagcore-a", {"nothing": "plugin_a:missing", "a_class": "plugin_a:Plugin"}, {"plugin_a": source})
     loaded = load_plugins()
@@ -213,7 +213,7 @@ def test_a_plugin_that_was_written_for_later_hooks_is_left_out_with_the_reason(i
 
 
 @pytest.mark.parametrize("number", ["'1'", "True", "0", "1.5"])
-def test_a_number_of_hooks_that_is_none_is_told(install: Install, number: str) -> None:
+def test_a_number_of_hooks_that_is_none_is_reported(install: Install, number: str) -> None:
     found = load_with_good(install, f"{GOOD}\nHOOKS_API = {number}\n")
     assert "HOOKS_API = 1" in found.reason
 
@@ -249,7 +249,7 @@ def test_a_hook_under_its_old_name_works_with_a_warning_that_the_list_shows(
     assert not [failure for failure in loaded.failures if failure.name == "old"]
 
 
-def test_an_old_name_that_has_ended_leaves_the_plugin_out_and_says_the_new_one(
+def test_an_old_name_that_has_ended_leaves_the_plugin_out_and_reports_the_new_one(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="0.0.1")}

@@ -7,7 +7,7 @@ from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import memory_parts, needs_text
 
 
-def test_knobs_of_recompute_are_told_as_one() -> None:
+def test_knobs_of_recompute_are_reported_as_one() -> None:
     on = {"use_recompute": (False, True), "recompute_granularity": (None, "full"), "recompute_method": (None, "block")}
     assert differs_text({"micro_batch_size": (1, 2), **on}, BY_NAME) == "MBS 1 -> 2, recompute off -> full block"
     assert differs_text({knob: pair[::-1] for knob, pair in on.items()}, BY_NAME) == "recompute full block -> off"
@@ -17,7 +17,7 @@ def test_knobs_of_recompute_are_told_as_one() -> None:
     )
 
 
-def test_seconds_are_told_as_the_objective_means_them() -> None:
+def test_seconds_are_reported_as_the_objective_means_them() -> None:
     assert seconds_text("tokens_per_second_per_device", 0.5) == "0.5 s/step"
     assert seconds_text("output_tokens_per_s", 0.001) == "1,000 output tok/s"
 

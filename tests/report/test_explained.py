@@ -34,7 +34,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def test_model_memory_and_time_are_told_in_full() -> None:
+def test_model_memory_and_time_are_reported_in_full() -> None:
     text = prediction_text(RECORD)
     lines = [line.split() for line in text.splitlines()]
     assert ["MLP", "0.2000", "3", "0.6000"] in lines
@@ -48,7 +48,7 @@ def test_model_memory_and_time_are_told_in_full() -> None:
     assert text.endswith("Bottleneck: bubble")
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_what_is_not_known_is_reported() -> None:
     memory = {key: value for key, value in RECORD["memory"].items() if key not in ("fits", "capacity_gib")}
     text = prediction_text({"memory": memory, "model": RECORD["model"]})
     assert "Time: unknown" in text
@@ -82,7 +82,7 @@ SERVED: dict[str, Any] = {
 }
 
 
-def test_a_server_is_told_in_words_and_units() -> None:
+def test_a_server_is_reported_in_words_and_units() -> None:
     text = prediction_text(SERVED)
     assert "~1,500 output tokens/s" in text
     assert "Mean time of a request: ~1 s" in text

@@ -15,7 +15,7 @@ ROWS = [
 ]
 
 
-def test_table_is_as_wide_as_it_is_where_nobody_asks() -> None:
+def test_table_is_as_wide_as_it_is_where_none_is_requested() -> None:
     lines = table(HEADINGS, ROWS).splitlines()
     assert len(lines) == 4
     with fitted(len(lines[3])):

@@ -55,7 +55,7 @@ def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = 
     )
 
 
-def test_percentiles_of_few_requests_are_told_as_such() -> None:
+def test_percentiles_of_few_requests_are_reported_as_such() -> None:
     def found(answered: int) -> Plan:
         one = trial(0, 100.0, role=Role.BASELINE)
         assert one.measurement is not None
@@ -72,7 +72,7 @@ def test_percentiles_of_few_requests_are_told_as_such() -> None:
 BASELINE = trial(0, 100.0, role=Role.BASELINE)
 
 
-def test_the_best_is_told_with_what_the_limits_cost() -> None:
+def test_the_best_is_reported_with_what_the_limits_cost() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0, ttft=1.5), trial(2, 160.0, ttft=0.9)))
     assert "160 output tok/s" in text
     assert "+60.0% output tok/s (baseline: " in text
@@ -80,7 +80,7 @@ def test_the_best_is_told_with_what_the_limits_cost() -> None:
     assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
 
-def test_limits_that_cost_nothing_are_told_as_such() -> None:
+def test_limits_that_cost_nothing_are_reported_as_such() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0)))
     assert "Without the limits: no trial was better" in text
     assert "latency limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
@@ -105,7 +105,7 @@ def test_limits_that_nothing_keeps_name_the_nearest() -> None:
     assert "none within the limits p99 TTFT <= 1 s" in plan_text(found)
 
 
-def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
+def test_a_trial_that_broke_the_limits_only_when_it_ran_again_reports_it() -> None:
     once, again = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
     again = dataclasses.replace(again, candidate=once.candidate)
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, again)
@@ -113,7 +113,7 @@ def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
     assert reason(found).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
 
 
-def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
+def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None:
     objective = "ttft_s.p99"
     base, best = (trial(n, 10.0, ttft=t, objective=objective, limits={}) for n, t in ((0, 0.8), (1, 0.4)))
     found = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})

@@ -36,7 +36,7 @@ LLAMACPP = {knob.name: knob for knob in KNOBS}
         ({"use_recompute": True, "recompute_granularity": "selective"}, "MBS 1, recompute selective"),
     ],
 )
-def test_a_candidate_is_told_by_what_it_turns_on(values: dict[str, object], text: str) -> None:
+def test_a_candidate_is_reported_by_what_it_turns_on(values: dict[str, object], text: str) -> None:
     assert candidate_text(small.candidate(**values), BY_NAME) == text  # type: ignore[arg-type]
 
 

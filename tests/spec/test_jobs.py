@@ -156,7 +156,7 @@ SLIPS: dict[str, tuple[tuple[str, ...], object, str, str]] = {
 
 
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_key_that_is_misspelt_is_told_with_the_right_one(error_of: ErrorOf, name: str) -> None:
+def test_a_key_that_is_misspelt_is_reported_with_the_right_one(error_of: ErrorOf, name: str) -> None:
     path, value, key, fix = SLIPS[name]
     error = error_of(lambda: read_job(changed(path, value), ENGINES))
     assert error.key == key
@@ -164,7 +164,7 @@ def test_a_key_that_is_misspelt_is_told_with_the_right_one(error_of: ErrorOf, na
     assert fix in error.fix
 
 
-def test_what_tells_a_records_source_may_stand_where_sources_put_it() -> None:
+def test_what_reports_a_records_source_may_stand_where_sources_put_it() -> None:
     record = {**RECORD, "notes": "from a table", "comment": "?", "figure": 3, "revision": {"rank_order": 1}}
     record["cluster"] = {**RECORD["cluster"], "source": "page 2", "notes": ["a"], "nodes": 2}
     record["train"] = {**RECORD["train"], "source": "page 2", "engine": "megatron"}
@@ -178,7 +178,7 @@ def test_nodes_may_be_given_where_they_agree(cluster: dict[str, int], devices: i
     assert read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4, **cluster}), ENGINES).devices == devices
 
 
-def test_nodes_that_contradict_the_devices_are_told(error_of: ErrorOf) -> None:
+def test_nodes_that_contradict_the_devices_are_reported(error_of: ErrorOf) -> None:
     error = error_of(lambda: read_job(changed(("cluster", "nodes"), 3), ENGINES))
     assert (error.key, error.value) == ("cluster.nodes", 3)
     assert "must be 2: cluster.devices = 8 at devices_per_node = 4" in error.problem

@@ -34,7 +34,7 @@ CONTROL = "auto_tuner.control."
         ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: strategy, launcher, space"),
     ],
 )
-def test_unknown_key_is_told_with_the_nearest_right_one(refused: Refused, more: str, key: str, fix: str) -> None:
+def test_unknown_key_is_reported_with_the_nearest_right_one(refused: Refused, more: str, key: str, fix: str) -> None:
     error = refused(more)
     assert error.key == key
     assert error.problem == "is not a known key"
@@ -86,7 +86,7 @@ def test_unknown_key_is_told_with_the_nearest_right_one(refused: Refused, more: 
         ("auto_tuner: {control: {run_best: 1}}", CONTROL + "run_best", "true or false", ""),
     ],
 )
-def test_wrong_value_is_told_with_key_rule_and_fix(
+def test_wrong_value_is_reported_with_key_rule_and_fix(
     refused: Refused, more: str, key: str, problem: str, fix: str
 ) -> None:
     error = refused(more)
@@ -174,7 +174,7 @@ def test_model_that_is_not_there_is_refused(refused: Refused, model: str) -> Non
     assert refused(model=f"model: {model}\n").key == "model"
 
 
-def test_missing_sections_are_told(refused: Refused) -> None:
+def test_missing_sections_are_reported(refused: Refused) -> None:
     assert (refused(model="").key, refused(train="").key) == ("model", "train")
     error = refused(model="model: {}\n")
     assert (error.key, error.problem) == ("model.num_layers", "is missing")

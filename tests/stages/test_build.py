@@ -198,7 +198,7 @@ def test_what_a_plugin_refuses_is_a_rule_of_its_name() -> None:
     assert "its kernels crash" in rule.message
 
 
-def test_a_plugin_that_refuses_values_of_no_knob_is_told() -> None:
+def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
     refused = Refused(name="odd", knob="block_size", values=(16,), reason="?")
     with pytest.raises(NoDevice, match=r"block_size.*rule odd"):
         refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
@@ -217,7 +217,7 @@ def test_a_plugin_may_refuse_a_word_that_this_release_of_the_engine_does_not_kno
     ]
 
 
-def test_check_tells_the_broken_rules_of_one_candidate_as_it_stands() -> None:
+def test_check_reports_the_broken_rules_of_one_candidate_as_it_stands() -> None:
     task = small.task()
     columns = WORKLOAD.columns(task, {"tensor_model_parallel_size": 3, "micro_batch_size": 3})
     canonical, broken = check(columns, WORKLOAD.rules(task), WORKLOAD.merges(task))

@@ -128,7 +128,7 @@ def test_nothing_changes_where_nothing_was_measured() -> None:
     assert combine(PREDICTED, probe(failed=TrialState.FAILED), MEMORY) == PREDICTED
 
 
-def test_time_that_nobody_can_predict_stays_unknown() -> None:
+def test_time_that_no_one_can_predict_stays_unknown() -> None:
     unknown = replace(PREDICTED, step_time_s=None, low_s=None, high_s=None, time_s={})
     found = combine(unknown, probe(FIRST), MEMORY)
     assert found.step_time_s is None

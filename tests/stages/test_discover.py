@@ -74,7 +74,7 @@ def test_a_named_chip_is_planned_for_without_being_here() -> None:
         present(platform, ())
 
 
-def test_what_the_spec_says_of_the_cluster_comes_first() -> None:
+def test_the_specs_cluster_comes_first() -> None:
     wanted = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
     group = discover(wanted, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
     assert (group.devices, group.memory_bytes) == (2, 1 << 30)
@@ -92,7 +92,7 @@ def test_nothing_found_is_refused() -> None:
         discover(spec(), loaded())
 
 
-def test_a_device_that_nobody_knows_is_named() -> None:
+def test_an_unknown_device_is_named() -> None:
     with pytest.raises(NoDevice, match="found Strange 1"):
         discover(spec(), loaded(x=plugin(small.CHIP, 1, called="Strange 1")))
 
@@ -261,7 +261,7 @@ def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
         assert figures[0].step_time_s is not None
 
 
-def test_the_users_own_variables_win_and_each_conflict_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_variables_win_and_each_conflict_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     @hookimpl
     def flagcore_environment(chip: Chip, engine: str, task: Task) -> Mapping[str, str]:
         nodes = {"NODES": str(task.cluster.groups[0].nodes)}

@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
     assert "loss is not finite" in (done.reason or "")
 
 
-def test_what_the_engine_ran_must_be_what_was_asked_for(tmp_path: Path) -> None:
+def test_what_the_engine_ran_must_be_what_was_requested(tmp_path: Path) -> None:
     done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 2})))
     assert done.state is TrialState.INVALID
     assert "micro_batch_size = 2 where 1 was asked for" in (done.reason or "")
@@ -232,7 +232,7 @@ class Reader:
         return answer
 
 
-def test_telemetry_is_averaged_and_a_reader_that_raises_hurts_nobody(
+def test_telemetry_is_averaged_and_a_reader_that_raises_affects_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 1000, 2))
@@ -261,7 +261,7 @@ SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backe
         (([], []), None, None),
     ],
 )
-def test_the_fullest_device_tells_the_memory_that_a_trial_did_not_tell_itself(
+def test_the_fullest_device_reports_the_memory_that_a_trial_did_not_report_itself(
     used: tuple[list[float], list[float]],
     support: EngineSupport | None,
     known: float | None,

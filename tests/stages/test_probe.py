@@ -92,7 +92,7 @@ def test_with_fewer_devices_than_ranks_a_rank_takes_the_device_that_is_free_firs
     assert found.duration_s == pytest.approx(max(first, sum(others)))
 
 
-def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_reported(tmp_path: Path) -> None:
     found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
     assert [(rank.rank, rank.state) for rank in found.ranks] == [(1, TrialState.FAILED)]
     assert "no such luck" in (found.ranks[0].reason or "")

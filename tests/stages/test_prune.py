@@ -86,7 +86,7 @@ def test_a_plugins_rule_is_counted_under_its_name() -> None:
     assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
 
 
-def test_a_rule_is_asked_in_pieces_and_says_the_same_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_is_asked_in_pieces_and_reports_the_same_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = pruned(rules=[Rule()])
     monkeypatch.setattr(prune_module, "CHUNK", 5)
     in_pieces = pruned(rules=[Rule()])

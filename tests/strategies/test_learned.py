@@ -75,7 +75,7 @@ def test_trials_that_ran_out_of_memory_teach_to_avoid_their_like() -> None:
     assert best_of(trials) <= 1.03 * real[fits].min()
 
 
-def test_it_says_how_likely_a_gain_is_left_when_it_ends() -> None:
+def test_it_reports_how_likely_a_gain_is_left_when_it_ends() -> None:
     known = predictions()
     trials = search(known, known.step_time_s)
     told = STRATEGY.next(search_context(known, trials))
@@ -83,7 +83,7 @@ def test_it_says_how_likely_a_gain_is_left_when_it_ends() -> None:
     assert "the chance that an untried candidate is more than 1% faster than the best is" in told.because
 
 
-def test_a_choice_tells_what_is_believed_of_it() -> None:
+def test_a_choice_reports_what_is_believed_of_it() -> None:
     known = predictions()
     first = int(np.argmin(known.step_time_s))
     chosen = STRATEGY.next(search_context(known, [ran(first, 2.0 * float(known.step_time_s[first]), 0)]))
@@ -134,7 +134,7 @@ def test_all_probes_cost_the_same_however_long_the_step() -> None:
 
 
 @pytest.mark.parametrize("state", [TrialState.INVALID, TrialState.FAILED])
-def test_what_a_failed_trial_measured_says_nothing_of_time(state: TrialState) -> None:
+def test_what_a_failed_trial_measured_reports_nothing_of_time(state: TrialState) -> None:
     known = predictions()
     first = ran(0, float(known.step_time_s[0]), 0)
     broken = replace(ran(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
@@ -195,7 +195,7 @@ def test_what_earlier_runs_teach_does_not_end_a_run_before_it_has_measured_a_few
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None
 
 
-def test_nothing_that_fits_is_told_without_a_figure_that_is_none() -> None:
+def test_nothing_that_fits_is_reported_without_a_figure_that_is_none() -> None:
     known = replace(predictions(), capacity_bytes=1.0)
     trials = [ran(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
     assert "nan" not in STRATEGY.next(search_context(known, trials)).because

@@ -34,7 +34,7 @@ def test_a_gaussian_process_suggests_once_its_random_trials_are_over() -> None:
     assert len({trial.candidate for trial in search(GP, 12)}) == 12
 
 
-def test_a_sampler_without_what_it_needs_says_so() -> None:
+def test_a_sampler_without_what_it_needs_reports_it() -> None:
     def missing(seed: int) -> BaseSampler:
         raise ImportError("no module named torch")
 
@@ -50,7 +50,7 @@ def test_tpe_tries_open_rows_and_learns_from_what_they_took() -> None:
     assert best_of(trials) <= by_chance
 
 
-def test_a_run_that_goes_on_chooses_as_if_it_had_not_stopped() -> None:
+def test_a_run_that_continues_chooses_as_if_it_had_not_stopped() -> None:
     trials = search(TPE, 14)
     again = importlib.reload(importlib.import_module("flagcore.strategies.sampled")).TPE
     assert again.next(search_context(KNOWN, trials[:12])).row == SPACE.find(trials[12].candidate)

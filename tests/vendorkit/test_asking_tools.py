@@ -22,11 +22,11 @@ def asked(tmp_path: Path, script: str, listing: Listing = TWO, seconds: float = 
     return query_tool(lambda text: listing if "table" in text else Listing(), "acme-smi", timeout_seconds=seconds)
 
 
-def test_a_tool_that_is_not_there_says_nothing() -> None:
+def test_a_tool_that_is_not_there_reports_nothing() -> None:
     assert query_tool(lambda _: TWO, "no-such-tool-anywhere") is None
 
 
-def test_devices_are_told_without_further_words(tmp_path: Path) -> None:
+def test_devices_are_reported_without_further_words(tmp_path: Path) -> None:
     assert asked(tmp_path, "echo table") == TWO
 
 
@@ -45,11 +45,11 @@ def test_what_is_not_understood_is_quoted_by_its_first_words(tmp_path: Path) -> 
     assert said == Listing(left_out=("acme-smi lists no device in a known format; it prints: a new layout",))
 
 
-def test_a_tool_that_hangs_is_told(tmp_path: Path) -> None:
+def test_a_tool_that_hangs_is_reported(tmp_path: Path) -> None:
     said = asked(tmp_path, "sleep 30", seconds=0.3)
     assert said == Listing(left_out=("acme-smi did not answer within 0.3 s and was killed",))
 
 
-def test_what_a_table_leaves_out_is_told_with_the_tools_name(tmp_path: Path) -> None:
+def test_what_a_table_leaves_out_is_reported_with_the_tools_name(tmp_path: Path) -> None:
     said = asked(tmp_path, "echo table", Listing(TWO.rows, ("device 2 is lost",)))
     assert said == Listing(TWO.rows, ("acme-smi: device 2 is lost",))

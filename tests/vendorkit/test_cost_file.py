@@ -115,12 +115,12 @@ def test_an_invalid_curve_is_reported_with_its_key(text: str, key: str) -> None:
         '{"kernel": "copy", "bytes": 1, "us": Infinity}',
     ],
 )
-def test_a_bad_kernel_is_told_with_its_line(line: str) -> None:
+def test_a_bad_kernel_is_reported_with_its_line(line: str) -> None:
     with pytest.raises(SpecError, match="line 2"):
         read_kernels(gemm(1, 1.0) + "\n" + line, "kernels.jsonl", read_provenance(PROVENANCE, "p"))
 
 
 @pytest.mark.parametrize(("of", "longer"), [("", 1.0), ("of: runs\n", 1.0), ("of: kernels\n", 1.25)])
-def test_a_curve_says_whether_it_is_of_runs_or_of_kernels_alone(of: str, longer: float) -> None:
+def test_a_curve_reports_whether_it_is_of_runs_or_of_kernels_alone(of: str, longer: float) -> None:
     text = f"curve: {{gemm_share: 0.8}}\n{of}source: {{kind: published, where: a report}}\n"
     assert read_curve(text, "curve.yaml").run_slowdown == longer

@@ -27,7 +27,7 @@ def test_all_devices_share_one_run_of_the_tool_a_second() -> None:
     assert len(asked) == 1
 
 
-def test_an_old_answer_is_asked_for_again_and_a_lost_device_is_an_error() -> None:
+def test_an_old_answer_is_requested_again_and_a_lost_device_is_an_error() -> None:
     answers = [(Row(device=Device(index=0, chip="A1"), reading={}),), ()]
     table = SharedTable(lambda: answers.pop(0), fresh_seconds=0)
     assert DeviceReading(table, 0).sample() == {}

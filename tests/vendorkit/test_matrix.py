@@ -30,7 +30,7 @@ def test_adapters_may_have_names_of_their_own(names: tuple[str, str]) -> None:
     assert near_adapters(matrix) == {0: (names[0],), 1: (names[1],)}
 
 
-def test_a_numa_node_that_is_not_told_is_left_out() -> None:
+def test_a_numa_node_that_is_not_reported_is_left_out() -> None:
     matrix = read_matrix(PLAIN.replace("64-95      0  ", "64-95      N/A"))
     assert matrix is not None
     assert matrix.numa == {1: 1}

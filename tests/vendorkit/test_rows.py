@@ -17,10 +17,12 @@ MIB = 2**20
         ("826/65536 MiB", (None, None)),
     ],
 )
-def test_the_unit_of_power_may_be_told_once_for_use_and_limit(cell: str, watts: tuple[str | None, str | None]) -> None:
+def test_the_unit_of_power_may_be_reported_once_for_use_and_limit(
+    cell: str, watts: tuple[str | None, str | None]
+) -> None:
     assert parse_power(cell) == watts
 
 
 @pytest.mark.parametrize("cell", ["826/65536 MiB", "826MiB / 65536MiB", "826 / 65536MiB"])
-def test_the_unit_of_memory_may_be_told_once_for_used_and_total(cell: str) -> None:
+def test_the_unit_of_memory_may_be_reported_once_for_used_and_total(cell: str) -> None:
     assert parse_memory(cell) == (826 * MIB, 65536 * MIB)

@@ -65,7 +65,7 @@ def listed(root: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_torch_tells_whose_devices_they_are(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reports_whose_devices_they_are(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node(tmp_path, monkeypatch, vendor, vendor)
     assert listed(tmp_path) == {vendor: [NAMES[vendor]] * 2}
 
@@ -79,7 +79,7 @@ def test_device_files_of_all_vendors_do_not_make_one_device_everybodys(
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_devices_on_the_bus_without_a_driver_are_told_and_not_listed(
+def test_devices_on_the_bus_without_a_driver_are_reported_and_not_listed(
     vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node(tmp_path, monkeypatch, vendor)
@@ -100,7 +100,7 @@ def test_the_users_environment_goes_before_all(vendor: str, tmp_path: Path, monk
     assert list(listed(tmp_path)) == [vendor]
 
 
-def test_a_torch_whose_native_library_crashes_takes_nobody_with_it(
+def test_a_torch_whose_native_library_crashes_ends_no_other_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node(tmp_path, monkeypatch, "metax", *VENDORS)

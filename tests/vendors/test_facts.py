@@ -20,7 +20,7 @@ def facts(chip: Chip) -> Iterator[Fact]:
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_each_figure_says_where_it_is_from(chip: Chip) -> None:
+def test_each_figure_reports_where_it_is_from(chip: Chip) -> None:
     for fact in facts(chip):
         assert fact.source.kind in ("measured", "published", "datasheet", "estimated")
         assert len(fact.source.detail) > 10
@@ -39,13 +39,13 @@ def test_peaks_are_dense_and_ordered_by_precision(chip: Chip) -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_only_what_was_measured_by_this_project_says_measured(chip: Chip) -> None:
+def test_only_what_was_measured_by_this_project_reports_measured(chip: Chip) -> None:
     if any(fact.source.kind == "measured" for fact in facts(chip)):
         assert chip.name == "H200"
 
 
 @pytest.mark.parametrize(("name", "devices"), [("BI-V150", 2), ("BI-V150S", 2), ("MR-V100-DUO", 2), ("MLU370-X8", 2)])
-def test_a_card_of_two_devices_is_told_and_its_figures_are_of_one(name: str, devices: int) -> None:
+def test_a_card_of_two_devices_is_reported_and_its_figures_are_of_one(name: str, devices: int) -> None:
     assert BY_NAME[name].devices_per_card == devices
     memory = BY_NAME[name].memory_bytes
     assert memory is not None
@@ -59,7 +59,7 @@ def test_a_card_of_two_devices_is_told_and_its_figures_are_of_one(name: str, dev
         *("MLU580", "MLU580-H5", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
     ],
 )
-def test_peaks_that_nobody_published_are_empty(name: str) -> None:
+def test_peaks_that_no_one_published_are_empty(name: str) -> None:
     assert not BY_NAME[name].dense_flops_per_second
 
 

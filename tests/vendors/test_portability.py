@@ -26,7 +26,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_page_says_what_the_tool_says_now(example: ModuleType) -> None:
+def test_the_page_reports_what_the_tool_reports_now(example: ModuleType) -> None:
     text = (ROOT / "docs" / "portability.md").read_text("utf-8")
     assert example.page(text) == text, "run `python examples/portability.py --write`, and read the page again"
 

@@ -40,7 +40,7 @@ def test_a_machines_own_adapters_are_the_network_of_its_cluster(tmp_path: Path, 
     assert topology_of(two_nodes).levels[-1].bytes_per_second == 50e9
 
 
-def test_what_the_user_says_of_the_network_stays(tmp_path: Path, two_nodes: NodeGroup) -> None:
+def test_the_users_network_settings_are_kept(tmp_path: Path, two_nodes: NodeGroup) -> None:
     said = NodeGroup(chip=with_network(two_nodes.chip, 1e9), nodes=2, devices_per_node=8)
     assert with_own_adapters(said, H200, adapters(tmp_path, 200)) is None
 

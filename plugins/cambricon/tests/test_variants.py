@@ -22,7 +22,7 @@ Mon Sep 22 10:11:12 2026
 """
 
 
-def test_the_table_of_version_6_is_read_with_what_it_tells() -> None:
+def test_the_table_of_version_6_is_read_with_what_it_reports() -> None:
     listing = smi.read(TABLE)
     assert [(row.device.chip, row.device.memory_bytes) for row in listing.rows] == [
         ("MLU590-M9", 98304 << 20),
@@ -41,7 +41,7 @@ def test_another_tools_table_is_not_believed() -> None:
     assert smi.read(TABLE.replace("CNMON v6", "OTHER v6")).rows == ()
 
 
-def test_a_card_whose_memory_is_crossed_out_is_told() -> None:
+def test_a_card_whose_memory_is_crossed_out_is_reported() -> None:
     listing = smi.read(TABLE.replace("98304 MiB", "xxxxx MiB"))
     assert [row.device.index for row in listing.rows] == [1]
     assert any("xxxxx MiB" in line for line in listing.left_out)

@@ -16,13 +16,13 @@ def test_a_name_without_the_vendor_is_kept() -> None:
     assert {row.device.chip for row in smi.read(named).rows} == {"BI-V100"}
 
 
-def test_a_device_whose_memory_is_an_error_is_left_out_and_told() -> None:
+def test_a_device_whose_memory_is_an_error_is_left_out_and_reported() -> None:
     listing = smi.read(TABLE.replace("68MiB / 32768MiB     |", "ERR!                 |", 1))
     assert [row.device.index for row in listing.rows] == [1]
     assert ["00000000:35:00.0" in line for line in listing.left_out] == [True]
 
 
-def test_a_device_that_hangs_tells_no_power() -> None:
+def test_a_device_that_hangs_reports_no_power() -> None:
     # the line of such a device in dillonfzw/utils house_clean_gpus_iluvatar.sh, in the table of ixsmi-6.txt
     whole = (Path(__file__).parent / "smi/ixsmi-6.txt").read_text("utf-8")
     hangs = whole.replace(
@@ -46,7 +46,7 @@ def test_a_query_is_read_by_its_header() -> None:
     assert [dict(row.reading) for row in rows] == [{}, {"power_watts": 93}]
 
 
-def test_a_list_tells_names_and_uuids() -> None:
+def test_a_list_reports_names_and_uuids() -> None:
     rows = smi.read("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n").rows
     assert [(row.device.index, row.device.uuid) for row in rows] == [(0, "GPU-0f8b"), (1, "GPU-0f8c")]
     assert [row.device.chip for row in smi.read("GPU   0: BI150 (UUID: GPU-0f8b)\n").rows] == ["BI150"]

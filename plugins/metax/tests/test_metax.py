@@ -136,7 +136,7 @@ def test_adapters_of_this_machine_go_before_published_ones_and_the_users_before_
     assert shares == [25e9, 5e10]
 
 
-def test_missing_peer_memory_is_told_once_and_only_where_there_are_devices(
+def test_missing_peer_memory_is_reported_once_and_only_where_there_are_devices(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert peer_memory(tmp_path / "another machine")

@@ -38,7 +38,7 @@ def test_what_is_no_table_of_devices_gives_none(name: str) -> None:
     assert smi.read(text(name)).rows == ()
 
 
-def test_another_vendors_mx_smi_is_told_apart() -> None:
+def test_another_vendors_mx_smi_is_distinguished() -> None:
     assert not smi.is_metax(text("moffett-mx-smi-1.txt"))
 
 
@@ -64,13 +64,13 @@ def test_a_banner_another_locale_and_carriage_returns_do_not_matter() -> None:
     assert smi.read(table).rows == smi.read(text("mx-smi-1.txt")).rows
 
 
-def test_a_list_tells_names_without_memory() -> None:
+def test_a_list_reports_names_without_memory() -> None:
     (row,) = smi.read(text("mx-smi-8.txt")).rows
     assert (row.device.chip, row.device.memory_bytes, row.device.uuid) == ("MXC550", None, "GPU-abc-123")
     assert smi.read(text("mx-smi-8.txt").replace("Available", "Not Available(5)")).rows == ()
 
 
-def test_a_listed_device_without_a_uuid_is_told() -> None:
+def test_a_listed_device_without_a_uuid_is_reported() -> None:
     lost = "GPU#7    MXC500      0000:3c:00.0   Not Available(MetaX Sysfs File Unaccessible)\n"
     listing = smi.read(text("mx-smi-8.txt") + "\n" + lost)
     assert [row.device.index for row in listing.rows] == [0]
@@ -79,7 +79,7 @@ def test_a_listed_device_without_a_uuid_is_told() -> None:
     assert "no UUID" in cut
 
 
-def test_output_that_counts_devices_but_lists_none_is_told() -> None:
+def test_output_that_counts_devices_but_lists_none_is_reported() -> None:
     title = "=================== MetaX System Management Interface Log ===================\n"
     count = "Attached GPUs                                     : 2\nGPU#0  MXC500  0000:08:00.0\n"
     assert smi.read(title + count).left_out == ("it counts 2 devices, but lists 0",)
@@ -103,7 +103,7 @@ def test_a_c500_node_has_two_islands_of_four(name: str) -> None:
     assert matrix.links[0, 4] == ("SYS" if name == "mx-smi-7.txt" else "NODE")
 
 
-def test_four_devices_share_two_adapters_and_the_storage_adapters_are_nobodys() -> None:
+def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned() -> None:
     matrix = read_matrix(text("mx-smi-3.txt"))
     assert matrix is not None
     assert near_adapters(matrix)[0] == ("NIC0", "NIC1")

@@ -10,7 +10,7 @@ OLD = (Path(__file__).parent / "smi/mx-smi-4.txt").read_text("utf-8")
 FIRST = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |"
 
 
-def test_a_dead_device_is_left_out_and_told() -> None:
+def test_a_dead_device_is_left_out_and_reported() -> None:
     dead = "| NA / NA          | NA           NA | NA/NA               | Not Available(3)     |"
     known = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Not Available(3)     |"
     for line in (dead, known):
@@ -19,7 +19,7 @@ def test_a_dead_device_is_left_out_and_told() -> None:
         assert listing.left_out == ("GPU 0 (MetaX C500) is not to be used: Not Available(3)",)
 
 
-def test_a_line_that_is_not_understood_is_told_whole() -> None:
+def test_a_line_that_is_not_understood_is_reported_whole() -> None:
     listing = smi.read(TABLE.replace("826/65536 MiB ", "much of it    ", 1))
     assert len(listing.rows) == 7
     (told,) = listing.left_out
@@ -27,14 +27,14 @@ def test_a_line_that_is_not_understood_is_told_whole() -> None:
     assert "much of it" in told
 
 
-def test_a_table_that_was_cut_is_told_by_the_number_of_devices_that_it_announces() -> None:
+def test_a_table_that_was_cut_is_reported_by_the_number_of_devices_that_it_announces() -> None:
     listing = smi.read("\n".join(TABLE.splitlines()[:19]))
     assert 0 < len(listing.rows) < 8
     assert listing.left_out == (f"it counts 8 devices, but lists {len(listing.rows)}",)
 
 
 @pytest.mark.parametrize("cap", ["97W / NA", "97W / N/A"])
-def test_a_cap_that_is_not_told_is_no_cap(cap: str) -> None:
+def test_a_cap_that_is_not_reported_is_no_cap(cap: str) -> None:
     reading = smi.read(OLD.replace("31C         44W     ", f"34C         {cap}")).rows[0].reading
     assert (reading["power_watts"], reading["temperature_celsius"]) == (97, 34)
     assert "power_limit_watts" not in reading

@@ -20,7 +20,7 @@ def test_the_table_is_read_where_the_query_is_not_known() -> None:
         assert len(DETECTOR.devices()) == 6
 
 
-def test_a_reading_has_what_the_query_tells() -> None:
+def test_a_reading_has_what_the_query_reports() -> None:
     line = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980\n"
     with fakes.machine({"nvidia-smi": fakes.prints(line)}):
         (row,) = DETECTOR.rows()

@@ -19,7 +19,7 @@ def test_devices_of_a_csv_query_are_read() -> None:
     assert second.memory_bytes == 143771 * 2**20
 
 
-def test_memory_that_the_driver_does_not_tell_stays_unknown() -> None:
+def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:
     (row,) = smi.read("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE, [N/A]\n").rows
     assert row.device.memory_bytes is None
 

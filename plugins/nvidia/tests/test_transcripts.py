@@ -32,14 +32,14 @@ def test_a_table_is_read_whole(name: str) -> None:
     assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(rows[0].reading)
 
 
-def test_a_header_says_what_the_columns_are() -> None:
+def test_a_header_reports_what_the_columns_are() -> None:
     rows = smi.read(text("nvidia-smi-3.csv")).rows
     assert [(row.device.index, row.device.memory_bytes) for row in rows] == [(i, 143771 * 2**20) for i in range(8)]
     assert {(row.device.chip, row.device.driver) for row in rows} == {("NVIDIA H200", "570.211.01")}
     assert {row.reading["power_limit_watts"] for row in rows} == {700}
 
 
-def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_asked_for() -> None:
+def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requested() -> None:
     fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
     assert smi.read(text("nvidia-smi-4.csv")).rows == ()
     (row,) = smi.read(text("nvidia-smi-4.csv"), fields).rows
@@ -66,7 +66,7 @@ def test_a_reading_has_what_the_query_for_it_asks() -> None:
         "0, Iluvatar BI-V150, 32768, 4.1, GPU-1, 0x00021E3E, [N/A]",
     ],
 )
-def test_another_vendors_nvidia_smi_is_told_apart_by_the_pci_id(foreign: str) -> None:
+def test_another_vendors_nvidia_smi_is_distinguished_by_the_pci_id(foreign: str) -> None:
     assert smi.read(foreign).rows == ()
 
 
@@ -76,7 +76,7 @@ def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 
 
-def test_a_query_that_is_cut_at_a_line_tells_the_lines_before() -> None:
+def test_a_query_that_is_cut_at_a_line_reports_the_lines_before() -> None:
     lines = QUERY.splitlines()
     for end in range(len(lines) + 1):
         assert len(smi.read("\n".join(lines[:end])).rows) == end
@@ -124,7 +124,7 @@ def test_another_detectors_findings_agree_with_the_catalogue() -> None:
     assert {each["links_active_count"] for each in topology["appendices"]} == {18}
 
 
-def test_a_list_of_gpus_tells_names_without_memory() -> None:
+def test_a_list_of_gpus_reports_names_without_memory() -> None:
     (row,) = smi.read("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1a2b)\n").rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA A100-SXM4-80GB", None)
 
@@ -147,7 +147,7 @@ def test_without_a_pci_id_the_name_decides_whose_a_device_is(name: str, ours: bo
     assert bool(smi.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
 
 
-def test_a_gpu_that_is_cut_into_instances_is_left_out_and_told() -> None:
+def test_a_gpu_that_is_cut_into_instances_is_left_out_and_reported() -> None:
     listing = smi.read(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
     assert [row.device.index for row in listing.rows] == [0, 1, 2, 4, 5, 6, 7]
     assert [line.startswith("GPU 3 (NVIDIA H200) is cut into instances") for line in listing.left_out] == [True]

@@ -66,7 +66,7 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
         (ALIEN, "unknown format"),
     ],
 )
-def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_told(second: str, reason: str) -> None:
+def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_reported(second: str, reason: str) -> None:
     listing = smi.read(HEAD + WELL + second + PROCESSES)
     assert [row.device.index for row in listing.rows] == [0]
     (told,) = listing.left_out
@@ -187,7 +187,7 @@ GPU 00000000:{bus}:00.0
     assert ["instances" in line for line in listing.left_out] == [True]
 
 
-def test_a_list_tells_which_devices_are_cut() -> None:
+def test_a_list_reports_which_devices_are_cut() -> None:
     listing = smi.read(
         "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5b)\n"
         "  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4)\n"

@@ -174,7 +174,7 @@ def test_setting_that_no_trial_can_run_is_refused_before_any(settings: Any, tria
         assert refused.value.key == f"train.settings.{next(iter(settings))}"
 
 
-def test_trial_program_is_told_the_settings_that_it_takes(tmp_path: Path) -> None:
+def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> None:
     settings = {"recompute_modules": "layernorm,mlp", "expert_tensor_parallel_size": 1, "overlap_grad_reduce": False}
     WORKLOAD.launch(small.platform(small.task(settings=settings)), PLAIN, str(tmp_path))
     job = json.loads((tmp_path / "job.json").read_text())["candidate"]

@@ -124,7 +124,7 @@ def test_lines_made_to_confuse_the_patterns_are_read_fast(tmp_path: Path) -> Non
     assert time.monotonic() - began < 5
 
 
-def test_a_memory_line_that_tells_nonsense_is_left_out(tmp_path: Path) -> None:
+def test_a_memory_line_that_reports_nonsense_is_left_out(tmp_path: Path) -> None:
     line = "[Rank 0] (after 2 iterations) memory (MB) | max allocated: 1{} | reserved: 1 | max reserved: 2"
     (tmp_path / "log").write_text(line.format("0" * 305) + "\n" + line.format("") + "\n")
     assert read_logs([tmp_path / "log"]).peak_allocated_bytes == 1 << 20

@@ -110,7 +110,7 @@ def test_scores_are_kept_only_without_a_fused_attention_core() -> None:
     assert plain[1] - flash[1] < 10 * scores
 
 
-def test_plain_memory_tells_allocated_reserved_and_used_apart() -> None:
+def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:
     model = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
     reserved = model.reserved_bytes(np.array([10e9]))
     assert model.capacity_bytes() == 80e9
@@ -122,7 +122,7 @@ def kept_in_a_layer(model: Model, **work: Any) -> float:
     return float(Kinds.of(train(model, **work), layout()).dense.stored[0])
 
 
-def test_a_layer_of_the_time_before_keeps_what_its_paper_says() -> None:
+def test_a_layer_of_the_time_before_keeps_what_its_paper_reports() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
     gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
     work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}

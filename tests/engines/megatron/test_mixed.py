@@ -204,7 +204,7 @@ def test_each_stage_has_the_context_and_workspace_of_its_own_device() -> None:
     assert found.used[0] == pytest.approx(found.reserved[0] + 5e9)
 
 
-def test_a_capacity_that_nobody_knows_hides_no_stage_that_does_not_fit() -> None:
+def test_an_unknown_capacity_hides_no_stage_that_does_not_fit() -> None:
     unknown, small = costs(capacity=None), costs(capacity=1e9)
     for made in (mixed(unknown, small), mixed(small, unknown)):
         found = memory_in_use(train(), halves(), made)
@@ -213,6 +213,6 @@ def test_a_capacity_that_nobody_knows_hides_no_stage_that_does_not_fit() -> None
     assert np.isnan(enough.capacity).all()
 
 
-def test_a_rate_that_nobody_knows_of_one_chip_gives_no_time() -> None:
+def test_an_unknown_rate_of_one_chip_gives_no_time() -> None:
     bare = replace(costs(), kernels=Roofline(chip=Chip(name="bare", vendor="test")))
     assert np.isnan(seconds(halves(), mixed(costs(), bare))).all()

@@ -77,7 +77,7 @@ SAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("notes", SAYS)
-def test_notes_tell_settings_and_the_rest_is_ignored(notes: str) -> None:
+def test_notes_report_settings_and_the_rest_is_ignored(notes: str) -> None:
     assert read_notes(notes) == SAYS[notes]
 
 

@@ -169,7 +169,7 @@ def test_latent_attentions_own_module_needs_latent_attention() -> None:
         options(small.task(settings=settings))
 
 
-def test_schedule_that_nobody_models_is_said_to_be_unknown() -> None:
+def test_schedule_that_no_one_models_is_reported_as_unknown() -> None:
     with pytest.raises(NotModelled, match="zigzag"):
         of({"pipeline_schedule": "zigzag"})
 
@@ -237,7 +237,7 @@ def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
     assert not published({}, model=dataclasses.replace(small.DENSE, name="flora-7b")).adapters
 
 
-def test_notes_on_schedules_tell_of_unfused_attention_and_of_waiting_for_messages() -> None:
+def test_notes_on_schedules_report_of_unfused_attention_and_of_waiting_for_messages() -> None:
     task, _, _ = WORKLOAD.published(small.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash
     assert not options(task).overlap_p2p_comm

@@ -40,7 +40,7 @@ def ranks(model: Model, devices: int, **knobs: int) -> tuple[int, ...]:
     return WORKLOAD.probe_ranks(task, Candidate.of(knobs), small.costs(task))
 
 
-def test_world_of_one_stage_is_told_by_its_first_rank() -> None:
+def test_world_of_one_stage_is_reported_by_its_first_rank() -> None:
     assert ranks(DEEP, 8, data_parallel_size=8) == (0,)
 
 
@@ -80,7 +80,7 @@ def test_figures_are_medians_of_the_steps_after_the_warm_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("missing", ["stage", "steps", "static_bytes", "versions"])
-def test_what_is_missing_is_told(tmp_path: Path, missing: str) -> None:
+def test_what_is_missing_is_reported(tmp_path: Path, missing: str) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps({k: v for k, v in METRICS.items() if k != missing}))
     with pytest.raises(NoMetrics, match=missing):
         WORKLOAD.read_probe(small.task(), str(tmp_path))

@@ -54,7 +54,7 @@ def test_warm_up_is_dropped_and_the_rest_summed_up(tmp_path: Path) -> None:
     assert measured.losses == (7.0,) * 5
 
 
-def test_exit_0_without_metrics_is_told(tmp_path: Path) -> None:
+def test_exit_0_without_metrics_is_reported(tmp_path: Path) -> None:
     assert "metrics.json" in refusal(tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_is_none(tmp_path: Path, loss: float | None) -
     assert WORKLOAD.read(TASK, ONE, str(tmp_path)).losses[-1] is None
 
 
-def test_a_folder_in_place_of_the_file_is_told(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").mkdir()
     assert "cannot be read" in refusal(tmp_path)
 
@@ -143,7 +143,7 @@ def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
     assert CommandProgress(str(tmp_path))() == (0.9, 0.2, 0.1)
 
 
-def test_a_users_command_without_step_times_is_told(tmp_path: Path) -> None:
+def test_a_users_command_without_step_times_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="0 step times"):
         WORKLOAD.read(COMMAND, ONE, str(tmp_path))
 

@@ -178,7 +178,7 @@ def test_the_neutral_candidate_of_one_device_is_legal() -> None:
     assert broken({}, devices=1, model=small.EXPERTS) == set()
 
 
-def test_rules_say_the_names_and_the_numbers() -> None:
+def test_rules_report_the_names_and_the_numbers() -> None:
     says = {rule.name: rule.message for rule in WORKLOAD.rules(small.task(WIDE))}
     assert TP in says["attention_heads"]
     assert "12" in says["attention_heads"]

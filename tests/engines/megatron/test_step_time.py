@@ -222,7 +222,7 @@ def test_the_optimizer_takes_less_where_more_ranks_share_its_state() -> None:
     assert shared < parts(data=8.0)["optimizer_s"] < parts(sharded_optimizer=0.0)["optimizer_s"]
 
 
-def test_a_rank_by_itself_waits_for_nobody() -> None:
+def test_a_single_rank_waits_for_none() -> None:
     counts = {"tensor": 4.0, "sequence_parallel": 1.0, "pipeline": 4.0, "data": 2.0}
     compute, optimizer = rank_time(TRAIN, layout(**counts), costs(), np.array([1.0]))
     step = parts(**counts)
@@ -232,7 +232,7 @@ def test_a_rank_by_itself_waits_for_nobody() -> None:
     assert last[0] > compute[0]
 
 
-def test_a_rate_that_nobody_knows_gives_no_time() -> None:
+def test_an_unknown_rate_gives_no_time() -> None:
     bare = replace(costs(), kernels=Roofline(chip=Chip(name="bare", vendor="test")))
     assert np.isnan(total(made=bare))
 
@@ -259,7 +259,7 @@ def test_fully_sharded_weights_travel_for_each_micro_batch() -> None:
     assert many == pytest.approx(4 * few)
 
 
-def test_combinations_are_told_apart_whatever_their_size() -> None:
+def test_combinations_are_distinguished_regardless_of_their_size() -> None:
     large = {"tensor": [1.0, 4096.0, 4096.0], "context": [2.0**20, 2.0**20, 2.0**19], "micro_batch": [2.0**22] * 3}
     values = {name: np.full(3, value) for name, value in ONE.items()} | {
         name: np.array(value) for name, value in large.items()
@@ -269,7 +269,7 @@ def test_combinations_are_told_apart_whatever_their_size() -> None:
     assert len(set(which.tolist())) == 3
 
 
-def test_a_pipeline_of_a_hundred_stages_with_one_layer_each_is_told() -> None:
+def test_a_pipeline_of_a_hundred_stages_with_one_layer_each_is_reported() -> None:
     deep = replace(TRAIN, model=replace(DENSE, num_layers=128), options=Options(schedule="zb-h1"))
     assert np.isfinite(total(deep, pipeline=128.0, microbatches=256.0))
 

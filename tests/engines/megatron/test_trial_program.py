@@ -163,7 +163,7 @@ def test_uneven_stages_are_read_back(metrics: dict[str, Any]) -> None:
     assert metrics["uneven"]["effective"]["layers_per_stage"] == [1, 3]
 
 
-def test_parameters_are_counted_once_whatever_the_layout(metrics: dict[str, Any]) -> None:
+def test_parameters_are_counted_once_regardless_of_the_layout(metrics: dict[str, Any]) -> None:
     hidden, vocab = 64, 512  # 4 heads and 2 groups of 16 channels
     attention = hidden * (4 + 2 * 2) * 16 + 4 * 16 * hidden + 2 * hidden
     dense_mlp, expert_mlp, shared = 3 * hidden * 96, 3 * hidden * 48, 3 * hidden * 64
@@ -259,7 +259,7 @@ def test_a_rank_that_dies_ends_the_others(endless: tuple[subprocess.Popen[str], 
     assert not (out / "metrics.json").exists()
 
 
-def test_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_first_failure_is_the_one_that_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     def work(rank: int, listener: object) -> int:
         if rank == 2:
             time.sleep(60)
@@ -274,7 +274,7 @@ def test_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == "rank 1 gives up\n"
 
 
-def test_out_of_memory_is_told_apart_from_other_failures() -> None:
+def test_out_of_memory_is_distinguished_from_other_failures() -> None:
     import torch
 
     assert failures.classify(torch.OutOfMemoryError("Tried to allocate 20 GiB")) == failures.OUT_OF_MEMORY

@@ -44,7 +44,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> api.Outcome:
     return api.tune(folder / "spec.yaml", run_dir=folder / "run")
 
 
-def test_trials_train_what_was_asked_for(tuned: api.Outcome) -> None:
+def test_trials_train_what_was_requested(tuned: api.Outcome) -> None:
     for trial in tuned.data["trials"]:
         assert trial["state"] in ("measured", "stopped"), trial["reason"]
         if trial["state"] == "measured":

@@ -51,7 +51,7 @@ def test_columns_of_no_values_are_the_engines_defaults(workload: Serving) -> Non
 
 
 @ALL
-def test_a_value_that_a_knob_does_not_know_is_told(workload: Serving) -> None:
+def test_a_value_that_a_knob_does_not_know_is_reported(workload: Serving) -> None:
     with pytest.raises(SpecError, match="kv_cache_type"):
         workload.columns(task_of(workload), {"kv_cache_type": "no such type"})
 

@@ -93,7 +93,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_job(tmp_path) == job
 
 
-def test_only_what_the_engine_is_told_must_be_read_back(tmp_path: Path) -> None:
+def test_only_what_the_engine_is_given_must_be_read_back(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
     assert read_job(tmp_path).instances[0].asked == {"parallel": 4}
     launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
@@ -101,7 +101,7 @@ def test_only_what_the_engine_is_told_must_be_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])
-def test_a_job_that_is_not_one_is_told(text: str, tmp_path: Path) -> None:
+def test_a_job_that_is_not_one_is_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "serve.json").write_text(text)
     with pytest.raises(ValueError, match=r"serve\.json is invalid"):
         read_job(tmp_path)
@@ -113,7 +113,9 @@ def test_a_load_without_end_is_not_run(tmp_path: Path) -> None:
         LLAMACPP.ready(where.task.spec)
 
 
-def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_be_read_is_reported(
+    tmp_path: Path,
+) -> None:
     trace = tmp_path / "trace.jsonl"
     where = on_cards(tmp_path, loads=(Load(trace=str(trace)),))
     with pytest.raises(SpecError, match=r"serve.profile.trace = .* cannot be read"):
@@ -124,14 +126,14 @@ def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_
     assert [load.concurrency for load in read_job(tmp_path).loads] == [64]
 
 
-def test_a_folder_of_the_command_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_folder_of_the_command_that_is_not_there_is_reported_before_anything_runs(tmp_path: Path) -> None:
     spec = on_cards(tmp_path).task.spec
     spec = dataclasses.replace(spec, work=dataclasses.replace(spec.serve, directory=str(tmp_path / "none")))
     with pytest.raises(SpecError, match=r"serve\.directory = "):
         LLAMACPP.ready(spec)
 
 
-def test_goodput_without_limits_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_goodput_without_limits_is_reported_before_anything_runs(tmp_path: Path) -> None:
     spec = dataclasses.replace(on_cards(tmp_path).task.spec, objective="goodput_requests_per_s")
     with pytest.raises(SpecError, match=r"serve\.slo"):
         LLAMACPP.ready(spec)

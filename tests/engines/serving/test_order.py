@@ -69,7 +69,7 @@ def test_a_schedulers_knobs_have_no_order_in_time() -> None:
     assert not WORKLOAD.takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
 
 
-def test_what_surely_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -> None:
+def test_what_certainly_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -> None:
     rule = SloImpossible({"ttft_s.p99": 1.0})
     asked = columns(parallel=[1, 2, 3, 4])
     sure = rule.prunes(asked, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))

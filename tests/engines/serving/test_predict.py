@@ -158,7 +158,7 @@ def test_a_latency_of_several_loads_is_that_of_the_heaviest() -> None:
     assert figure(found, "ttft_s.p99") == figure(predicted(task(loads[-1], objective="ttft_s.p99")), "ttft_s.p99")
 
 
-def test_an_impossible_limit_tells_the_nearest_load() -> None:
+def test_an_impossible_limit_reports_the_nearest_load() -> None:
     loads = [replace(LOAD, concurrency=clients) for clients in (4, 32)]
     assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(predicted(task(loads[0])))
 
@@ -206,7 +206,7 @@ def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_ar
     assert figure(four, "kv_cache_tokens")[0] > figure(wide, "kv_cache_tokens")[0]
 
 
-def test_weights_in_a_narrow_file_are_as_large_as_the_file_says(tmp_path: Path) -> None:
+def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) -> None:
     file, bare = tmp_path / "weights.gguf", task(engine="llamacpp")
     told = task(engine="llamacpp", weights=str(file))
 
@@ -395,7 +395,7 @@ def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.Mon
     assert ranked.step_time_s == pytest.approx(whole.step_time_s, rel=0.2)
 
 
-def test_parts_of_a_requests_time_add_up_and_tell_what_it_is_spent_on() -> None:
+def test_parts_of_a_requests_time_add_up_and_report_what_it_is_spent_on() -> None:
     crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
     found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
     whole = sum(found[f"time.{part}"] for part in PARTS)

@@ -49,7 +49,7 @@ def test_a_figure_is_the_median_of_its_repeats_and_they_are_the_steps(tmp_path: 
     assert 0 < found.spread_s < 1 / 100
 
 
-def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
+def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> None:
     points = point(1, rate(50)), point(8, rate(90)), point(64, rate(200, ttft=9.0))
     found = read(tmp_path, task(ttft_s__p99=1.0), *points)
     assert (found.figures["output_tokens_per_s"], found.broken) == (90, ())
@@ -62,7 +62,7 @@ def test_tokens_that_were_all_read_at_once_are_no_time_per_token(tmp_path: Path)
         read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
 
 
-def test_where_no_load_point_keeps_the_slo_the_nearest_is_told_with_what_it_breaks(tmp_path: Path) -> None:
+def test_where_no_load_point_keeps_the_slo_the_nearest_is_reported_with_what_it_breaks(tmp_path: Path) -> None:
     found = read(tmp_path, task(ttft_s__p99=1.0), point(8, rate(90, ttft=1.5)), point(64, rate(200, ttft=9.0)))
     assert found.figures["output_tokens_per_s"] == 90
     assert found.broken == ("ttft_s.p99 is 1.5 s, over 1 s",)
@@ -82,13 +82,13 @@ def test_counters_and_start_up_are_kept_beside_the_figures(tmp_path: Path) -> No
     assert (found.figures["preemptions"], found.figures["startup_s"]) == (3, 5)
 
 
-def test_a_value_that_was_left_to_the_engine_is_not_taken_for_one_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_value_that_was_left_to_the_engine_is_not_taken_for_one_that_was_requested(tmp_path: Path) -> None:
     found = read(tmp_path, task(), point(8, rate(90)), effective={"parallel": 4, "enable_prefix_caching": True})
     assert found.effective == {"parallel (the engine's own choice)": 4, "enable_prefix_caching": True}
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"points": []}', '{"points": [{"load": {}, "repeats": []}]}'])
-def test_metrics_that_are_none_are_told(text: str | None, tmp_path: Path) -> None:
+def test_metrics_that_are_none_are_reported(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "metrics.json").write_text(text)
     with pytest.raises(NoMetrics, match=r"metrics\.json"):
@@ -120,7 +120,7 @@ def test_a_plugins_knob_among_the_candidates_own_is_passed_over(tmp_path: Path) 
     assert LLAMACPP.read(on_cores(), wanted, str(tmp_path)).figures["output_tokens_per_s"] == 100
 
 
-def test_what_engines_say_of_memory_is_of_the_fullest_device_and_tokens_of_all(tmp_path: Path) -> None:
+def test_what_engines_report_of_memory_is_of_the_fullest_device_and_tokens_of_all(tmp_path: Path) -> None:
     told = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
     found = read(tmp_path, task(), point(4, rate(100)), memory=told, instances=2)
     assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
@@ -128,7 +128,7 @@ def test_what_engines_say_of_memory_is_of_the_fullest_device_and_tokens_of_all(t
     assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)
 
 
-def test_a_latency_is_told_where_it_is_longest_not_at_the_lightest_load(tmp_path: Path) -> None:
+def test_a_latency_is_reported_where_it_is_longest_not_at_the_lightest_load(tmp_path: Path) -> None:
     points = point(1, rate(50, ttft=0.2)), point(8, rate(90, ttft=0.9)), point(64, rate(200, ttft=0.6))
     found = read(tmp_path, task("ttft_s.p99", ttft_s__p99=1.0), *points)
     assert (found.figures["ttft_s.p99"], found.step_time_s, found.broken) == (0.9, 0.9, ())

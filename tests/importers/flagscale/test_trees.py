@@ -50,7 +50,7 @@ def flag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_a_dense_tree_says_what_it_trains_and_where() -> None:
+def test_a_dense_tree_reports_what_it_trains_and_where() -> None:
     data = tree("train_dense", "action=auto_tune").data
     spec = parse_spec(data, file="x", base=Path(), engines=ENGINES)
     assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (1, 8)
@@ -139,7 +139,7 @@ def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(f
     assert len(long.data["serve"]["engine_args"]["chat_template"]) == 300
 
 
-def test_the_width_that_is_reckoned_is_told() -> None:
+def test_the_width_that_is_reckoned_is_reported() -> None:
     more = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
     found = tree("train_dense", *more)
     assert found.data["model"]["ffn_hidden_size"] == 16384
@@ -198,7 +198,7 @@ def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
         tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
 
 
-def test_a_vllm_tree_loses_what_vllm_refuses_and_says_so() -> None:
+def test_a_vllm_tree_loses_what_vllm_refuses_and_reports_it() -> None:
     found = tree("serve_vllm")
     space, told = found.data["auto_tuner"]["space"], notes(found)
     assert space["block_size"] == [16, 32]
@@ -239,7 +239,7 @@ def test_hosts_beside_the_models_count(override: str, nodes: int, devices: int) 
     assert (cluster["nodes"], cluster["devices_per_node"]) == (nodes, devices)
 
 
-def test_a_list_of_switches_that_is_none_is_told() -> None:
+def test_a_list_of_switches_that_is_none_is_reported() -> None:
     whole, _ = compose(Path("serve_first"), "tune", (), file="x")
     whole["serve"]["model_args"]["vllm_model"]["action-args"] = True
     found = translate(whole, file="x")
@@ -258,13 +258,13 @@ def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_key_of_a_tree_has_an_effect_or_is_told(name: str) -> None:
+def test_every_key_of_a_tree_has_an_effect_or_is_reported(name: str) -> None:
     whole, _ = compose(Path(name), "tune", (), file="x")
     assert unaccounted(whole) == []
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_key_that_nobody_has_heard_of_is_told_wherever_it_is_put(name: str) -> None:
+def test_an_unknown_key_is_reported_wherever_it_is_put(name: str) -> None:
     before = tree(name)
     sections = {"experiment", "experiment.auto_tuner", "experiment.auto_tuner.control", "experiment.runner"}
     if name in TRAIN:
@@ -284,14 +284,14 @@ def test_the_written_spec_reads_back_with_a_comment_for_every_note(name: str) ->
     assert [note for note in found.notes if " ".join(str(note).split()) not in comments] == []
 
 
-def test_a_value_that_cannot_be_resolved_is_told() -> None:
+def test_a_value_that_cannot_be_resolved_is_reported() -> None:
     assert "cannot be resolved" in notes(tree("train_dense"))["train.data.data_path"]
 
 
 @pytest.mark.parametrize(
     ("override", "key"), [("hydra.job.chdir=false", "job.chdir"), ("hydra/launcher=basic", "launcher")]
 )
-def test_what_is_said_to_hydra_itself_is_told(override: str, key: str) -> None:
+def test_keys_for_hydra_itself_are_reported(override: str, key: str) -> None:
     (told,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
     assert {"run.dir", key} == set(told[len("hydra (") : -1].split(", "))
 

@@ -165,7 +165,7 @@ def test_figures_that_are_seen_are_those_of_the_result(opened: Open, runs: Runs)
     assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
 
 
-def test_a_table_is_sorted_with_the_keyboard_and_that_is_said(opened: Open) -> None:
+def test_a_table_is_sorted_with_the_keyboard_and_that_is_reported(opened: Open) -> None:
     page = opened("dense").page
     heading = page.locator("#trials th", has_text="step s").first
     heading.get_by_role("button").focus()
@@ -192,7 +192,7 @@ def test_a_long_head_of_a_row_does_not_reach_into_the_next_column(opened: Open, 
     assert head.bounding_box()["width"] <= 500
 
 
-def test_a_sorted_table_is_told_in_the_pages_language(opened: Open) -> None:
+def test_a_sorted_table_is_reported_in_the_pages_language(opened: Open) -> None:
     page = opened("dense", language="zh").page
     page.locator("#trials th button").first.press("Enter")
     assert page.locator("[role=status]").inner_text() == "已按“试验”升序排列"
@@ -254,7 +254,7 @@ def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) 
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
-def test_without_scripts_the_tables_tell_all(opened: Open) -> None:
+def test_without_scripts_the_tables_report_all(opened: Open) -> None:
     page = opened("dense", java_script_enabled=False).page
     assert page.locator("#summary dl").is_visible()
     assert "charts need JavaScript" in page.locator("header .warning").inner_text()

@@ -40,7 +40,7 @@ def test_the_answer_is_the_best_with_its_gain(runs: Runs, kind: str) -> None:
     assert shown(told) in facts["Speed"].text
 
 
-def test_uncertainty_is_told_from_the_least_round_to_the_largest(runs: Runs) -> None:
+def test_uncertainty_is_reported_from_the_least_round_to_the_largest(runs: Runs) -> None:
     made = runs("dense")
     gains = made.result["gains"]
     assert len(gains) > 1
@@ -167,7 +167,7 @@ def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> 
     assert all(len(front["x"]) > 1 for front in fronts)
 
 
-def test_latencies_are_told_by_their_statistics(runs: Runs) -> None:
+def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
     made = runs("serving")
     best = made.result["best"]["measured"]["points"][0]
     for name, latency in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
@@ -193,7 +193,7 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
     assert limits == [limit for name, limit in made.result["limits"].items() if name.startswith(latency)]
 
 
-def test_where_no_trial_keeps_the_limits_the_nearest_is_told_and_drawn(runs: Runs, tmp_path: Path) -> None:
+def test_where_no_trial_keeps_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
     late = tmp_path / "late"
     shutil.copytree(runs("serving").folder, late)
     data = json.loads((late / "result.json").read_text())
@@ -208,7 +208,7 @@ def test_where_no_trial_keeps_the_limits_the_nearest_is_told_and_drawn(runs: Run
     assert f"nearest, trial {near['number']}" in [trace["name"] for chart in page.charts for trace in chart["traces"]]
 
 
-def test_a_run_that_kept_no_distributions_says_so(runs: Runs, tmp_path: Path) -> None:
+def test_a_run_that_kept_no_distributions_reports_it(runs: Runs, tmp_path: Path) -> None:
     made = runs("serving")
     old = tmp_path / "old"
     shutil.copytree(made.folder, old)
@@ -241,7 +241,7 @@ def test_chip_facts_have_their_sources(runs: Runs) -> None:
     assert all(row["kind of source"].text != "-" and row["source"].text for row in rows[:-1])
 
 
-def test_what_the_charts_draw_is_what_their_tables_say(runs: Runs) -> None:
+def test_what_the_charts_draw_is_what_their_tables_report(runs: Runs) -> None:
     made = runs("dense")
     rows = made.page.rows("accuracy", "Measured and predicted")
     (scatter,) = [each for each in made.page.charts if _x(each).startswith("measured")]
@@ -262,7 +262,7 @@ def _x(chart: Any) -> str:
     return str(chart["layout"]["xaxis"]["title"]["text"])
 
 
-def test_engines_are_told_side_by_side_with_links_to_their_own_pages(runs: Runs) -> None:
+def test_engines_are_reported_side_by_side_with_links_to_their_own_pages(runs: Runs) -> None:
     made = runs("engines")
     rows = {row["engine"].text: row for row in made.page.rows("summary", "Tuned engines")}
     assert list(rows) == list(made.result["engines"])
@@ -283,7 +283,7 @@ def test_the_funnel_names_the_largest_group_that_was_removed(runs: Runs) -> None
     assert "Largest group removed: " in captions
 
 
-def test_a_repeat_that_failed_is_told_beside_the_books(runs: Runs, tmp_path: Path) -> None:
+def test_a_repeat_that_failed_is_reported_beside_the_books(runs: Runs, tmp_path: Path) -> None:
     made = runs("dense")
     assert "failed repeat" not in made.page.section("funnel").text
     late = tmp_path / "late"

@@ -42,13 +42,13 @@ def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, m
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "failed"])
-def test_a_run_of_an_earlier_version_is_predicted_anew(copied: Callable[[str], Path], runs: Runs, kind: str) -> None:
+def test_a_run_of_an_earlier_version_is_predicted_again(copied: Callable[[str], Path], runs: Runs, kind: str) -> None:
     folder = copied(kind)
     (folder / "insight.json").unlink()
     assert read(api.report(folder)).sections == runs(kind).page.sections
 
 
-def test_what_is_predicted_otherwise_here_is_left_out_and_told(copied: Callable[[str], Path]) -> None:
+def test_what_is_predicted_otherwise_here_is_left_out_and_reported(copied: Callable[[str], Path]) -> None:
     folder = copied("pipeline")
     (folder / "insight.json").unlink()
     result = json.loads((folder / "result.json").read_text())
@@ -60,7 +60,7 @@ def test_what_is_predicted_otherwise_here_is_left_out_and_told(copied: Callable[
     assert page.rows("memory", "Fullest device")
 
 
-def test_without_the_chips_plugin_the_rest_is_told(copied: Callable[[str], Path]) -> None:
+def test_without_the_chips_plugin_the_rest_is_reported(copied: Callable[[str], Path]) -> None:
     folder = copied("dense")
     (folder / "insight.json").unlink()
     page = read(api.report(folder, without=["cpu"]))
@@ -75,14 +75,14 @@ def test_an_insight_that_cannot_be_used_is_not(copied: Callable[[str], Path], ru
     assert read(api.report(folder)).sections == runs("dense").page.sections
 
 
-def test_a_killed_run_is_told_by_its_journal(runs: Runs) -> None:
+def test_a_killed_run_is_reported_by_its_journal(runs: Runs) -> None:
     made = runs("killed")
     assert "in progress, or was killed" in made.page.section("summary").text
     assert len(made.page.rows("trials", "All trials")) == 2
     assert not (made.folder / "result.json").exists()
 
 
-def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Path], runs: Runs) -> None:
+def test_trials_that_ended_after_the_result_are_reported(copied: Callable[[str], Path], runs: Runs) -> None:
     folder = copied("resumed")
     shutil.copy(runs("interrupted").folder / "result.json", folder)
     page = read(api.report(folder))
@@ -96,14 +96,14 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
     assert api.load_run(runs("resumed").folder).stopped_because == finished["stopped_because"]
 
 
-def test_a_resumed_run_is_told_like_one_that_was_never_interrupted(runs: Runs) -> None:
+def test_a_resumed_run_is_reported_like_one_that_was_never_interrupted(runs: Runs) -> None:
     page = runs("resumed").page
     assert "in progress" not in page.section("summary").text
     assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
 
 
 @pytest.mark.parametrize(("name", "value"), [("trials", 1.5), ("counts", {}), ("objective", None)])
-def test_a_result_that_nobody_wrote_is_refused_in_a_line(
+def test_a_result_that_no_one_wrote_is_refused_in_a_line(
     copied: Callable[[str], Path], name: str, value: object
 ) -> None:
     folder = copied("dense")
@@ -122,7 +122,7 @@ def test_a_chart_of_what_is_no_number_is_refused_in_a_line(copied: Callable[[str
         api.report(folder)
 
 
-def test_a_run_without_any_trial_is_told(copied: Callable[[str], Path]) -> None:
+def test_a_run_without_any_trial_is_reported(copied: Callable[[str], Path]) -> None:
     folder = copied("killed")
     (folder / "journal.log").unlink()
     page = read(api.report(folder))
@@ -147,7 +147,7 @@ def test_a_page_that_cannot_be_made_loses_no_run(
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
 
 
-def test_logs_that_are_gone_are_said_to_be(copied: Callable[[str], Path]) -> None:
+def test_logs_that_are_gone_are_reported_as(copied: Callable[[str], Path]) -> None:
     folder = copied("dense")
     shutil.rmtree(folder / "trials")
     assert "Its logs are empty or were deleted." in api.report(folder)
@@ -170,7 +170,7 @@ def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_says_where_the_page_is(flag: Flag, copied: Callable[[str], Path]) -> None:  # noqa: F811
+def test_the_command_reports_where_the_page_is(flag: Flag, copied: Callable[[str], Path]) -> None:  # noqa: F811
     folder = copied("dense")
     (folder / "report.html").unlink()
     ran = flag("report", str(folder))
@@ -188,7 +188,7 @@ def test_markdown_goes_to_stdout_or_to_a_file(flag: Flag, runs: Runs, tmp_path: 
     assert flag("report", folder, "-o", "no/such/folder.html").code == 2
 
 
-def test_a_tune_says_where_the_page_is(flag: Flag, project: object) -> None:  # noqa: F811
+def test_a_tune_reports_where_the_page_is(flag: Flag, project: object) -> None:  # noqa: F811
     spec = project.spec(control={"max_trials": 1, "repeats": 0})  # type: ignore[attr-defined]
     ran = flag("tune", spec, "--run-dir", "here")
     assert ran.code == 0

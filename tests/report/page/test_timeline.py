@@ -193,7 +193,7 @@ def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
     assert {tuple(sorted(each)) for each in covered.values()} == {((-0.425, 0.425),), ((-0.425, 0.0), (0.0, 0.425))}
 
 
-def test_a_long_step_says_how_many_micro_batches_are_drawn() -> None:
+def test_a_long_step_reports_how_many_micro_batches_are_drawn() -> None:
     (chart,) = section_of(named("zb-h1", microbatches=400)).blocks
     assert isinstance(chart, Chart)
     assert ", 400 micro-batches." in chart.summary
@@ -209,7 +209,7 @@ NEW = ("weight_s", "paired_s", "weight_share")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_an_earlier_version_is_told_as_far_as_it_goes(schedule: str) -> None:
+def test_a_run_of_an_earlier_version_is_reported_as_far_as_possible(schedule: str) -> None:
     if not SCHEDULES[schedule].splits_backward:
         assert section_of(named(schedule), *NEW).blocks == section_of(named(schedule)).blocks
         return
@@ -230,7 +230,7 @@ def test_a_schedule_with_an_order_of_its_own_scheduler_has_its_seconds(schedule:
     assert [row[1].value for row in seconds.rows] == list(PASSES.forward_s)
 
 
-def test_what_cannot_be_drawn_says_why() -> None:
+def test_what_cannot_be_drawn_gives_the_reason() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
     odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
     said, held = section_of(odd).blocks

@@ -57,7 +57,7 @@ def test_each_value_has_its_fastest_and_its_nearest_candidate(
             assert _step(value["nearest"]) == min(step for each, step in mine if _apart(each, best) == least)
 
 
-def test_what_differs_is_told_with_its_values(problem: Problem) -> None:
+def test_what_differs_is_reported_with_its_values(problem: Problem) -> None:
     best, _ = fitting(problem)[0]
     row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
     for knob in what_if(problem, row):
@@ -68,7 +68,7 @@ def test_what_differs_is_told_with_its_values(problem: Problem) -> None:
             assert (value["value"] == knob["best"]) == (not near["differs"])
 
 
-def test_insight_tells_every_stage_and_adds_up_to_the_prediction(problem: Problem) -> None:
+def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Problem) -> None:
     staged = [
         row
         for row in range(len(problem.space))
@@ -84,7 +84,7 @@ def test_insight_tells_every_stage_and_adds_up_to_the_prediction(problem: Proble
     assert all(fact["kind"] for chip in told["chips"] for fact in chip["facts"])
 
 
-def test_without_a_best_rules_and_chips_are_told_all_the_same(problem: Problem) -> None:
+def test_without_a_best_rules_and_chips_are_reported_all_the_same(problem: Problem) -> None:
     told = insight(problem, WORKLOAD, None)
     assert told["says"]
     assert told["chips"]

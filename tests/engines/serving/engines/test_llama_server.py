@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
+def test_a_candidate_is_served_as_it_was_requested_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     asked = {
         "parallel": 2,
@@ -120,6 +120,6 @@ def test_a_file_that_is_no_model_is_one_clear_error(bytes_of: bytes, tmp_path: P
         shape(str(file))
 
 
-def test_the_version_is_told_without_starting_anything(model: str) -> None:
+def test_the_version_is_reported_without_starting_anything(model: str) -> None:
     assert ENGINE.version(serving("llamacpp", weights=model).spec).startswith("20")
     ENGINE.ready(serving("llamacpp", weights=model).spec)

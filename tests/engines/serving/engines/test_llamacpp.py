@@ -196,7 +196,7 @@ def test_a_knob_that_llama_cpp_does_not_have_is_named_with_the_nearest_one() -> 
     assert error.value.key == "auto_tuner.space.block_size"
 
 
-def test_what_the_log_and_props_say_is_read_back() -> None:
+def test_what_the_log_and_props_report_is_read_back() -> None:
     assert ENGINE.effective(lambda path: PROPS, LOG) == {
         "parallel": 4,
         "context_len": 512,
@@ -210,14 +210,14 @@ def test_what_the_log_and_props_say_is_read_back() -> None:
     }
 
 
-def test_layers_on_the_device_are_told_unless_all_are_there() -> None:
+def test_layers_on_the_device_are_reported_unless_all_are_there() -> None:
     some = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 18/37 layers to GPU")
     every = ENGINE.effective(lambda path: PROPS, "load_tensors: offloaded 37/37 layers to GPU")
     assert some["n_gpu_layers"] == 18
     assert "n_gpu_layers" not in every
 
 
-def test_a_server_that_tells_little_is_taken_at_its_word() -> None:
+def test_a_server_that_reports_little_is_taken_at_its_word() -> None:
     assert ENGINE.effective(lambda path: PROPS, "nothing") == {"parallel": 4, "context_len": 512}
 
 

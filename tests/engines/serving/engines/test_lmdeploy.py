@@ -136,7 +136,7 @@ def test_only_the_pytorch_engine_captures_graphs() -> None:
     assert [settings(cards(), backend=each).graphs.item() for each in ("turbomind", "pytorch")] == [0, 1]
 
 
-def test_what_the_log_of_either_engine_says_is_read_back() -> None:
+def test_what_the_log_of_either_engine_reports_is_read_back() -> None:
     assert ENGINE.effective(lambda path: "", TURBOMIND_LOG) == {
         "backend": "turbomind",
         "context_len": 4096,

@@ -110,7 +110,7 @@ def test_a_release_is_read_from_odd_versions(version: str, numbers: tuple[int, .
     assert program.release(version) == numbers
 
 
-def test_a_program_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> None:
+def test_a_program_that_is_not_there_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no-such-engine"):
         program.found(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)

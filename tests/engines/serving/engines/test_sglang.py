@@ -169,7 +169,7 @@ def test_values_that_sglang_has_by_itself_are_merged_with_not_set() -> None:
     assert merged(ENGINE, cards(), enforce_eager=True) != own
 
 
-def test_what_the_server_says_is_read_back_with_its_parallelism_in_our_words() -> None:
+def test_what_the_server_reports_is_read_back_with_its_parallelism_in_our_words() -> None:
     told = ENGINE.effective(lambda path: json.dumps(INFO), LOG)
     assert told == {
         "tensor_model_parallel_size": 2,
@@ -218,7 +218,7 @@ def test_a_tp_size_beside_attention_dp_is_understood_as_sglang_means_it() -> Non
     assert server(task).argv[8:10] == ("--tp-size", "4")
 
 
-def test_sglang_that_is_not_installed_is_said_before_a_launch(tmp_path: Path) -> None:
+def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     try:
         import sglang  # type: ignore[import-not-found,unused-ignore]  # noqa: F401

@@ -35,7 +35,7 @@ def split(space: Space) -> list[object]:
 
 
 @ENGINES
-def test_nobody_gets_unequal_instances_who_does_not_ask_for_them(engine: Engine) -> None:
+def test_no_one_gets_unequal_instances_who_does_not_ask_for_them(engine: Engine) -> None:
     task = cards(engine, space={INSTANCES: "auto", TP: "auto"})
     assert split(space_of(engine, task)) == []
 
@@ -66,7 +66,7 @@ def test_a_split_may_leave_cards_free_and_its_order_does_not_matter(engine: Engi
 
 
 @pytest.mark.parametrize("given", ["2+2", "8", "4+0", "4+x", "4-2", 6, True])
-def test_what_is_no_unequal_split_is_told(given: object) -> None:
+def test_what_is_no_unequal_split_is_reported(given: object) -> None:
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.instance_sizes = .*; give the devices of each instance"):
         VLLM.engine.axes(cards(VLLM.engine, space={SIZES: (given,)}))
 
@@ -115,13 +115,13 @@ def test_kinds_on_cores_have_cores_of_their_own() -> None:
     assert VLLM.engine.settings(task, kinds.columns).devices.tolist() == [2, 1]
 
 
-def test_the_fullest_kind_tells_the_memory_of_a_candidate() -> None:
+def test_the_fullest_kind_reports_the_memory_of_a_candidate() -> None:
     kinds = heterogeneous.InstanceKinds(np.array([0, 0, 1]), np.array([1, 2, 4]), {})
     assert kinds.worst(np.array([1.0, 3.0, 2.0])).tolist() == [1, 2]
     assert kinds.total(np.array([1.0, 3.0, 2.0])).tolist() == [7.0, 8.0]
 
 
-def test_cards_that_do_not_exist_are_told() -> None:
+def test_cards_that_do_not_exist_are_reported() -> None:
     with pytest.raises(SpecError) as error:
         Hardware.of(cards(VLLM.engine, 8, cards=9))
     assert (error.value.key, error.value.value) == ("auto_tuner.cards", 9)

@@ -150,7 +150,7 @@ def test_block_sizes_follow_the_attention_backend() -> None:
         (200 * GIB, "0.19.0", 2048, 256),
     ],
 )
-def test_batch_sizes_that_nobody_sets_follow_memory_and_version(
+def test_batch_sizes_that_no_one_sets_follow_memory_and_version(
     memory: int, version: str, tokens: int, seqs: int
 ) -> None:
     found = settings(cards(memory=memory, engine_version=version))
@@ -324,7 +324,7 @@ def test_a_precision_that_nothing_brings_about_is_refused(tmp_path: Path) -> Non
     ready()
 
 
-def test_what_the_log_and_metrics_say_is_read_back() -> None:
+def test_what_the_log_and_metrics_report_is_read_back() -> None:
     assert ENGINE.effective(lambda path: METRICS, LOG) == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 1,
@@ -368,7 +368,7 @@ LAST = "RuntimeError: Engine core initialization failed. See root cause above. F
         ("(EngineCore pid=3) KeyError: 'rope'", TrialState.FAILED),
     ],
 )
-def test_the_line_that_says_why_is_found_before_the_last_one(line: str, state: TrialState) -> None:
+def test_the_line_that_gives_the_reason_is_found_before_the_last_one(line: str, state: TrialState) -> None:
     found, reason = ended(f"INFO start\n{line}\n(APIServer pid=1) {LAST}\n")
     assert found is state
     assert line[:60] in reason

@@ -388,7 +388,7 @@ def test_server_that_is_not_there_is_not_reached() -> None:
     assert "Connect call failed" in result.problems[0] or "refused" in result.problems[0].lower()
 
 
-def test_url_that_is_none_is_told() -> None:
+def test_url_that_is_none_is_reported() -> None:
     assert send("http://:99999").problems[0].startswith("not reached: http://:99999/v1/completions")
 
 

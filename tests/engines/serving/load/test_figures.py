@@ -76,7 +76,7 @@ def test_steady_rate_leaves_out_the_first_wave_and_the_tail() -> None:
     assert figures["output_tokens_per_s"] < 0.8
 
 
-def test_steady_rate_is_not_told_where_slots_were_hardly_filled_twice() -> None:
+def test_steady_rate_is_not_reported_where_slots_were_hardly_filled_twice() -> None:
     assert steady_rate(slots(4, 1, 1.0), 4) is None
     assert steady_rate(slots(4, 2, 1.0), 4) is None
     assert steady_rate(slots(4, 4, 1.0), 4) is not None

@@ -103,7 +103,7 @@ def test_server_counts_the_same_tokens_as_the_client(server: Server) -> None:
     assert all(one.tpot_s is not None and one.tpot_s > 0 and one.ttft_s > 0 for one in result.requests)
 
 
-def test_answer_that_does_not_fit_into_its_slot_is_told_and_not_counted(server: Server) -> None:
+def test_answer_that_does_not_fit_into_its_slot_is_reported_and_not_counted(server: Server) -> None:
     result = send(server, Load(input_len=200, output_len=100, num_prompts=2, concurrency=1))
     assert "tokens instead of 100; prompt and answer do not fit into the context of one request" in result.problems[0]
     assert not result.figures

@@ -132,13 +132,13 @@ def test_file_of_several_benchmarks_is_rejected(tmp_path: Path) -> None:
         ("{half", "neither JSON nor JSON lines"),
     ],
 )
-def test_report_that_cannot_be_trusted_says_why(report: Any, problem: str, tmp_path: Path) -> None:
+def test_report_that_cannot_be_trusted_gives_the_reason(report: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ReportError) as error:
         read(tmp_path, report)
     assert problem in str(error.value)
     assert str(error.value).count("report.json") == 1
 
 
-def test_report_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_report_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="cannot be read"):
         read_report(tmp_path / "none.json")

@@ -155,7 +155,7 @@ def test_result_has_figures_of_the_answers_and_of_the_machine() -> None:
         (Load(num_prompts=1), "concurrency"),
     ],
 )
-def test_load_that_cannot_be_sent_says_which_key_is_missing(load: Load, key: str) -> None:
+def test_load_that_cannot_be_sent_reports_which_key_is_missing(load: Load, key: str) -> None:
     with pytest.raises(SpecError) as error:
         measure([Target("http://127.0.0.1:1")], load, model="m", vocab_size=1000, seed=0, timeout_s=1)
     assert error.value.key == key
@@ -199,7 +199,7 @@ def test_request_that_is_sent_late_is_reported(monkeypatch: pytest.MonkeyPatch) 
     assert [note for note in result.notes if " s late" in note]
 
 
-def test_client_that_may_have_been_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_may_have_been_the_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.engines.serving.load.sending.NEAR_LIMIT", 0.0)
     with serving(well) as served:
         result = send([served.url])

@@ -65,7 +65,7 @@ def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Pa
     assert columns(trace) == ([472, 1087, 1360], [18, 230, 301], [0.0, 40.0, 114.5])
 
 
-def test_sharegpt_lengths_are_estimated_from_characters_and_said_to_be(tmp_path: Path) -> None:
+def test_sharegpt_lengths_are_estimated_from_characters_and_reported_as(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, SHAREGPT))
     assert columns(trace) == ([10, 2], [100, 1], None)
     assert trace.notes == ("lengths of 2 conversations are estimated: 4 characters a token",)
@@ -93,7 +93,7 @@ def test_load_takes_lengths_and_times_of_its_trace_as_far_as_it_sends(tmp_path: 
     assert list(asked.blocks) == [(46, 47, 48), (46, 49)]
 
 
-def test_load_without_a_number_sends_the_whole_trace_and_one_with_too_many_says_so(tmp_path: Path) -> None:
+def test_load_without_a_number_sends_the_whole_trace_and_one_with_too_many_reports_it(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE)
     assert traffic(Load(trace=path, num_prompts=None)).input_len.size == 3
     assert traffic(Load(trace=path, num_prompts=9)).notes == ("the trace has 3 requests, not 9: 3 are sent",)
@@ -144,7 +144,7 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ("Timestamp,Request tokens,Response tokens\n1,x,2\n", "a.csv", "row 2: Request tokens is 'x'"),
     ],
 )
-def test_file_that_is_no_trace_says_where_and_why(content: str, name: str, problem: str, tmp_path: Path) -> None:
+def test_file_that_is_no_trace_reports_where_and_why(content: str, name: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         read_trace(written(tmp_path, content, name))
     assert error.value.key == "serve.profile.trace"
@@ -157,6 +157,6 @@ def test_texts_may_hold_unicodes_own_ends_of_lines(tmp_path: Path) -> None:
     assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([2, 2], [2, 2], None)
 
 
-def test_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         read_trace(str(tmp_path / "none.jsonl"))

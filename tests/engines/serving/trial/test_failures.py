@@ -24,7 +24,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-def test_the_first_line_that_names_a_cause_is_told_not_the_last_that_names_none() -> None:
+def test_the_first_line_that_names_a_cause_is_reported_not_the_last_that_names_none() -> None:
     state, line = first_error(VLLM, VLLM_ENGINE.failures)
     assert state is TrialState.INVALID
     assert "No common block size for 16" in line
@@ -74,7 +74,9 @@ def test_of_a_long_log_beginning_and_end_are_read(tmp_path: Path, monkeypatch: p
     assert log_text(tmp_path / "none") == ""
 
 
-def test_of_a_server_that_dies_under_load_what_it_said_then_is_told_and_nothing_harmless(tmp_path: Path) -> None:
+def test_of_a_server_that_dies_under_load_what_it_reported_then_is_reported_and_nothing_harmless(
+    tmp_path: Path,
+) -> None:
     begun = "ImportError: fast_kernels is not there\nready\n"
     (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
     assert "its log: bus error in worker 1" in str(died("instance 0", "ended", tmp_path / "log", (), len(begun)))
@@ -89,7 +91,7 @@ def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("state", failures.WORDS)
-def test_what_the_program_says_last_is_classified_as_it_was_meant(state: TrialState) -> None:
+def test_what_the_program_reports_last_is_classified_as_it_was_meant(state: TrialState) -> None:
     said = str(TrialFailure(state, "it\nsaid " + "much " * 200))
     ended = Exit(code=1, ended_by=None, duration_s=1.0)
     assert classify(ended, f"load 1 of 1\n{said}\n", PATTERNS) == (state, said)

@@ -153,7 +153,7 @@ def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: 
     assert all_gone(tmp_path)
 
 
-def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
+def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> None:
     points = tuple(Load(input_len=16, output_len=8, num_prompts=8, concurrency=each) for each in (1, 8))
     done = trials.run(trials.platform(tmp_path, "well", loads=points), tmp_path).measurement
     assert done is not None

@@ -101,7 +101,7 @@ def test_an_answer_that_does_not_fit_into_a_slot_voids_the_trial(weights: Path, 
     assert "tokens instead of 200" in str(done.reason)
 
 
-def test_weights_that_cannot_be_read_are_told_by_the_engines_first_error(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_are_reported_by_the_engines_first_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     done = trials.run(platform(tmp_path, broken), tmp_path)
