@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,8 +18,6 @@ from flagcore.i18n import _, did_you_mean, ngettext
 
 if TYPE_CHECKING:
     from flagcore.domain.knob import Knobs
-
-T = TypeVar("T")
 
 
 @click.command("estimate")
@@ -75,13 +73,15 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
 
     records = _records(jobs)
     if explain is not None:
-        ids: list[str] = []
-        matching = list(_of_id(records, explain, ids))
-        found = next(api.estimate_jobs(matching, without=without, at_once=1, with_model=True), None)
-        if found is None:
+        by_id: dict[str, dict[str, Any]] = {}
+        for record in records:
+            if isinstance(record, dict):
+                by_id.setdefault(record["id"], record)
+        if explain not in by_id:
             problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
-            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, ids)])))
-        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(matching[0]))
+            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
+        found = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
+        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]))
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
     predictions = api.estimate_jobs(records, without=without, at_once=at_once)
@@ -199,12 +199,3 @@ def _records(file: str) -> Iterator[Any]:
             yield from chain([first], lines)
     except OSError as error:
         raise UsageError(_("cannot read {file}: {reason}", file=file, reason=error.strerror or error)) from None
-
-
-def _of_id(records: Iterable[T], matching: str, ids: list[str]) -> Iterator[T]:
-    """Yield the records with an id, and append the id of each record to `ids`."""
-    for record in records:
-        if isinstance(record, dict):
-            if record["id"] == matching:
-                yield record
-            ids.append(record["id"])

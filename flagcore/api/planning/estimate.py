@@ -11,8 +11,7 @@ import numpy as np
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
 from flagcore.contracts import Platform, Workload, model_parts
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Effect, Knob, Knobs
+from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
@@ -144,19 +143,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "claim": knob.claim,
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
-        "effects": [_effect(value, effect) for value, effect in knob.effects.items()],
+        "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
         "not_launched": {str(value): reason for value, reason in why.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,
-    }
-
-
-def _effect(value: KnobValue, effect: Effect) -> dict[str, Any]:
-    return {
-        "value": value,
-        "part": effect.part,
-        "time": asdict(effect.time),
-        "memory": asdict(effect.memory),
-        "settings": dict(effect.settings),
-        "flags": list(effect.flags),
-        "environment": dict(effect.environment),
     }

@@ -150,8 +150,8 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
         if len(values) > 1:
             listed = []
             for code in sorted(values):
-                rows = {"fastest": values[code].fastest[-1], "nearest": values[code].nearest[-1]}
-                candidates = {name: _candidate(problem, row, best) for name, row in rows.items()}
+                places = {"fastest": values[code].fastest[-1], "nearest": values[code].nearest[-1]}
+                candidates = {name: _candidate(problem, row, best) for name, row in places.items()}
                 listed.append({"value": axis.decode(code), "candidates": values[code].count, **candidates})
             found.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
     return found

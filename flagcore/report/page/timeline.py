@@ -17,6 +17,7 @@ from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell
 from flagcore.report.page.charts import bars, rows_layout
 from flagcore.report.page.run import RunData
 
+KINDS = NAMES["passes"]
 MAX_PASSES = 4200
 """The most passes in a timeline: more are indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
@@ -75,9 +76,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
     played = simulate(passes, counted) if counted != number else drawn
     step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
-    seen = {
-        kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in NAMES["passes"]
-    }
+    seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
         _bars(passes, series, kind, of_kind, len(drawn), paired)
         for series, (kind, of_kind) in enumerate(seen.items())
@@ -109,7 +108,7 @@ def _bars(
     passes: Passes, series: int, kind: str, of_kind: Sequence[ExecutedPass], among: int, paired: bool
 ) -> dict[str, Any]:
     trace = bars(
-        _(NAMES["passes"][kind]),
+        _(KINDS[kind]),
         series,
         [each.end_s - each.start_s for each in of_kind],
         [_row(passes, each.device) for each in of_kind],
@@ -210,7 +209,7 @@ def _hover(passes: Passes, one: ExecutedPass) -> str:
     return _(
         "micro-batch {microbatch}, {kind}: part {part}, {row}",
         microbatch=one.microbatch,
-        kind=_(NAMES["passes"][one.kind]),
+        kind=_(KINDS[one.kind]),
         part=one.part % len(passes.forward_s) if _mirrored(passes) else one.part,
         row=_row(passes, one.device),
     )
