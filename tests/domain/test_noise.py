@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import EXTRA_ROUNDS, MIN_NOISE, contenders, drift, drifted, next_repeat, rivals, significant
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.search_state import (
+    EXTRA_ROUNDS,
+    MIN_NOISE,
+    SearchState,
+    contenders,
+    drift,
+    drifted,
+    next_repeat,
+    rivals,
+    significant,
+)
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn

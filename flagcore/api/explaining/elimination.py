@@ -15,9 +15,8 @@ from flagcore.api.common.runs import RESULT, Run, unreadable
 from flagcore.api.explaining.neighbors import differing
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import rivals
 from flagcore.domain.plan import Counts, count, failed_repeats
-from flagcore.domain.search_state import DOES_NOT_FIT
+from flagcore.domain.search_state import DOES_NOT_FIT, rivals
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits
