@@ -151,6 +151,13 @@ def say(text: str) -> None:
         click.echo(text, err=True)
 
 
+def columns(*tables: str) -> dict[str, str]:
+    """Return the columns of tables side by side: headings, and dotted keys of a record."""
+    from flagcore.report.names import COLUMNS
+
+    return {heading: key for table in tables for heading, key in COLUMNS[table].items()}
+
+
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:
     """Print records in a format; `columns` maps the headings of tables to dotted keys."""
     from flagcore.report.formats import render

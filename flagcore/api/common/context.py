@@ -74,7 +74,7 @@ def build_problem_of_spec(
     spec: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> tuple[Problem, Workload]:
     """Return the problem that a spec poses, for another chip if one is named. Raises the errors of a spec."""
-    wanted = _spec(spec, chip, without, data)
+    wanted = read_spec(spec, chip, without, data)
     workload = plugins.workload_of(wanted.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(wanted, loaded, workload)
@@ -93,7 +93,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
     stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
-    spec = _with_its_hardware(_spec(home / SPEC, None, without), stored)
+    spec = _with_its_hardware(read_spec(home / SPEC, None, without), stored)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
@@ -143,7 +143,10 @@ def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: S
     )
 
 
-def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:
+def read_spec(
+    asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+) -> Spec:
+    """Return a spec, for another chip if one is named. Raises SpecError, UsageError."""
     file, content = spec_data(asked, data)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:

@@ -61,10 +61,6 @@ class Comparison(Notebook):
     because: tuple[str, ...]
     knobs: Knobs = field(default_factory=dict)
 
-    def as_data(self) -> dict[str, Any]:
-        """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in Comparison.__slots__ if name != "knobs"}
-
     def __str__(self) -> str:
         return compared_text(self.as_data(), self.knobs)
 

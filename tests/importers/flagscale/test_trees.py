@@ -21,12 +21,14 @@ from flagcore.engines.serving.llamacpp import knobs as llama_knobs
 from flagcore.engines.serving.sglang import knobs as sglang_knobs
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale import Imported, read_tree, translate
+from flagcore.importers.flagscale import FlagScale, Imported, translate
 from flagcore.importers.flagscale.compose import compose
 from flagcore.importers.flagscale.engines import OWN_ARGUMENTS
 from flagcore.spec import parse_spec
 from tests.importers.flagscale.accounting import TREES, unaccounted
 from tests.small import ENGINES
+
+read_tree = FlagScale().read_tree
 
 ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
