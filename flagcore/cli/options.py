@@ -25,11 +25,23 @@ FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`; the command receives `form`."""
+    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats but tables are in English."""
+
+    @wraps(command)
+    def speaking(*arguments: Any, **others: Any) -> Any:
+        with language_of(others["form"]):
+            return command(*arguments, **others)
+
+    made: Any = speaking
+    return formats(made)  # type: ignore[no-any-return]
+
+
+def formats(command: F) -> F:
+    """Add the same options for a command that also writes files in the language of the user."""
 
     @wraps(command)
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
-        with on_terminal(wide), language_of(others["form"]):
+        with on_terminal(wide):
             return command(*arguments, **others)
 
     made: Any = fitting

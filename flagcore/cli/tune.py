@@ -25,7 +25,7 @@ from flagcore.i18n import _
 )
 @click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
-@options.output
+@options.formats
 @options.plugins
 def tune_command(
     source: tuple[str | None, dict[str, Any] | None],

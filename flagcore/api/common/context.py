@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from flagcore.api.common.inputs import UNNAMED, SpecLike, loaded_plugins, parsed
 from flagcore.api.common.runs import SPEC, Run, load_run
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.contracts import Costs, SearchContext, Workload
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import Pruned, SearchState
-from flagcore.domain.space import Columns
+from flagcore.domain.space import Axis, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
@@ -98,6 +99,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
+        run = _with_new_knobs(run, problem.space.axes)
         past = past_of_problem(problem, loaded, workload, stored["run"])
         found = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
@@ -131,6 +133,29 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
                 text = _("{folder} is of another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
+
+
+def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
+    """Return a run whose candidates have the neutral value of each knob that did not exist when it was tuned."""
+    neutral = {axis.knob: axis.neutral for axis in axes}
+    trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
+    if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
+        return run
+    stored = [
+        replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
+        for number in sorted(trials)
+    ]
+    state = learn(stored, run.fidelity)
+    return replace(
+        run,
+        trials=state.trials,
+        repeats=state.repeats,
+        probes=state.probes,
+        imported=tuple(trial for trial in stored if trial.source),
+        baseline=state.baseline,
+        best=state.best,
+        search_state=state,
+    )
 
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
