@@ -16,6 +16,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 CORE = (
     "aiohttp>=3.10",
+    "annotated-types>=0.6",
     "click>=8.1",
     "jinja2>=3.1",
     "numpy>=1.24",

@@ -30,8 +30,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.engines.megatron.time.step import step_time
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs
 

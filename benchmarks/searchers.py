@@ -18,9 +18,8 @@ from sweeps import Sweep
 
 from flagcore.api.common.transfer import MOST
 from flagcore.contracts import SearchContext, Strategy
-from flagcore.domain.budget import stop_reason
 from flagcore.domain.experience import Observed, Past
-from flagcore.domain.search_state import Pruned, SearchState
+from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE

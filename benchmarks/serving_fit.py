@@ -30,8 +30,7 @@ from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.predict import memory_of, predict, serving_of, split_of
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import record
@@ -130,7 +129,7 @@ def read(files: Sequence[str]) -> list[Points]:
                 costs=made[chip, devices, engine][0],
                 ids=tuple(line["id"] for line in lines_of),
                 tasks=tuple(tasks),
-                known=plugins.workload(engine).engine.overheads_for(tasks[0], on_host=False),
+                known=plugins.workload(engine).overheads_for(tasks[0], on_host=False),
                 lens=np.array([(load.input_len, load.output_len, load.concurrency) for load in loads], dtype=float),
                 tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
                 ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
@@ -189,7 +188,7 @@ def priced(points: Points, values: Mapping[str, float]) -> tuple[Costs, Overhead
 def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     """Return the logarithms of predicted over measured TPOT and TTFT."""
     costs, over = priced(points, values)
-    engine = plugins.workload(points.engine).engine
+    engine = plugins.workload(points.engine)
     settings = engine.settings(points.task, points.columns)
     serving, split = serving_of(points.task, costs.kernels, over), split_of(settings, engine.graph_tokens(points.task))
     memory = memory_of(serving, split, settings, costs)
@@ -270,7 +269,7 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
     for row, (name, task) in enumerate(zip(points.ids, points.tasks, strict=True)):
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
-        engine = plugins.workload(points.engine).engine
+        engine = plugins.workload(points.engine)
         found = predict(task, engine.settings(task, columns), costs, over, graph_tokens=engine.graph_tokens(task))
         answers.append({"id": name, "status": "ok", **record(task, found.row(0))})
     return answers

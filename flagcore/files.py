@@ -1,4 +1,4 @@
-"""Reading files that other programs have written: never a pipe or a device, which may never end."""
+"""Reading files that other programs have written, never a pipe or a device, and replacing files in one step."""
 
 from __future__ import annotations
 
@@ -24,3 +24,18 @@ def read_regular(path: Path | str, most: int = 64 << 20) -> bytes:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
         return file.read()
+
+
+def replace(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file in one step: a reader sees the old one or the new one. A `private` one is for its owner alone.
+
+    Raises OSError.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.touch(mode=0o600 if private else 0o666)
+        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

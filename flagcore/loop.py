@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, SearchContext, Strategy, TrialStore, Workload
-from flagcore.domain.budget import has_time_to_repeat, seconds_left, stop_reason, trial_timeout
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
-from flagcore.domain.noise import next_repeat
 from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason, trial_timeout
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time

@@ -25,7 +25,7 @@ from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover
 from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
-from flagcore.stages.prune import prune
+from flagcore.stages.prune import LEARNED, prune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,12 @@ class Problem:
     baseline: Candidate
     rules: tuple[PruningRule, ...] = ()
     knobs: Knobs = field(default_factory=dict)
+
+    @property
+    def messages(self) -> dict[str, str]:
+        """The message of each rule by name: of legality, of pruning, and of those that trials teach."""
+        legality = {rule.name: rule.message for rule in self.legality.rules}
+        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:

@@ -21,7 +21,7 @@ MODULES = sorted(
         for room in ("learning", "strategies")
         for file in (ROOT / "flagcore" / room).glob("[a-z]*.py")
     }
-    | {"flagcore.domain.noise"}
+    | {"flagcore.domain.search_state"}
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from flagcore.domain.knob import Knob
-from flagcore.engines.serving.adapter import Serving
+from flagcore.engines.serving.engine import Engine
 from flagcore.plugins import WORKLOADS, names, workload
 
 MARK = re.compile(r"^<!-- knobs (\w+) -->$", re.MULTILINE)
-ENGINES = {each.engine.name: each.engine for each in map(workload, names(WORKLOADS)) if isinstance(each, Serving)}
+ENGINES = {each.name: each for each in map(workload, names(WORKLOADS)) if isinstance(each, Engine)}
 HEAD = "| knob | flag | values | `auto` tries | meaning |\n| --- | --- | --- | --- | --- |"
 VALUES = {"int": "whole number", "share": "above 0, at most 1", "flag": "true, false"}
 

@@ -113,31 +113,31 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     yield table(["chip", "fact", "value", "source"], rows)
     quirks = read_quirks(package)
     engines = [[f"all that {kind}", "all chips", _works(each), ""] for kind, each in read_engines(package).items()]
-    engines += [[*_scope(each.scope), _reported(each.value), source(each.source)] for each in quirks.support]
+    engines += [[*_scope(each), _reported(each), source(each.source)] for each in quirks.support]
     yield from _section("Engines", ["engines", "applies to", "status", "source"], engines)
     rejected = [
         [
-            each.value.name,
-            *_scope(each.scope),
-            f"`{each.value.knob}`: {_values(each.value.values, each.value.above)}",
-            each.value.reason,
+            each.name,
+            *_scope(each),
+            f"`{each.knob}`: {_values(each.values, each.above)}",
+            each.reason,
             source(each.source),
         ]
         for each in quirks.refused
     ]
     rejected += [
         [
-            each.value.name,
-            *_scope(each.scope),
-            f"`{each.value.setting}` must be {each.value.value}",
-            each.value.reason,
+            each.name,
+            *_scope(each),
+            f"`{each.setting}` must be {each.value}",
+            each.reason,
             source(each.source),
         ]
         for each in quirks.forced
     ]
     heads = ["rule", "engines", "applies to", "value", "reason", "source"]
     yield from _section("Rejected and forced values", heads, rejected)
-    notes = [[*_scope(each.scope), each.value.note, source(each.source)] for each in quirks.notes]
+    notes = [[*_scope(each), each.note, source(each.source)] for each in quirks.notes]
     yield from _section("Notes", ["engines", "applies to", "note", "source"], notes)
     knobs = ["knob", "value", "time", "peak memory", "enabled by", "description"]
     yield from _section("Knobs", knobs, list(_knobs(package, source)))
@@ -145,18 +145,14 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         [
             f"`{each.name}`",
             f"`{each.value}`" if each.value else f"not set by flagcore; the source sets `{each.used}`",
-            ", ".join(filter(None, [_engines(each.scope), each.condition])),
+            ", ".join(filter(None, [_engines(each), each.condition])),
             each.meaning,
             source(each.source),
         ]
         for each in read_variables(package)
     ]
     yield from _section("Environment variables", ["variable", "value", "when", "meaning", "source"], rows)
-    failures = [
-        [f"`{pattern.pattern}`", pattern.state.value, pattern.advice, source(each.source)]
-        for each in quirks.failures
-        for pattern in [each.value]
-    ]
+    failures = [[f"`{each.pattern}`", each.state.value, each.advice, source(each.source)] for each in quirks.failures]
     yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
 
 

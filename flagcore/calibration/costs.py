@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flagcore.calibration.store import Calibration
 from flagcore.domain.chip import Chip
 from flagcore.errors import RunError
-from flagcore.physics.collectives.curves import CollectiveTable, problem
+from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.physics.collectives.curves import Curve as CollectiveCurve
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet
 from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.cost_file import Reading, read_kernel
@@ -36,14 +37,14 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
                 where[float(row["bytes"])] = float(row["us"]) * 1e-6
     except (ValueError, TypeError, KeyError) as error:
         raise RunError(f"the calibration of {calibration.chip} has a bad row: {error!r}; measure again") from None
-    curves = []
-    for (kind, ranks), found in points.items():
-        sizes = tuple(sorted(found))
-        seconds = tuple(min(found[larger] for larger in sizes if larger >= size) for size in sizes)
-        curves.append(CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds))
-    if not curves:
-        return None
-    table = CollectiveTable(curves=tuple(curves), source=f"flag calibrate, {calibration.date}")
-    if wrong := problem(table):
-        raise RunError(f"the collectives in the calibration of {calibration.chip} {wrong}; measure again")
-    return table
+    try:
+        curves = tuple(_curve(kind, ranks, found) for (kind, ranks), found in points.items())
+        return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
+    except ValueError as error:
+        raise RunError(f"the calibration of {calibration.chip}: {error}; measure again") from None
+
+
+def _curve(kind: str, ranks: int, found: Mapping[float, float]) -> CollectiveCurve:
+    sizes = tuple(sorted(found))
+    seconds = tuple(min(found[larger] for larger in sizes if larger >= size) for size in sizes)
+    return CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds)

@@ -102,11 +102,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
         "id": f"{run}/{trial.number}",
         "kind": kind,
         "model": {name: value for name, value in asdict(task.spec.model).items() if value is not None},
-        "cluster": {
-            "chip": group.chip.name,
-            "devices": group.devices,
-            "devices_per_node": group.devices_per_node,
-        },
+        "cluster": {"chip": group.chip.name, "devices": group.devices, "devices_per_node": group.devices_per_node},
         kind: {name: value for name, value in job.items() if value is not None},
         "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
         "measured": {

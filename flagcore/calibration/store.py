@@ -6,14 +6,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.chip import Chip
 from flagcore.errors import RunError, SpecError
-from flagcore.files import read_regular
+from flagcore.files import read_regular, replace
 from flagcore.vendorkit.fields import build
 
 HOME_VARIABLE = "FLAGCORE_HOME"
@@ -149,14 +148,10 @@ def read(path: Path) -> Calibration:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file in the user's data folder in one step. Raises RunError."""
-    draft = path.with_suffix(f".{os.getpid()}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        replace(path, text)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise _unwritable(path, error) from None
 
 

@@ -43,7 +43,7 @@ def explain_command(
     if form == "table":
         rules = [{"rule": name, "says": found.says.get(name, "")} for name in eliminated]
         options.show(str(found))
-        options.show("\n" + render(rules, "table", RULE_COLUMNS))
+        options.show("\n" + render(rules, "table", options.columns("rules")))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:
                 options.show(f"\n{text}")
@@ -51,7 +51,7 @@ def explain_command(
             options.show("\n" + _("Stopped: {reason}.", reason=found.ended_because))
     elif form == "csv":
         rows = [{"rule": rule, "took": eliminated.get(rule, 0), "says": says} for rule, says in found.says.items()]
-        options.show_records(rows, form, EXPLAIN_COLUMNS)
+        options.show_records(rows, form, options.columns("eliminated"))
     else:
         options.show_record(asdict(found), form)
     if found.nothing_fits:
@@ -88,7 +88,3 @@ def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:
         options.show(str(found))
     else:
         options.show_record(found.as_data(), form)
-
-
-RULE_COLUMNS = {"rule": "rule", "description": "says"}
-EXPLAIN_COLUMNS = {"rule": "rule", "took": "took", "says": "says"}

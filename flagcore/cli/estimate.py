@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,8 +18,6 @@ from flagcore.i18n import _, did_you_mean, ngettext
 
 if TYPE_CHECKING:
     from flagcore.domain.knob import Knobs
-
-T = TypeVar("T")
 
 
 @click.command("estimate")
@@ -75,13 +73,15 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
 
     records = _records(jobs)
     if explain is not None:
-        ids: list[str] = []
-        matching = list(_of_id(records, explain, ids))
-        found = next(api.estimate_jobs(matching, without=without, at_once=1, with_model=True), None)
-        if found is None:
+        by_id: dict[str, dict[str, Any]] = {}
+        for record in records:
+            if isinstance(record, dict):
+                by_id.setdefault(record["id"], record)
+        if explain not in by_id:
             problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
-            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, ids)])))
-        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(matching[0]))
+            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
+        found = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
+        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]))
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
     predictions = api.estimate_jobs(records, without=without, at_once=at_once)
@@ -91,16 +91,12 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     else:
         answers = list(predictions)
         if form in ("table", "csv"):
-            answers = [{**each, "reason": _remark(each)} for each in answers]
+            for each in answers:
+                each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
         serves = any("objective" in each for each in answers)
         trains = not serves or any("mfu" in each or "limit" in each for each in answers)
-        figures = (PREDICTED_COLUMNS if trains else {}) | (SERVED_COLUMNS if serves else {})
-        options.show_records(answers, form, {**JOB_COLUMNS, **figures, **FITS_COLUMNS})
-
-
-def _remark(answer: dict[str, Any]) -> str | None:
-    """Return the reason of an answer without figures, else its warnings."""
-    return answer.get("reason") or "; ".join(answer.get("warnings", ())) or None
+        figures = ["predicted"] * trains + ["predicted_serving"] * serves
+        options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 
 def _estimate_spec(
@@ -132,8 +128,8 @@ def _estimate_spec(
             options.say(_("Fastest predicted candidates on {hardware}:", hardware=where))
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
-    figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
-    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
+    figures = "predicted_serving" if any("objective" in each for each in found.candidates) else "predicted"
+    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
     options.show_records(found.candidates, form, columns)
     if form == "table":
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
@@ -168,15 +164,12 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
         options.show_record(record, form)
         return
     if "candidate" in record:
-        values = filter(None, [values_text(record["candidate"], knobs), _settings_text(record.get("settings", {}))])
+        settings = [f"{key}={value}" for key, value in record.get("settings", {}).items() if value not in (False, 0)]
+        values = filter(None, [values_text(record["candidate"], knobs), *settings])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
         options.show(f"{heading}\n")
     options.show("\n\n".join(filter(None, [prediction_text(record), notes_text(record.get("notes", ()))])))
-
-
-def _settings_text(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items() if value not in (False, 0))
 
 
 def _is_pipe(file: str) -> bool:
@@ -188,28 +181,7 @@ def _is_pipe(file: str) -> bool:
     return not stat.S_ISREG(mode)
 
 
-PREDICTED_COLUMNS = {
-    "~step s": "step_time_s.value",
-    "~tok/s/dev": "tokens_per_second_per_device.value",
-    "~mfu": "mfu",
-    "~static GiB": "memory.static_gib",
-    "~used GiB": "memory.device_used_gib",
-    "of GiB": "memory.capacity_gib",
-    "limited by": "limit",
-}
-SERVED_COLUMNS = {
-    "~output tok/s": "output_tokens_per_s",
-    "~req/s": "requests_per_s",
-    "~TTFT p50 s": "ttft_s.p50",
-    "~p99": "ttft_s.p99",
-    "~TPOT p50 s": "tpot_s.p50",
-    "~KV GiB": "memory.kv_cache_gib",
-    "~used GiB": "memory.device_used_gib",
-    "of GiB": "memory.capacity_gib",
-}
 MAX_EXPLAINED = 100_000
-JOB_COLUMNS = {"id": "id", "status": "status"}
-FITS_COLUMNS = {"fits": "memory.fits", "reason": "reason"}
 
 
 def _records(file: str) -> Iterator[Any]:
@@ -227,12 +199,3 @@ def _records(file: str) -> Iterator[Any]:
             yield from chain([first], lines)
     except OSError as error:
         raise UsageError(_("cannot read {file}: {reason}", file=file, reason=error.strerror or error)) from None
-
-
-def _of_id(records: Iterable[T], matching: str, ids: list[str]) -> Iterator[T]:
-    """Yield the records with an id, and append the id of each record to `ids`."""
-    for record in records:
-        if isinstance(record, dict):
-            if record["id"] == matching:
-                yield record
-            ids.append(record["id"])

@@ -95,20 +95,10 @@ def history_command(
     for note in found.notes:
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in found.trials]
-    columns = {"trial": "number", **candidate_columns(records, found.knobs), **HISTORY_COLUMNS}
+    columns = {"trial": "number", **candidate_columns(records, found.knobs), **options.columns("imported")}
     options.show_records(records, form, columns)
     count, folder = len(found.trials), found.run_dir
     if same_machine:
         options.say(_("Saved {count} trials of this machine to {folder}.", count=count, folder=folder))
     else:
         options.say(_("Saved {count} trials of another machine to {folder}.", count=count, folder=folder))
-
-
-HISTORY_COLUMNS = {
-    "state": "state",
-    "step s": "measured.step_time_s.median",
-    "~step s": "predicted.step_time_s.value",
-    "output tok/s": "measured.figures.output_tokens_per_s",
-    "reserved GiB": "measured.peak_reserved_gib",
-    "reason": "reason",
-}

@@ -10,39 +10,6 @@ import click
 from flagcore.cli import options
 from flagcore.i18n import _
 
-DEVICE_COLUMNS = {
-    "index": "index",
-    "name": "name",
-    "chip": "chip",
-    "plugin": "plugin",
-    "memory GiB": "memory_gib",
-    "peak TFLOP/s": "peak_tflops",
-    "precision": "peak_precision",
-    "source": "peak_source",
-    "driver": "driver",
-    "aliases": "aliases",
-}
-DOCTOR_COLUMNS = {"name": "name", "needed for": "for", "version": "version", "ok": "ok", "fix": "mend"}
-
-
-SAVED_COLUMNS = {
-    "chip": "chip",
-    "devices": "devices",
-    "torch": "torch",
-    "driver": "driver",
-    "date": "date",
-    "kernels": "kernels",
-    "collectives": "collectives",
-    "file": "file",
-}
-SUMMARY_COLUMNS = {
-    "benchmark": "what",
-    "measured": "measured",
-    "best": "best",
-    "unit": "unit",
-    "spread %": "spread_percent",
-}
-
 
 @click.command("devices")
 @options.output
@@ -51,7 +18,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
     """List the accelerators of this machine."""
     from flagcore import api
 
-    options.show_records(options.joined(api.devices(without), form, "aliases"), form, DEVICE_COLUMNS)
+    options.show_records(options.joined(api.devices(without), form, "aliases"), form, options.columns("devices"))
 
 
 @click.command("schema")
@@ -69,7 +36,7 @@ def doctor_command(form: str) -> None:
     """Check the installation: what is missing for which engine, and how to fix it."""
     from flagcore import api
 
-    options.show_records(api.doctor(), form, DOCTOR_COLUMNS)
+    options.show_records(api.doctor(), form, options.columns("doctor"))
 
 
 @click.command("completion")
@@ -125,10 +92,12 @@ def calibrate_command(
         options.say("\n".join(_("deleted {file}", file=file) for file in api.forget(forget)))
         return
     if listed:
-        options.show_records(api.calibrations(), form, SAVED_COLUMNS)
+        options.show_records(api.calibrations(), form, options.columns("calibrations"))
         return
     made, file = api.calibrate(
         seconds=seconds, devices=devices, without=without, on_start=lambda line: options.say(f"flag: {line}")
     )
-    options.show_records(api.summary(made) if form in ("table", "csv") else made.rows, form, SUMMARY_COLUMNS)
+    options.show_records(
+        api.summary(made) if form in ("table", "csv") else made.rows, form, options.columns("benchmarks")
+    )
     options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=made.chip))

@@ -20,7 +20,7 @@ from click import core, decorators, exceptions, formatting, parser, types
 from flagcore import __version__
 from flagcore.cli.options import say
 from flagcore.errors import FlagError
-from flagcore.i18n import LANGUAGES, N_, VARIABLE, _, choose, did_you_mean, language
+from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, did_you_mean, language
 from flagcore.i18n.width import wrapped
 
 COMMANDS = {
@@ -165,28 +165,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-CLICK = (
-    N_("Usage:"),
-    N_("Options"),
-    N_("Commands"),
-    N_("Missing command."),
-    N_("Missing argument"),
-    N_("Missing option"),
-    N_("Missing parameter"),
-    N_("Error: {message}"),
-    N_("Try '{command} {option}' for help."),
-    N_("No such option {name!r}."),
-    N_("Option {name!r} requires an argument."),
-    N_("Invalid value: {message}"),
-    N_("Invalid value for {param_hint}: {message}"),
-    N_("{value!r} is not a valid {number_type}."),
-    N_("{value} is not in the range {range}."),
-    N_("Show the version and exit."),
-    N_("Show this message and exit."),
-    N_("default: {default}"),
-    N_("required"),
-)
-"""Messages of click itself."""
 SENTENCE = re.compile(r"[^。.]*[。.]")
 
 

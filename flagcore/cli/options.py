@@ -25,11 +25,23 @@ FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`; the command receives `form`."""
+    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats but tables are in English."""
+
+    @wraps(command)
+    def speaking(*arguments: Any, **others: Any) -> Any:
+        with language_of(others["form"]):
+            return command(*arguments, **others)
+
+    made: Any = speaking
+    return formats(made)  # type: ignore[no-any-return]
+
+
+def formats(command: F) -> F:
+    """Add the same options for a command that also writes files in the language of the user."""
 
     @wraps(command)
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
-        with on_terminal(wide), language_of(others["form"]):
+        with on_terminal(wide):
             return command(*arguments, **others)
 
     made: Any = fitting
@@ -149,6 +161,13 @@ def say(text: str) -> None:
     """Print a message to stderr; a closed stderr is ignored."""
     with suppress(OSError, ValueError):
         click.echo(text, err=True)
+
+
+def columns(*tables: str) -> dict[str, str]:
+    """Return the columns of tables side by side: headings, and dotted keys of a record."""
+    from flagcore.report.names import COLUMNS
+
+    return {heading: key for table in tables for heading, key in COLUMNS[table].items()}
 
 
 def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:

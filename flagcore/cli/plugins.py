@@ -10,32 +10,6 @@ import click
 from flagcore.cli import options
 from flagcore.i18n import _
 
-PLUGIN_COLUMNS = {
-    "plugin": "name",
-    "distribution": "distribution",
-    "version": "version",
-    "status": "status",
-    "maturity": "maturity.word",
-    "chips": "chips",
-    "problem": "problem",
-}
-WARNING_COLUMNS = {"warnings": "warnings"}
-CHIP_COLUMNS = {
-    "chip": "chip",
-    "plugin": "plugin",
-    "memory GiB": "memory_gib",
-    "GB/s": "memory_gbytes_per_second",
-    "peak TFLOP/s": "peak_tflops",
-    "precision": "peak_precision",
-    "devices/node": "devices_per_node",
-    "devices/card": "devices_per_card",
-    "link": "link",
-    "link GB/s": "link_gbytes_per_second",
-    "host GB/s": "host_gbytes_per_second",
-    "nic GB/s": "nic_gbytes_per_second",
-    "aliases": "aliases",
-}
-
 
 @click.group("plugins")
 def plugins_command() -> None:
@@ -54,7 +28,7 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
 
     records = api.plugin_table(without)
     warned = any(record["warnings"] for record in records)
-    columns = {**PLUGIN_COLUMNS, **WARNING_COLUMNS} if warned else PLUGIN_COLUMNS
+    columns = options.columns("plugins", *(["plugin_warnings"] if warned else []))
     rows = options.joined(options.joined(records, form, "chips", " "), form, "warnings", "; ")
     options.show_records(rows, form, columns)
 
@@ -66,7 +40,7 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
     """List supported chips with their specifications and aliases."""
     from flagcore import api
 
-    options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, CHIP_COLUMNS)
+    options.show_records(options.joined(api.chip_table(without), form, "aliases"), form, options.columns("chips"))
 
 
 @plugins_command.command("check")

@@ -78,7 +78,9 @@ def probe_command(
         options.show_records([each.as_data() for each in found], form, {})
         return
     rows = [{"number": number, **rank} for number, each in enumerate(found, start=1) for rank in each.ranks]
-    columns = PROBE_COLUMNS if len(found) > 1 else {name: key for name, key in PROBE_COLUMNS.items() if name != "#"}
+    columns = options.columns("probed")
+    if len(found) == 1:
+        del columns["#"]
     options.show_records(rows, form, columns)
     if form == "table":
         for number, each in enumerate(found, start=1):
@@ -101,22 +103,3 @@ def _summary(number: int | None, probed: dict[str, Any], knobs: Knobs) -> list[s
     lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}, knobs))
     lines.append(candidate_line(name + _("with probe"), {**probed, **probed["combined"]}, knobs))
     return lines
-
-
-PROBE_COLUMNS = {
-    "#": "number",
-    "rank": "rank",
-    "stage": "stage",
-    "state": "state",
-    "static GiB": "measured.static_gib",
-    "~static": "predicted.static_gib",
-    "peak GiB": "measured.peak_allocated_gib",
-    "~peak": "predicted.peak_allocated_gib",
-    "used GiB": "measured.device_used_gib",
-    "~used": "predicted.device_used_gib",
-    "compute s": "measured.compute_time_s",
-    "spread": "measured.compute_spread_s",
-    "~compute": "predicted.compute_time_s",
-    "optimizer s": "measured.optimizer_time_s",
-    "~optimizer": "predicted.optimizer_time_s",
-}

@@ -25,7 +25,7 @@ from flagcore.i18n import _
 )
 @click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
-@options.output
+@options.formats
 @options.plugins
 def tune_command(
     source: tuple[str | None, dict[str, Any] | None],
@@ -71,8 +71,8 @@ def tune_command(
         click.echo(json.dumps(found.data, indent=1, ensure_ascii=False))
     else:
         trials = found.data["trials"]
-        figures = SERVED_COLUMNS if any((each["measured"] or {}).get("figures") for each in trials) else TRIAL_COLUMNS
-        columns = {"trial": "number", **candidate_columns(trials, found.plan.knobs), **figures}
+        figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
+        columns = {"trial": "number", **candidate_columns(trials, found.plan.knobs), **options.columns(figures)}
         options.show_records([found.data] if form == "yaml" else trials, form, columns)
     if not quiet:
         _print_next_steps(found.run_dir, found.reported, found.can_start)
@@ -141,26 +141,3 @@ def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
 
 def _ready(url: str) -> None:
     options.say(_("flag: ready at {url}", url=url))
-
-
-SERVED_COLUMNS = {
-    "state": "state",
-    "output tok/s": "measured.figures.output_tokens_per_s",
-    "req/s": "measured.figures.requests_per_s",
-    "TTFT p50 s": "measured.figures.ttft_s.p50",
-    "TTFT p99 s": "measured.figures.ttft_s.p99",
-    "TPOT p50 s": "measured.figures.tpot_s.p50",
-    "TPOT p99 s": "measured.figures.tpot_s.p99",
-    "e2e p99 s": "measured.figures.e2e_s.p99",
-    "~objective": "predicted.objective.value",
-    "reason": "reason",
-}
-TRIAL_COLUMNS = {
-    "state": "state",
-    "step s": "measured.step_time_s.median",
-    "spread": "measured.step_time_s.spread",
-    "~step s": "predicted.step_time_s.value",
-    "tok/s/dev": "measured.tokens_per_second_per_device",
-    "GiB": "measured.device_used_gib",
-    "reason": "reason",
-}

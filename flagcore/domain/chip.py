@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from enum import Enum
+from typing import Annotated, Literal, TypeAlias
+
+from annotated_types import Ge, Gt, Lt, MinLen
+
+Positive: TypeAlias = Annotated[float, Gt(0)]
+NotNegative: TypeAlias = Annotated[float, Ge(0)]
 
 
 class Support(Enum):
@@ -19,17 +26,17 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of a figure. `kind` is measured, datasheet, published or estimated; `detail` says how or where."""
+    """Origin of a figure: `detail` says how or where."""
 
-    kind: str
-    detail: str
+    kind: Literal["measured", "datasheet", "published", "estimated", "user"]
+    detail: Annotated[str, MinLen(1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """A figure in SI base units (bytes, seconds, flops) and its source."""
 
-    value: float
+    value: Annotated[Positive, Lt(math.inf)]
     source: Source
 
 
@@ -38,15 +45,15 @@ class Link:
     """The connection between neighbouring devices.
 
     `bytes_per_second` is the rate of one device in one direction, to all its peers together.
-    `topology` is one word: switch, mesh, pcie, ring or shared-memory. `domain_size` is the number of
-    consecutive devices that the link connects: an island of a node, or a rack (None: all devices of a node).
+    `domain_size` is the number of consecutive devices that the link connects: an island of a node, or a rack (None:
+    all devices of a node).
     `copy_engine` says that collectives run on engines beside the compute units and do not slow down kernels.
     `peer_access` False means that devices cannot reach each other's memory: copies go through the host.
     `switch_reduces` says that the switch adds up what devices send, so an all-reduce leaves the domain only once.
     """
 
     name: str
-    topology: str
+    topology: Literal["switch", "mesh", "pcie", "ring", "shared-memory"]
     bytes_per_second: Fact
     latency_seconds: float = 10e-6
     domain_size: int | None = None
@@ -70,8 +77,8 @@ class Chip:
     memory_bytes: Fact | None = None
     memory_bandwidth_bytes_per_second: Fact | None = None
     dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)
-    devices_per_node: int = 8
-    devices_per_card: int = 1
+    devices_per_node: Annotated[int, Ge(1)] = 8
+    devices_per_card: Annotated[int, Ge(1)] = 1
     link: Link | None = None
     host_bytes_per_second: Fact | None = None
     nic_bytes_per_second: Fact | None = None
@@ -120,7 +127,8 @@ def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:
     """Return `chip` with the network rate that the user gives, if any."""
     if nic_bytes_per_second is None:
         return chip
-    return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=Source(kind="user", detail="")))
+    source = Source(kind="user", detail="cluster.nic_bytes_per_second")
+    return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=source))
 
 
 MIN_SIMILARITY = 0.72

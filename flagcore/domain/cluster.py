@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from flagcore.domain.chip import Chip
+from annotated_types import Ge, Gt, Le
+
+from flagcore.domain.chip import Chip, NotNegative, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +27,14 @@ class Level:
 
     name: str
     devices: int
-    bytes_per_second: float
-    latency_seconds: float
-    hop_seconds: float | None = None
-    efficiency: float = 0.75
-    pair_share: float = 1.0
-    crowding: float = 0.0
+    bytes_per_second: Positive
+    latency_seconds: NotNegative
+    hop_seconds: NotNegative | None = None
+    efficiency: Positive = 0.75
+    pair_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    crowding: NotNegative = 0.0
     reduces: bool = False
-    compute_share: float = 0.15
+    compute_share: Annotated[float, Ge(0), Le(1)] = 0.15
 
     @property
     def hop(self) -> float:

@@ -39,6 +39,10 @@ class Factor:
     low: float = 1.0
     high: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.value <= self.high < math.inf:
+            raise ValueError(f"a factor must have 0 < low <= value <= high: {self.low}, {self.value}, {self.high}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:

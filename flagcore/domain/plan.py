@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.noise import drift, drifted, rivals
-from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, speed
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, drift, drifted, rivals, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.serving import ServeSpec
+
+Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 AUTO = "auto"
 """In a space: every legal value."""

@@ -9,8 +9,8 @@ import numpy as np
 from scipy.special import ndtr
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.budget import FAILED_STATES
 from flagcore.domain.experience import Features
+from flagcore.domain.search_state import FAILED_STATES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.learning.prior import MEMORY, TIME

@@ -9,8 +9,8 @@ from statistics import median
 import numpy as np
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.budget import FAILED_STATES
 from flagcore.domain.experience import Observed
+from flagcore.domain.search_state import FAILED_STATES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.learning.prior import MEMORY, TIME, Scales

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from flagcore.microbench import collectives, kernels
 from flagcore.microbench.bench import Bench
 from flagcore.microbench.job import Job
-from flagcore.microbench.launches import launches
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -55,7 +54,7 @@ def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     usual: list[str] = [name for name in ("bf16", "fp32") if name in job.precisions]
     main = tuple(usual) or ("fp32",)
-    rows += launches(bench)
+    rows += kernels.launches(bench)
     rows += kernels.measured(bench, kernels.memory(bench, job, main[0]), seconds * SHARES["memory"])
     rows += kernels.measured(bench, kernels.host_copies(bench), seconds * SHARES["host_copy"])
     for backward, kind in ((False, "attention"), (True, "attention_backward")):

@@ -211,7 +211,7 @@ class LoadedPlugins:
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._ask(plugin, "flagcore_chips", validation.chips) or ():
+                for chip in self._ask(plugin, "flagcore_chips", validation.several(Chip)) or ():
                     self._enter(plugin, chip, self._catalogue)
         return self._catalogue
 

@@ -17,15 +17,8 @@ HOOKS_WITH_OBJECTS = frozenset(
 )
 COLUMNS = frozenset(
     (
-        "reserved_bytes",
-        "device_used_bytes",
-        "gemm_seconds",
-        "attention_seconds",
-        "attention_backward_seconds",
-        "memory_seconds",
-        "host_copy_seconds",
-        "seconds",
-        "compute_share",
+        *("reserved_bytes", "device_used_bytes", "gemm_seconds", "attention_seconds", "attention_backward_seconds"),
+        *("memory_seconds", "host_copy_seconds", "seconds", "compute_share"),
     )
 )
 """Methods whose answer is made an array of float64."""

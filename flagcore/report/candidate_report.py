@@ -8,26 +8,23 @@ from typing import Any
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import lookup, shown, table
-from flagcore.report.text import details, heading, knob_of, latency_name, objective_text, state_name, values_text
+from flagcore.report.names import NAMES
+from flagcore.report.text import (
+    details,
+    heading,
+    knob_of,
+    latency_name,
+    objective_text,
+    state_name,
+    value_text,
+    values_text,
+)
 
-CHANGES = {
-    "allowed": N_("smallest allowed change"),
-    "faster": N_("faster, nearby"),
-    "fastest": N_("fastest of all"),
-}
-"""Descriptions of the kinds of changes."""
 SAME = 1e-9
 """The largest relative difference of equal figures."""
-
-VERDICTS = {
-    "surely": N_("significant: larger than the noise of their runs"),
-    "perhaps": N_("not significant: within the noise of their runs"),
-    "as believed": N_("predicted after trials: not both were measured"),
-    "as predicted": N_("predicted: not both were measured"),
-}
 
 
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
@@ -60,7 +57,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
         knob = knob_of(name, knobs)
         if knob.part_of in differs:
             continue
-        values = [_value(value) for value in pair]
+        values = [value_text(value) for value in pair]
         how = [differs[each] for each in details(name, knobs) if each in differs]
         words = [" ".join(str(each[place]) for each in how if each[place] is not None) for place in (0, 1)]
         values = [word or plain for word, plain in zip(words, values, strict=True)]
@@ -122,7 +119,7 @@ def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
 
 def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
     own, several = account["expected_s"], dict(account["changes"])
-    names = dict(CHANGES)
+    names = dict(NAMES["changes"])
     if "fastest" in several and several["fastest"] == several.get("faster"):
         names["faster"] = names["fastest"]
         del several["fastest"]
@@ -141,12 +138,6 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{ran}"
 
 
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "unset" if value is None else str(value)
-
-
 def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
     lines = [f"{name}: {_side(both[name.lower()], knobs)}" for name in ("A", "B")]
@@ -156,7 +147,7 @@ def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     rows = list(_rows(both))
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both["gap"] is not None:
-        verdict = VERDICTS[both["sure"]]
+        verdict = NAMES["verdicts"][both["sure"]]
         parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 
@@ -173,8 +164,10 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
 
     def row(text: str, key: str, seconds: bool = False) -> Iterator[list[str]]:
         pair = [lookup(side, key) for side in sides]
+        if seconds and objective in SERVING:
+            pair = [each and objective_value(objective, each) for each in pair]
         if any(pair):
-            yield _row(text, [_figure(objective, each) for each in pair] if seconds else pair)
+            yield _row(text, pair)
 
     yield from row(name, "measured.step_time_s", seconds=True)
     if any(side["measured"] for side in sides):
@@ -191,10 +184,6 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     yield from row(_("~in use GiB"), "predicted.memory.device_used_gib")
     for part, pair in both["memory"].items():
         yield _row(f"~  {_(part)} GiB", pair)
-
-
-def _figure(objective: str, seconds: float | None) -> float | None:
-    return objective_value(objective, seconds) if seconds and objective in SERVING else seconds
 
 
 def _share(side: Mapping[str, Any], name: str) -> float | None:

@@ -8,72 +8,19 @@ from typing import Any
 from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import N_, _
 from flagcore.report.formats import shown, table
+from flagcore.report.names import NAMES
 from flagcore.stages.predict import LIMITS
 
-COMPONENTS = {
-    "embedding": "Embedding",
-    "qkv_proj": "QKV Proj",
-    "core_attention": "Core Attn",
-    "out_proj": "Out Proj",
-    "ffn": "FFN Up&Down",
-    "router": "Router",
-    "experts": "Experts",
-    "shared_experts": "Shared Experts",
-    "norms": "Layernorms",
-    "mtp": "MTP Module",
-    "output_head": "Output",
-}
-"""Names of the components of a layer, in the order of reports."""
-
-HEADINGS = {
-    "weights_gib": N_("weights GiB"),
-    "gradients_gib": N_("gradients GiB"),
-    "main_params_gib": N_("main params GiB"),
-    "optimizer_gib": N_("optimizer GiB"),
-    "activation_gib": N_("activation GiB"),
-}
-"""Headings of the figures of a component."""
-
+COMPONENTS, HEADINGS = NAMES["components"], NAMES["component_memory"]
+PARTS = NAMES["parts"] | LIMITS
 OTHER = N_("other")
 """The peak minus the components: temporaries such as those of the optimizer or, if negative, what is freed by then."""
 
 MIN_SHOWN = 0.0005
 """The least part of the memory of a device that is shown, in GiB."""
 
-PARTS = {
-    "compute_s": N_("compute"),
-    **LIMITS,
-    "queue_s": N_("queue"),
-    "prefill_s": N_("prefill"),
-    "decode_s": N_("decode"),
-    "collectives_s": N_("collectives"),
-    "host_s": N_("host"),
-}
-"""Names of the parts of a step, and of a request."""
 
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
-
-RATES = {
-    "output_tokens_per_s": N_("output tokens/s"),
-    "total_tokens_per_s": N_("tokens/s, with prompts"),
-    "requests_per_s": N_("requests/s"),
-    "goodput_requests_per_s": N_("requests/s within the SLO"),
-    "output_tokens_per_s_per_device": N_("output tokens/s/device"),
-}
-LATENCIES = {
-    "ttft_s": N_("time to first token (TTFT)"),
-    "tpot_s": N_("time per output token (TPOT)"),
-    "itl_s": N_("inter-token latency (ITL)"),
-    "e2e_s": N_("end-to-end latency (e2e)"),
-}
-PART_DESCRIPTIONS = {
-    "queue_s": N_("waiting in the queue"),
-    "prefill_s": N_("computing the prompt"),
-    "decode_s": N_("generating the output"),
-    "collectives_s": N_("communication between devices"),
-    "host_s": N_("scheduling, sampling, kernel launches, HTTP"),
-}
-"""Descriptions of the parts of the time of a request."""
 
 
 def part_name(part: str) -> str:
@@ -94,17 +41,17 @@ def served_text(record: Mapping[str, Any]) -> str:
     """Return the predicted rates and latencies of a server, the parts of the time of a request, and its memory."""
     rates = [
         f"~{shown(record[name])} {_(words)}"
-        for name, words in RATES.items()
+        for name, words in NAMES["rates"].items()
         if name in record and not (name.startswith("goodput") and record[name] == record.get("requests_per_s"))
     ]
-    latencies = {_(words): record[name] for name, words in LATENCIES.items() if name in record}
+    latencies = {_(words): record[name] for name, words in NAMES["latencies"].items() if name in record}
     rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
     parts = [part for part in ("\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else "") if part]
     time = record.get("time", {})
     whole = sum(time.values())
     if whole > 0.0:
         shares = [
-            [_(part_name(name)), shown(seconds), f"{seconds / whole:.1%}", _(PART_DESCRIPTIONS.get(name, ""))]
+            [_(part_name(name)), shown(seconds), f"{seconds / whole:.1%}", _(NAMES["part_descriptions"].get(name, ""))]
             for name, seconds in time.items()
         ]
         heading = _("Mean time of a request: ~{seconds} s", seconds=shown(whole))
@@ -154,7 +101,11 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
     totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
     rows = [
-        [name, f"{part.get('params', 0.0):,.0f}", *(_gib(part.get(key, 0.0)) for key in figures)]
+        [
+            name,
+            f"{part.get('params', 0.0):,.0f}",
+            *(_gib(part.get(key, 0.0)) for key in figures),
+        ]
         for name, part in [*named, (_(OTHER), rest), (_("Total"), totals)]
     ]
     capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""

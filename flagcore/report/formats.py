@@ -69,10 +69,13 @@ def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequ
         widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
 
     def lines(cells: Sequence[str]) -> list[str]:
-        wrapped = [_wrapped(str(cell), width) for cell, width in zip(cells, widths, strict=True)]
+        texts = [
+            wrapped(str(cell), width) if columns_of(str(cell)) > width else [str(cell)]
+            for cell, width in zip(cells, widths, strict=True)
+        ]
         padded = [
             [right(c, w) if f else left(c, w) for c, w, f in zip(each, widths, figures, strict=True)]
-            for each in zip_longest(*wrapped, fillvalue="")
+            for each in zip_longest(*texts, fillvalue="")
         ]
         return [BETWEEN.join(each).rstrip() for each in padded]
 
@@ -131,10 +134,6 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[in
     return result
 
 
-def _wrapped(cell: str, width: int) -> list[str]:
-    return wrapped(cell, width) if columns_of(cell) > width else [cell]
-
-
 def shown(value: Any) -> str:
     """Return a value as the text of a table cell: four significant digits, `-` for none."""
     if value is None or value == "":
@@ -170,7 +169,11 @@ def _is_figure(cell: str) -> bool:
 class Notebook:
     """A result that a notebook shows as its one-line `repr` with its text below."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
+
+    def as_data(self) -> dict[str, Any]:
+        """Return its fields but for the knobs, which only the text uses."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "knobs"}
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self).strip('<>'))}\n\n{escape(str(self))}</pre>"

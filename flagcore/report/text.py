@@ -10,11 +10,12 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.search_state import DOES_NOT_FIT
-from flagcore.domain.serving import LATENCIES, RATES
+from flagcore.domain.serving import RATES
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
-from flagcore.i18n import N_, _, ngettext
+from flagcore.i18n import _, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import lookup, shown
+from flagcore.report.names import NAMES
 
 Removed: TypeAlias = "tuple[str, str, int]"
 """A stage of the funnel: its rule or nothing, its text, and how many it removed."""
@@ -78,21 +79,6 @@ def repeats_text(lost: Mapping[int, str]) -> list[str]:
     ]
 
 
-STATES = (
-    N_("predicted"),
-    N_("running"),
-    N_("measured"),
-    N_("stopped"),
-    N_("out of memory"),
-    N_("invalid"),
-    N_("failed"),
-    N_("timed out"),
-    N_("interrupted"),
-)
-ROLES = (N_("baseline"), N_("search"), N_("repeat"), N_("imported"))
-FIDELITIES = (N_("estimate"), N_("probe"), N_("run"))
-
-
 def state_text(trial: Trial) -> str:
     """Return how a trial ended in a word or two."""
     if trial.fidelity == PROBE and trial.state is TrialState.MEASURED:
@@ -136,6 +122,13 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
     return ", ".join(parts) or "engine defaults"
 
 
+def value_text(value: object) -> str:
+    """Return the value of a knob as text."""
+    if value is None:
+        return _("unset")
+    return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
+
+
 def knob_of(name: str, knobs: Knobs) -> Knob:
     """Return the knob of a name, a bare one for a name that no installed engine or plugin has."""
     return knobs.get(name) or Knob(name=name)
@@ -175,16 +168,9 @@ def _is_set(knob: Knob, value: object) -> bool:
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
-SHORT_RATES = {
-    "output_tokens_per_s": "output tok/s",
-    "total_tokens_per_s": "tok/s",
-    "requests_per_s": "req/s",
-    "goodput_requests_per_s": "good req/s",
-    "output_tokens_per_s_per_device": "output tok/s/dev",
-}
 FEWEST = {"p99": 100, "p90": 10}
 """The least number of requests for which a percentile is not their maximum."""
-SHORT_LATENCIES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "e2e"), strict=True))
+SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
 
 def heading(objective: str) -> str:

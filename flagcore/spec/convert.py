@@ -11,12 +11,14 @@ from typing import Any
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
 from flagcore.i18n import N_, _
-from flagcore.spec.data_file import read_text
+from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
-from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY, parse_bytes
 from flagcore.spec.models import model_from
-from flagcore.spec.plain_data import KeyPath, spec_error
+from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.schema import (
+    MAX_DEVICES,
+    MAX_MEMORY,
+    MIN_MEMORY,
     ClusterSection,
     ControlSection,
     Document,
@@ -26,14 +28,24 @@ from flagcore.spec.schema import (
 )
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
-from flagcore.spec.validate import checked, gathered, joined
+from flagcore.spec.validate import checked, gathered, joined, parse_bytes
 
 Parts = Mapping[str, Callable[[], object]]
 """Fields of a spec, each with what makes it."""
 
 
-def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
-    """Return plain data as a spec, whose space and baseline may name `plugin_knobs`, too. Raises SpecError."""
+def read_spec(path: Path, engines: Engines) -> Spec:
+    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to its folder. Raises SpecError."""
+    return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
+
+
+def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
+    """Return plain data as a spec. `file` is named in errors, `base` is the folder of relative paths.
+
+    Space, baseline and settings are validated against the knobs of the one of `engines` that the spec names.
+    `plugin_knobs` are further knobs, whose values are validated once the chip is known. Raises SpecError.
+    """
+    data = plain(data, file=file)
     if not isinstance(data, dict):
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
     document: Document | ServeDocument

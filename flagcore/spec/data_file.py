@@ -25,6 +25,11 @@ from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
 MAX_BYTES = 1 << 20
 
 
+def spec_as_data(path: Path) -> dict[str, Any]:
+    """Read a spec file without validating its keys. The result is JSON-serialisable. Raises SpecError."""
+    return read_mapping(path, file=str(path))
+
+
 def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
     """Return the mapping in `path`, read as JSON where the suffix is `.json` and as YAML otherwise.
 

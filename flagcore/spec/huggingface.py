@@ -11,9 +11,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
-from flagcore.spec.limits import Layers, NoLayers, NoSize, Size
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
+from flagcore.spec.schema import Layers, NoLayers, NoSize, Size
 from flagcore.spec.validate import checked, joined
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(

@@ -12,15 +12,14 @@ from pydantic import ConfigDict, Field, create_model
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.spec import AUTO, Job, TrainSpec
+from flagcore.domain.spec import AUTO, Job, Precision, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.convert import check_devices
 from flagcore.spec.data_file import load_json
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
-from flagcore.spec.limits import Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import plain, spec_error
-from flagcore.spec.schema import Shape
+from flagcore.spec.schema import Devices, Fraction, ModelPath, Rate, Shape, Text, TrainJob, Word
 from flagcore.spec.serve_schema import Clients, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
 from flagcore.spec.validate import Section, checked
 
@@ -36,13 +35,7 @@ class _Cluster(Section):
     source: Any = None
 
 
-class _Train(Section):
-    engine: Word
-    seq_length: Size
-    global_batch_size: Size
-    precision: Precision
-    attention: Literal["flash", "unfused"] = "flash"
-    implementation: Literal["local", "transformer_engine"] | None = None
+class _Train(TrainJob):
     settings: Any = None
     notes: Any = None
     source: Any = None
@@ -95,8 +88,11 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
     return create_model("_Record", __base__=_Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
 
 
-def job_from(line: Mapping[str, object], engines: Engines) -> Job:
-    """Return one record as a job. A model's relative path starts at the working directory. Raises SpecError."""
+def read_job(line: Mapping[str, object], engines: Engines) -> Job:
+    """Return one record of one of `engines` as a job; a model's relative path starts at the working directory.
+
+    Raises SpecError.
+    """
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
     kind = line.get("kind")
@@ -121,10 +117,9 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     train, candidate = record.train, candidate_of(record.candidate, knobs)
     settings = settings_of(train, knobs) | settings_of(train.settings, knobs)
     settings |= settings_of(record.candidate, knobs, exclude=candidate)
-    own = {"engine", "seq_length", "global_batch_size", "precision", "attention", "implementation"}
     return Job(
         **_common(record),
-        work=TrainSpec(**train.model_dump(include=own), settings=settings),
+        work=TrainSpec(**train.model_dump(include=set(TrainJob.model_fields)), settings=settings),
         candidate=candidate,
         rank=record.rank,
         notes=train.notes if isinstance(train.notes, str) else "",
@@ -219,8 +214,8 @@ LONGEST_LINE = 1 << 20
 Line = Mapping[str, Any] | SpecError
 
 
-def job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
-    """Yield what each line of `stream` holds, empty ones left out; an error names `file` and the line's number."""
+def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
+    """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
     for number, line in enumerate(_lines(stream), start=1):
         if line.strip():
             yield _record(line, f"{file}: line {number}")

@@ -1,5 +1,6 @@
-"""The spec file as pydantic models: one class a section, one docstring a key. Rules that span several keys are in
-`convert`. The serving half is in `serve_schema`.
+"""The spec file as pydantic models: types of values with bounds, one class a section, one docstring a key.
+
+Rules that span several keys are in `convert`. The serving half is in `serve_schema`.
 """
 
 from __future__ import annotations
@@ -11,30 +12,34 @@ from pydantic import Field, JsonValue, create_model
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Control as ControlSpec
+from flagcore.domain.spec import Precision
 from flagcore.spec.knobs import baseline_section, settings_section, space_section
-from flagcore.spec.limits import (
-    Amount,
-    Bytes,
-    Devices,
-    Folder,
-    Layers,
-    ModelPath,
-    NoLayers,
-    NoSize,
-    NoSteps,
-    Precision,
-    Probes,
-    Rate,
-    Repeats,
-    Seconds,
-    Size,
-    Steps,
-    Text,
-    Trials,
-    Value,
-    Word,
-)
-from flagcore.spec.validate import M, Section
+from flagcore.spec.validate import BYTES_PATTERN, M, Section
+
+MAX_DEVICES = 1_000_000
+MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
+
+Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+NoLayers = Annotated[int, Field(ge=0, le=10_000)]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+NoSize = Annotated[int, Field(ge=0, le=2**31)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(gt=0, le=1_000)]
+Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
+Steps = Annotated[int, Field(ge=2, le=1_000_000)]
+NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
+Trials = Annotated[int, Field(ge=1, le=1_000_000)]
+Probes = Annotated[int, Field(ge=0, le=1_000)]
+Repeats = Annotated[int, Field(ge=0, le=1_000)]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+Value = Annotated[str, Field(max_length=100_000)]
+ModelPath = Annotated[str, Field(min_length=1, max_length=4096, examples=["./Qwen3-8B"])]
+Folder = Annotated[str, Field(min_length=1, max_length=4096, examples=["../training"])]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
+Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
+Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 
 _CONTROL = ControlSpec()
 
@@ -118,8 +123,8 @@ class ClusterSection(GroupSection):
     """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
 
 
-class TrainSection(Section):
-    """The training job."""
+class TrainJob(Section):
+    """What a spec and a job record have of a training job."""
 
     engine: Word
     """Name of the training engine."""
@@ -133,6 +138,11 @@ class TrainSection(Section):
     """Attention kernel: fused (flash), or with the scores in memory (unfused)."""
     implementation: Literal["local", "transformer_engine"] | None = None
     """Implementation of the layers; null: the engine's default."""
+
+
+class TrainSection(TrainJob):
+    """The training job."""
+
     command: Annotated[list[Text], Field(min_length=1)] | None = None
     """Your launch command as a list of words, run without a shell; null: flagcore's trial program."""
     directory: Folder | None = None

@@ -10,20 +10,23 @@ from pydantic import Field, TypeAdapter
 
 from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import Load
+from flagcore.domain.spec import Precision
 from flagcore.spec.knobs import Engines
-from flagcore.spec.limits import (
+from flagcore.spec.schema import (
+    BudgetSection,
+    CommonSection,
     Devices,
     Factor,
     Folder,
     Fraction,
     NoSize,
-    Precision,
+    SearchSection,
     Seconds,
     Text,
     Value,
     Word,
+    document_of,
 )
-from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, document_of
 from flagcore.spec.validate import Section
 
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]

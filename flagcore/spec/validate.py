@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flagcore.errors import SpecError, SpecErrors
 from flagcore.i18n import N_, _
-from flagcore.spec.limits import BYTES_PATTERN
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
+BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
 """Problems of one file that are listed."""
 DID_YOU_MEAN = N_("did you mean {name}?")
@@ -246,3 +246,15 @@ def _hint(value: object, options: list[Schema]) -> str:
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes in e.g. `4GiB` (2**30 each), `80GB` (10**9 each) or `4096B`.
+
+    Raises ValueError for any other text.
+    """
+    match = re.fullmatch(BYTES_PATTERN, text)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is not an amount such as 4GiB, 80GB or 4096B")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))

@@ -17,7 +17,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack
@@ -130,33 +130,19 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     where = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
-        raise NoDevice(
-            _(
-                "no installed plugin says how {engine} runs on {chip}; give a {where}.command",
-                engine=work.engine,
-                chip=cluster.chips,
-                where=where,
-            )
-        )
+        text = N_("no installed plugin says how {engine} runs on {chip}; give a {where}.command")
+        raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
     found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
-        raise NoDevice(
-            _(
-                "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "
-                "plan without it",
-                chip=cluster.chips,
-            )
+        text = N_(
+            "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "
+            "plan without it"
         )
+        raise NoDevice(_(text, chip=cluster.chips))
     if len(here) < (needed or group.devices_per_node) and not support.shared_devices:
-        raise NoDevice(
-            _(
-                "cluster.devices_per_node = {wanted}, but this machine has {count} {chip}",
-                wanted=group.devices_per_node,
-                count=len(here),
-                chip=group.chip.name,
-            )
-        )
+        text = N_("cluster.devices_per_node = {wanted}, but this machine has {count} {chip}")
+        raise NoDevice(_(text, wanted=group.devices_per_node, count=len(here), chip=group.chip.name))
 
 
 def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
@@ -222,27 +208,22 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
     if not known:
-        raise NoDevice(
-            _(
-                "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
-                "installed), measure it with `flag calibrate`, or name a chip to plan for",
-                devices=", ".join(counts) or _("no device at all"),
-            )
+        text = N_(
+            "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
+            "installed), measure it with `flag calibrate`, or name a chip to plan for"
         )
+        raise NoDevice(_(text, devices=", ".join(counts) or _("no device at all")))
     own, _count, chip = max(
         ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
         key=lambda found: found[:2],
     )
     if not own and plugins.undetected():
         why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
-        raise NoDevice(
-            _(
-                "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
-                "cluster.chip: {chip} to use it",
-                chip=chip.name,
-                why=why,
-            )
+        text = N_(
+            "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
+            "cluster.chip: {chip} to use it"
         )
+        raise NoDevice(_(text, chip=chip.name, why=why))
     return chip
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import Task
-from flagcore.spec.limits import PRECISIONS
+from flagcore.domain.spec import PRECISIONS, Task
 
 MEASURED = "`flag calibrate` on such a device measures that"
 BUDGET = "give cluster.memory_per_device"

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.errors import RunError
-from flagcore.files import read_regular
+from flagcore.files import read_regular, replace
 from flagcore.i18n import _
 
 LOCK, IDENTITY = "run.lock", "task.json"
@@ -136,19 +136,9 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def write(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file in one step: a reader sees the old one or the new one. Raises RunError.
-
-    A `private` one is for its owner alone.
-    """
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    """Write a text file of a run as `flagcore.files.replace` does. Raises RunError."""
     with writable(file):
-        try:
-            draft.touch(mode=0o600 if private else 0o666)
-            draft.write_text(text, encoding="utf-8", errors="surrogateescape")
-            os.replace(draft, file)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        replace(file, text, private=private)
 
 
 def differences(old: object, new: object, key: str = "") -> Iterator[str]:

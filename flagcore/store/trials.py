@@ -219,7 +219,9 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         measured = Measurement(**measured | several | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
         for name in FIGURES:
             figure = getattr(measured, name)
-            if not (name in OPTIONAL_FIGURES and figure is None) and not _finite(figure):
+            if figure is None and name in OPTIONAL_FIGURES:
+                continue
+            if not isinstance(figure, (int, float)) or not math.isfinite(figure):
                 raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is not a finite number")
     predicted = dict(attributes["predicted"])
     notes = {name: attributes.get(name, predicted.pop(name, None)) for name in NOTES}  # older journals
@@ -237,10 +239,6 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         source=result.get("source"),
         **{name: None if value is None else NOTES[name](value) for name, value in notes.items()},
     )
-
-
-def _finite(figure: object) -> bool:
-    return isinstance(figure, (int, float)) and math.isfinite(figure)
 
 
 def _line(error: Exception) -> str:

@@ -18,9 +18,8 @@ from pathlib import Path
 from flagcore.plugins import GROUP
 from flagcore.plugins.installed import installed, load_only, one_line
 from flagcore.testing.checks import CHECKS
-from flagcore.testing.kit import Result, run_all
+from flagcore.testing.kit import Result, Subject, run_all
 from flagcore.testing.package import read_source
-from flagcore.testing.subject import Subject
 
 LOADS = "plugin_loads"
 

@@ -8,8 +8,7 @@ import pytest
 
 from flagcore.domain.trial import TrialState
 from flagcore.testing.checks import CHECKS
-from flagcore.testing.kit import Check, run_all
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Check, Subject, run_all
 
 SUBJECTS: dict[int, Subject] = {}
 """Plugins that were asked already: what one test found out, the next need not."""

@@ -16,7 +16,7 @@ from unittest import mock
 from flagcore.domain.chip import Device
 from flagcore.plugins.installed import BadPlugin, one_line
 from flagcore.plugins.validation import several
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Subject
 from flagcore.testing.transcripts import Transcript
 
 REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")

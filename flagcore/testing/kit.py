@@ -1,18 +1,272 @@
-"""What a check is, and how checks are run. Needs no pytest."""
+"""A plugin under test, what a check is, and how checks are run. Needs no pytest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from importlib.metadata import Distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
+import yaml
+
+from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.maturity import Maturity
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins.installed import one_line
-from flagcore.testing.subject import Problem, Skip, Subject, fix_of
+from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
+from flagcore.plugins.installed import installed, one_line
+from flagcore.testing.examples import task_on
+from flagcore.testing.package import Package, read_installed, source_of
+from flagcore.testing.transcripts import Transcript, read_transcripts
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import Quirks, read_quirks
+from flagcore.vendorkit.variables import Variable, read_variables
 
-MOST = 3
+T = TypeVar("T")
+
+
+class Skip(Exception):
+    """A check does not apply. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, with its place (file and key, or hook), and the fix."""
+
+    message: str
+    fix: str
+
+
+def fix_of(reason: str) -> str:
+    """Return the fix for an error of a plugin's file; empty for other errors."""
+    if reason.startswith("SpecError"):
+        return "correct that key; docs/write-a-plugin.md describes the files"
+    missing = "write that file (see docs/write-a-plugin.md), or return None from the hook"
+    return missing if reason.startswith("FileNotFoundError") else ""
+
+
+SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
+"""Nodes and devices a node for which a plugin is asked."""
+
+
+@dataclass
+class Subject:
+    """A plugin under test. `hooks` is what its entry point names: a module, or an object.
+
+    `examples` are log lines and how a trial that wrote each one failed, beside those of `quirks.yaml`.
+    """
+
+    name: str
+    hooks: object
+    distribution: Distribution | None = None
+    examples: Sequence[tuple[str, TrialState]] = ()
+    engines: tuple[str, ...] = field(default_factory=lambda: names(WORKLOADS))
+    """The engines that are installed."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What checks found out that others use, too."""
+
+    @classmethod
+    def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
+        """Return `hooks` under the name that its entry point has, if it is installed or in its source folder."""
+        subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
+        for name, points in installed(GROUP).points.items():
+            if points[0].value == subject.entry:
+                return cls(name=name, hooks=hooks, distribution=points[0].dist, examples=examples)
+        with suppress(Skip):
+            values = subject.packaged.points
+            subject.name = next(name for name, value in values.items() if value == subject.entry)
+        return subject
+
+    @cached_property
+    def loaded(self) -> LoadedPlugins:
+        """The plugin as the core would ask it, every answer checked."""
+        return LoadedPlugins.of({self.name: self.hooks})
+
+    @cached_property
+    def chips(self) -> tuple[Chip, ...]:
+        """The plugin's own chips; an add-on has none."""
+        return self.loaded.chips()
+
+    @cached_property
+    def others(self) -> LoadedPlugins:
+        """The other plugins that are installed."""
+        return load_plugins({self.name} & {*names(GROUP)})
+
+    @cached_property
+    def entry(self) -> str:
+        """What an entry point that names it has: MODULE or MODULE:OBJECT. Empty for an object of no package."""
+        if isinstance(self.hooks, ModuleType):
+            return self.hooks.__name__
+        package = str(getattr(self.hooks, "package", ""))
+        modules = [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]
+        found = (
+            f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
+        )
+        return next(found, "")
+
+    @property
+    def hooks_module(self) -> str:
+        """The name of the module of hooks. Raises Skip for an object of no package."""
+        if not self.entry:
+            raise Skip("the plugin is an object without a package")
+        return self.entry.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        """The name of the plugin's package. Raises Skip for an object of no package."""
+        return self.hooks_module.partition(".")[0]
+
+    @property
+    def package_folder(self) -> Path:
+        """The folder of its package. Raises Skip for an object of no package."""
+        return Path(str(sys.modules[self.hooks_module].__file__)).parent
+
+    @cached_property
+    def packaged(self) -> Package:
+        """What its distribution says. Raises Skip where there is none."""
+        if source := source_of(self.package_folder.resolve(), self.hooks_module):
+            return source
+        if self.distribution is None:
+            raise Skip("the plugin's distribution was not found")
+        return read_installed(self.distribution)
+
+    @property
+    def source(self) -> Path:
+        """Its source folder. Raises Skip where only the installed package is here."""
+        if self.packaged.folder is None:
+            raise Skip("only the installed package is available, not its source")
+        return self.packaged.folder
+
+    @cached_property
+    def transcripts(self) -> tuple[Transcript, ...]:
+        """What its vendor's tools printed. Raises Skip where there are none."""
+        found = read_transcripts(self.source)
+        if not found:
+            raise Skip("tests/smi has no transcripts")
+        return found
+
+    @property
+    def listings(self) -> tuple[Transcript, ...]:
+        """The transcripts that list devices, each with its tool. Raises Skip where there are none."""
+        found = tuple(each for each in self.transcripts if each.tool and each.devices)
+        if not found:
+            raise Skip("no transcript in tests/smi lists devices")
+        return found
+
+    def shipped(self, file: str, read: Callable[[str], T]) -> T:
+        """Return the content of a file of its package. Raises Skip without the file, SpecError for a bad one."""
+        if not (self.package_folder / file).is_file():
+            raise Skip(f"the plugin has no {file}")
+        return read(self.package)
+
+    @property
+    def quirks(self) -> Quirks:
+        """The content of `quirks.yaml`."""
+        return self.shipped("quirks.yaml", read_quirks)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The content of `environment.yaml`."""
+        return self.shipped("environment.yaml", read_variables)
+
+    @property
+    def maturity(self) -> Maturity:
+        """The content of `maturity.yaml`."""
+        return self.shipped("maturity.yaml", read_maturity) or Maturity()
+
+    def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the content of each file of its package that `pattern` fits and that is YAML."""
+        for path in sorted(self.package_folder.glob(pattern)):
+            try:
+                yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
+            except yaml.YAMLError:
+                continue  # another check reports it
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """Return what `make` returned when `key` was first asked for."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        found: T = self.memory[key]
+        return found
+
+    def is_reported(self, reason: str) -> bool:
+        """Return whether a check has reported a bad file already, and remember that one has."""
+        reported: set[str] = self.memory.setdefault("reported", set())
+        before = reason in reported
+        reported.add(reason)
+        return before
+
+    def failed(self, *hooks: str) -> bool:
+        """Return whether something went wrong with `hooks` until now."""
+        return any(failure.hook in hooks for failure in self.loaded.failures)
+
+    def problems_of(self, *hooks: str) -> Iterator[Problem]:
+        """Yield what went wrong with `hooks` until now. Raises Skip for a bad file that a check reported before."""
+        for failure in self.loaded.failures:
+            if failure.hook in hooks:
+                if failure.reason.startswith("SpecError") and self.is_reported(failure.reason):
+                    raise Skip(f"{failure.reason.split(': ')[1]} cannot be read")
+                fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for its answer"
+                yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
+
+    def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
+        """Return what the plugin itself answers, unchecked. Raises whatever it raises."""
+        return self.loaded.plugins[0].ask(hook, arguments)
+
+    def own_chips(self) -> tuple[Chip, ...]:
+        """Return its chips. Raises Skip where it has none, or none that can be read."""
+        if not self.chips:
+            unread = self.failed("flagcore_chips")
+            raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
+        return self.chips
+
+    def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
+        """Return what the plugin answers for its chips. Raises Skip where that is nothing."""
+        found = [(chip, found_for_chip) for chip in self.own_chips() if (found_for_chip := answer(chip)) is not None]
+        if not found:
+            raise Skip(f"{hook} returns None for all chips: the core's default is used")
+        return found
+
+    def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
+        """Return its kernel times, without the roofline with which the core fills their gaps. Raises Skip."""
+
+        def own(chip: Chip) -> KernelCosts | None:
+            if self.loaded.kernel_costs(chip, "megatron") is None:
+                return None  # nothing, or an invalid answer, which another check reports
+            about = {"chip": chip, "engine": "megatron", "kind": "train"}
+            return validation.kernel_costs(self.ask("flagcore_kernel_costs", about))
+
+        return self.each("flagcore_kernel_costs", own)
+
+    def pairs(self) -> list[tuple[Chip, str]]:
+        """Return each chip with each engine. Raises Skip without chips."""
+        return [(chip, engine) for chip in self.own_chips() for engine in self.engines]
+
+    def groups(self) -> Iterator[NodeGroup]:
+        """Yield each chip in node groups of several sizes."""
+        for chip in self.own_chips():
+            shapes = dict.fromkeys([*SHAPES, (1, chip.devices_per_node), (2, chip.devices_per_node)])
+            yield from (NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices) for nodes, devices in shapes)
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield a small training task for each chip."""
+        return (task_on(chip) for chip in self.own_chips())
+
+    def implements(self, hook: str) -> None:
+        """Raise Skip if the plugin does not implement `hook`."""
+        if hook not in self.loaded.plugins[0].hooks:
+            raise Skip(f"the plugin does not implement {hook}")
+
+
+MOST_LISTED = 3
 """Problems of one check that its message lists; the others are counted."""
 
 Problems = Iterator["str | Problem"]
@@ -81,8 +335,8 @@ def run(check: Check, subject: Subject) -> Result:
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    more = [f"and {len(messages) - MOST} more"] if len(messages) > MOST else []
-    return Result(check=name, state="failed", message="; ".join([*messages[:MOST], *more]), fix=problems[0].fix)
+    more = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
+    return Result(check=name, state="failed", message="; ".join([*messages[:MOST_LISTED], *more]), fix=problems[0].fix)
 
 
 def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:

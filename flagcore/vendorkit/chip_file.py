@@ -15,7 +15,6 @@ from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
 from flagcore.vendorkit.fields import build, read_yaml
 
-TOPOLOGIES = ("switch", "mesh", "pcie", "ring", "shared-memory")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 KEYS = {"chip": "name", **{each.name: each.name for each in fields(Chip) if each.name != "name"}}
 """The fields of a chip by the keys of the file."""
@@ -36,14 +35,4 @@ def read_chip(text: str, file: str) -> Chip:
         if name not in PRECISIONS:
             fix = f"the names are {', '.join(PRECISIONS)}"
             raise SpecError(file=file, key=f"dense_flops_per_second.{name}", problem="unknown precision", fix=fix)
-    for key, fact in chip.figures.items():
-        if fact.value <= 0:
-            fix = "leave out what was neither published nor measured"
-            raise SpecError(file=file, key=f"{key}.value", value=fact.value, problem="must be above 0", fix=fix)
-    for key in ("devices_per_node", "devices_per_card"):
-        if getattr(chip, key) < 1:
-            raise SpecError(file=file, key=key, value=getattr(chip, key), problem="must be at least 1")
-    if chip.link and chip.link.topology not in TOPOLOGIES:
-        value, fix = chip.link.topology, f"use one of {', '.join(TOPOLOGIES)}"
-        raise SpecError(file=file, key="link.topology", value=value, problem="invalid value", fix=fix)
     return chip

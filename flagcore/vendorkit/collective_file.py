@@ -7,14 +7,25 @@ topology, or on the one that `level` names. A chip with the links of another has
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.resources import files
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.errors import SpecError
-from flagcore.physics.collectives.curves import CollectiveTable, Curve, problem
-from flagcore.vendorkit.fields import build, entries, finish, read_yaml
+from flagcore.physics.collectives.curves import CollectiveTable, Curve
+from flagcore.vendorkit.fields import build, read_yaml
 
 FILE = "collectives.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFile:
+    """The content of a file."""
+
+    source: Source
+    same_as: str | None = None
+    level: str = ""
+    curves: tuple[Curve, ...] = ()
 
 
 def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
@@ -27,27 +38,16 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
 
     Raises SpecError naming `file`, key, value, rule and fix.
     """
-    content = read_yaml(text, file)
-    source: Source = build(Source, content.pop("source", None), file, "source")
-    same: str | None = build(str | None, content.pop("same_as", None), file, "same_as")
-    if same is not None:
-        finish(content, file, "a file with same_as has no curves of its own")
-        return same.casefold()
-    level: str = build(str, content.pop("level", ""), file, "level")
-    curves = []
-    for path, entry in entries(content, "curves", file):
-        seconds = entry.get("seconds")
-        if isinstance(seconds, list) and any(isinstance(each, int) for each in seconds):
-            fix = "give seconds, e.g. 1.2e-05"
-            raise SpecError(file=file, key=f"{path}seconds", value=seconds, problem="has whole numbers", fix=fix)
-        curves.append(build(Curve, entry, file, path))
-        if wrong := problem(CollectiveTable(curves=(curves[-1],), source="")):
-            raise SpecError(file=file, key=path, problem=wrong)
-    finish(content, file)
-    table = CollectiveTable(level=level, curves=tuple(curves), source=f"{source.kind}: {source.detail}")
-    if wrong := problem(table):
-        raise SpecError(file=file, key="curves", problem=wrong)
-    return table
+    found: CollectiveFile = build(CollectiveFile, read_yaml(text, file), file)
+    if found.same_as is not None:
+        if found.curves:
+            raise SpecError(file=file, key="curves", problem="a file with same_as has no curves of its own")
+        return found.same_as.casefold()
+    source = f"{found.source.kind}: {found.source.detail}"
+    try:
+        return CollectiveTable(level=found.level, curves=found.curves, source=source)
+    except ValueError as error:
+        raise SpecError(file=file, key="curves", problem=str(error)) from None
 
 
 def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | None:

@@ -2,8 +2,8 @@
 
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
 
-- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file. `of` says
-  what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
+  says what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
 - `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
 - `serving.yaml`: as `curve.yaml`, for engines that serve, if their kernels reach other shares.
@@ -15,15 +15,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any, Literal
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip, Source
+from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
 from flagcore.physics.kernels.table import IN_RUNS, KernelTable
 from flagcore.vendorkit.fields import build, finish, read_yaml
@@ -35,24 +32,15 @@ BUSY_SIDE = 1024.0
 OF = {"runs": 1.0, "kernels": IN_RUNS}
 """By how much kernels take longer in a run than a curve of each says."""
 
-DIVISORS = (
-    *("gemm_share", "gemm_shares", "units", "tile", "memory_share", "elementwise_share"),
-    *("attention_share", "attention_backward_share", "host_bytes_per_second"),
-)
-"""Parameters of a curve that times are divided by."""
-
 NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
-
-
-Positive = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowed:
     """A lower clock in long measurements: times much longer than `after_us` are too long by the share `by`."""
 
-    after_us: Positive
-    by: Positive
+    after_us: NotNegative
+    by: NotNegative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +53,10 @@ class Reading:
     shortest side keeps the chip busy with arithmetic.
     """
 
-    event_us: Positive = 0.0
-    host_us: Mapping[str, Positive] = field(default_factory=dict)
+    event_us: NotNegative = 0.0
+    host_us: Mapping[str, NotNegative] = field(default_factory=dict)
     slowed: Mapping[str, Slowed] = field(default_factory=dict)
-    in_training: Mapping[str, Positive] = field(default_factory=dict)
+    in_training: Mapping[str, NotNegative] = field(default_factory=dict)
 
     def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
         """Return a measured kernel with the device's own time."""
@@ -130,17 +118,9 @@ def read_curve(text: str, file: str) -> Curve:
     """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
     content = read_yaml(text, file)
     build(Source, content.pop("source", None), file, "source")
-    fitted_to: str = build(str, content.pop("of", "runs"), file, "of")
-    if fitted_to not in OF:
-        fix = f"use one of {', '.join(OF)}"
-        raise SpecError(file=file, key="of", value=fitted_to, problem="invalid value", fix=fix)
+    fitted_to: str = build(Literal["runs", "kernels"], content.pop("of", "runs"), file, "of")
     curve: Curve = build(Curve, content.pop("curve", None), file, "curve.", {name: name for name in NAMES})
     finish(content, file)
-    figures = {name: getattr(curve, name) for name in NAMES if name != "gemm_shares"}
-    figures |= {f"gemm_shares.{precision}": share for precision, share in curve.gemm_shares.items()}
-    for name, value in figures.items():
-        if value < 0 or (value == 0 and name.partition(".")[0] in DIVISORS):
-            raise SpecError(file=file, key=f"curve.{name}", value=value, problem="must be a number above 0")
     return replace(curve, run_slowdown=OF[fitted_to])
 
 

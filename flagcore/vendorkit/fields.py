@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -30,6 +30,7 @@ WORDS = {
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
+T = TypeVar("T")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -66,6 +67,13 @@ def read_file(package: str, name: str) -> Content | None:
     """Return the content of a file of `package`; None if there is none. Raises SpecError as `read_yaml`."""
     path = files(package).joinpath(name)
     return read_yaml(path.read_text("utf-8"), f"{package}/{name}") if path.is_file() else None
+
+
+def read_as(kind: Callable[..., T], package: str, name: str) -> T:
+    """Return a file of `package` as a `kind`, which is empty without a file. Raises SpecError with every problem."""
+    content = read_file(package, name) or {}
+    found: T = build(kind, {key: value for key, value in content.items() if value is not None}, f"{package}/{name}")
+    return found
 
 
 def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Content]]:
@@ -115,6 +123,10 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
         return SpecError(file=file, key=key, problem="is missing", fix=FIX)
     if error["type"] == "unexpected_keyword_argument":
         return SpecError(file=file, key=key, problem="unknown key", fix=FIX)
+    if error["type"] in ("literal_error", "enum"):
+        return SpecError(
+            file=file, key=key, value=value, problem="invalid value", fix=f"use {error['ctx']['expected']}"
+        )
     words = WORDS.get(error["type"])
     problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
     return SpecError(file=file, key=key, value=value, problem=problem, fix=_number_hint(error["type"], value))
@@ -149,7 +161,7 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
         if near and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
             raise wrong(name, "unknown key", f"did you mean {near[0]}?")
     detail = others.pop(needed, None)
-    if not isinstance(detail, str):
+    if not isinstance(detail, str) or not detail.strip():
         other = "".join(f"; {name} belongs to the kind {each}" for each, name in SOURCE_KEYS.items() if name in others)
         raise wrong(needed, f"must be text: the kind {kind} needs it", f"write {needed}: TEXT{other}")
     for name, value in others.items():

@@ -19,7 +19,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
 from flagcore.vendorkit.fields import Content, build, entries, finish, read_file
-from flagcore.vendorkit.scope import Scope, scoped
+from flagcore.vendorkit.scope import Scope
 
 FILE = "knobs.yaml"
 KEYS = {
@@ -35,6 +35,7 @@ KEYS = {
     "choices": "effects",
 }
 """The fields of a knob by the keys of the file."""
+SCOPE = ("engine", "engines", "kinds", "chips", "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ def all_knobs(package: str) -> tuple[Listed, ...]:
     """Return the knobs of a plugin's file; none without a file. Raises SpecError for a bad one."""
     content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
     found = []
-    for path, entry, scope in scoped(content, "knobs", file):
+    for path, entry in entries(content, "knobs", file):
+        scope: Scope = build(Scope, {key: entry.pop(key) for key in SCOPE if key in entry}, file, path)
         if not scope.engines:
             raise SpecError(file=file, key=f"{path}engine", problem="is missing")
         effects = dict(_effect(choice, file, path + at) for at, choice in entries(entry, "choices", file))
@@ -70,9 +72,4 @@ def _effect(choice: Content, file: str, path: str) -> tuple[KnobValue, Effect]:
     time = choice.get("time")
     if isinstance(time, dict) and "part" in time:
         choice["part"] = time.pop("part")
-    effect: Effect = build(Effect, choice, file, path)
-    for name, factor in (("time", effect.time), ("memory", effect.memory)):
-        if not 0 < factor.low <= factor.value <= factor.high:
-            problem = "must be between low and high, and all above 0"
-            raise SpecError(file=file, key=f"{path}{name}.value", value=factor.value, problem=problem)
-    return value, effect
+    return value, build(Effect, choice, file, path)

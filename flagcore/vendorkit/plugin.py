@@ -21,13 +21,13 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.collective_file import collective_table
 from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
-from flagcore.vendorkit.detection import DeviceDetector
+from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, SharedTable
 from flagcore.vendorkit.engines import SUPPORT, read_engines
 from flagcore.vendorkit.knobs import FILE as KNOBS
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import Note, Quirk, applying, read_quirks
-from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
+from flagcore.vendorkit.quirks import Note, read_quirks
+from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import environment
 
 
@@ -93,14 +93,14 @@ class VendorPlugin:
             return None
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
         for report in applying(quirks.support, *about)[:1]:
-            works = support.support if report.value.works is None else SUPPORT[report.value.works]
-            support = replace(support, support=works, reason=report.value.reason)
+            works = support.support if report.works is None else SUPPORT[report.works]
+            support = replace(support, support=works, reason=report.reason)
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(
             support,
-            refused=tuple(each.value for each in applying(quirks.refused, *about)),
-            forced=tuple(each.value for each in applying(quirks.forced, *about)),
+            refused=applying(quirks.refused, *about),
+            forced=applying(quirks.forced, *about),
             notes=tuple(_with_source(each) for each in applying(quirks.notes, *about)),
         )
 
@@ -120,10 +120,8 @@ class VendorPlugin:
     def flagcore_failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None
     ) -> Sequence[FailurePattern] | None:
-        if not self.owns(chip):
-            return None
-        failures = applying(read_quirks(self.package).failures, chip, engine, engine_version)
-        return tuple(failure.value for failure in failures)
+        failures = read_quirks(self.package).failures
+        return applying(failures, chip, engine, engine_version) if self.owns(chip) else None
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
@@ -131,5 +129,5 @@ class VendorPlugin:
         return DeviceReading(self._table, device.index) if known else None
 
 
-def _with_source(note: Quirk[Note]) -> str:
-    return f"{note.value.note} ({note.source.kind}: {note.source.detail})"
+def _with_source(note: Note) -> str:
+    return f"{note.note} ({note.source.kind}: {note.source.detail})"

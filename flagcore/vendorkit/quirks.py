@@ -16,91 +16,72 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Generic, TypeVar
 
-from flagcore.domain.chip import Chip, Source
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Source
 from flagcore.domain.engine import Forced, Refused
 from flagcore.domain.launch import FailurePattern
-from flagcore.errors import SpecError
-from flagcore.vendorkit.fields import Content, build, finish, read_file
-from flagcore.vendorkit.scope import Scope, scoped
-
-FILE = "quirks.yaml"
-
-T = TypeVar("T")
+from flagcore.vendorkit.fields import read_as
+from flagcore.vendorkit.scope import Scope
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quirk(Generic[T]):
+@dataclass(frozen=True, kw_only=True)
+class Quirk(Scope):
     """One entry of the file."""
 
-    value: T
-    scope: Scope
     source: Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, kw_only=True)
+class Report(Quirk):
     """What was reported of an engine. `works` None: see `engines.yaml`."""
 
     reason: str = ""
     works: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure(FailurePattern):
+@dataclass(frozen=True, kw_only=True)
+class RefusedValues(Refused, Quirk):
+    """Values that do not work."""
+
+    values: tuple[KnobValue, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.values and self.above is None:
+            raise ValueError("has neither `values` nor `above` with a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedSetting(Forced, Quirk):
+    """A setting that must have one value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(FailurePattern, Quirk):
     """A log line that says why a trial failed, with one `example` of it."""
 
     example: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+@dataclass(frozen=True, kw_only=True)
+class Note(Quirk):
     """A sentence for users."""
 
     note: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Quirks:
     """The entries of a plugin's file."""
 
-    support: tuple[Quirk[Report], ...] = ()
-    refused: tuple[Quirk[Refused], ...] = ()
-    forced: tuple[Quirk[Forced], ...] = ()
-    failures: tuple[Quirk[Failure], ...] = ()
-    notes: tuple[Quirk[Note], ...] = ()
-
-
-def applying(
-    quirks: tuple[Quirk[T], ...], chip: Chip, engine: str, engine_version: str | None = None, kind: str = ""
-) -> tuple[Quirk[T], ...]:
-    """Return the entries that apply to an engine on a chip."""
-    return tuple(quirk for quirk in quirks if quirk.scope.includes(chip, engine, engine_version, kind))
+    support: tuple[Report, ...] = ()
+    refused: tuple[RefusedValues, ...] = ()
+    forced: tuple[ForcedSetting, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 @cache
 def read_quirks(package: str) -> Quirks:
     """Return the quirks of a plugin; none without a file. Raises SpecError for a bad file."""
-    content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
-
-    def quirks(section: str, kind: type[T]) -> tuple[Quirk[T], ...]:
-        return tuple(_quirk(kind, entry, scope, file, path) for path, entry, scope in scoped(content, section, file))
-
-    found = Quirks(
-        support=quirks("support", Report),
-        refused=quirks("refused", Refused),
-        forced=quirks("forced", Forced),
-        failures=quirks("failures", Failure),
-        notes=quirks("notes", Note),
-    )
-    finish(content, file)
-    return found
-
-
-def _quirk(kind: type[T], entry: Content, scope: Scope, file: str, path: str) -> Quirk[T]:
-    source = build(Source, entry.pop("source", None), file, f"{path}source")
-    if kind is Refused and not entry.get("values") and entry.get("above") is None:
-        problem, fix = "is missing", "give `values`, or `above` with a number"
-        raise SpecError(file=file, key=f"{path}values", problem=problem, fix=fix)
-    return Quirk(value=build(kind, entry, file, path), scope=scope, source=source)
+    return read_as(Quirks, package, "quirks.yaml")

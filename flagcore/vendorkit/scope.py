@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal, TypeVar, get_args
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.knob import in_versions
-from flagcore.errors import SpecError
-from flagcore.vendorkit.fields import Content, build, entries
 
-KINDS = ("train", "serve")
+Kind = Literal["train", "serve"]
 """What an engine does."""
+KINDS: tuple[str, ...] = get_args(Kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _several(words: object) -> object:
+    return (words,) if isinstance(words, str) else tuple(words) if isinstance(words, list) else words
+
+
+def _range(text: str) -> str:
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        raise ValueError('invalid range of releases; write e.g. ">=0.11,<0.13"') from None
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scope:
     """The engines, kinds of engines, chips and engine releases of an entry. An empty field means all.
 
-    `versions` is a range such as ">=0.11,<0.13".
+    `versions` is a range such as ">=0.11,<0.13". In a file, `engine` may stand for `engines`.
     """
 
-    engines: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
+    engines: Annotated[
+        tuple[str, ...], Field(validation_alias=AliasChoices("engines", "engine")), BeforeValidator(_several)
+    ] = ()
+    kinds: tuple[Kind, ...] = ()
     chips: tuple[str, ...] = ()
-    versions: str = ""
+    versions: Annotated[str, AfterValidator(_range)] = ""
 
     def includes(self, chip: Chip, engine: str, engine_version: str | None = None, kind: str = "") -> bool:
         """Return whether the entry applies. An unknown release is included."""
@@ -39,25 +53,11 @@ class Scope:
         )
 
 
-EVERYTHING = Scope()
+S = TypeVar("S", bound=Scope)
 
 
-def scoped(content: Content, section: str, file: str) -> Iterator[tuple[str, Content, Scope]]:
-    """Yield the path of each entry of a list, the rest of the entry, and its scope.
-
-    That is under the keys `engine` or `engines`, `kinds`, `chips` and `versions`. Raises SpecError.
-    """
-    for path, entry in entries(content, section, file):
-        keys: dict[str, Any] = {key: entry.pop(key) for key in Scope.__slots__ if key in entry}
-        if "engine" in entry:
-            keys["engines"] = (entry.pop("engine"),)
-        scope: Scope = build(Scope, keys, file, path)
-        for kind in set(scope.kinds) - set(KINDS):
-            fix = f"use {' or '.join(KINDS)}"
-            raise SpecError(file=file, key=f"{path}kinds", value=kind, problem="invalid value", fix=fix)
-        try:
-            SpecifierSet(scope.versions)
-        except InvalidSpecifier:
-            problem, fix = "invalid range of releases", 'write e.g. ">=0.11,<0.13"'
-            raise SpecError(file=file, key=f"{path}versions", value=scope.versions, problem=problem, fix=fix) from None
-        yield path, entry, scope
+def applying(
+    entries: Iterable[S], chip: Chip, engine: str, engine_version: str | None = None, kind: str = ""
+) -> tuple[S, ...]:
+    """Return the entries that apply to an engine on a chip."""
+    return tuple(each for each in entries if each.includes(chip, engine, engine_version, kind))

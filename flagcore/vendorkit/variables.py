@@ -10,32 +10,36 @@ training setting that must not be on. In a value, `{interface}` is the network i
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import MinLen
+from pydantic import Field
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.errors import SpecError
-from flagcore.vendorkit.fields import build, finish, read_file
-from flagcore.vendorkit.scope import EVERYTHING, Scope, scoped
-
-FILE = "environment.yaml"
+from flagcore.vendorkit.fields import read_as
+from flagcore.vendorkit.scope import Scope, applying
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
+@dataclass(frozen=True, kw_only=True)
+class Variable(Scope):
     """One environment variable. `value` None: documented, but not set for trials."""
 
-    name: str
-    meaning: str
+    name: Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+    meaning: Annotated[str, MinLen(1)]
     source: Source
     value: str | None = None
     used: str = ""
     condition: str = ""
-    scope: Scope = EVERYTHING
     several_nodes: bool = False
     unless: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.used == ""):
+            raise ValueError("needs `value` or `used`, and not both")
 
     def suits(self, task: Task | None) -> bool:
         """Return whether its conditions hold for a task; None means one node and no settings."""
@@ -44,19 +48,17 @@ class Variable:
         return (nodes > 1 or not self.several_nodes) and not (self.unless and settings.get(self.unless))
 
 
+@dataclass(frozen=True)
+class Variables:
+    """The content of the file."""
+
+    variables: tuple[Variable, ...] = ()
+
+
 @cache
 def read_variables(package: str) -> tuple[Variable, ...]:
     """Return the variables of a plugin; none without a file. Raises SpecError for a bad file."""
-    content, file = read_file(package, FILE) or {}, f"{package}/{FILE}"
-    found = []
-    for path, entry, scope in scoped(content, "variables", file):
-        variable: Variable = replace(build(Variable, entry, file, path), scope=scope)
-        if (variable.value is None) == (variable.used == ""):
-            problem = "or `used` is needed, and not both"
-            raise SpecError(file=file, key=f"{path}value", value=variable.value, problem=problem)
-        found.append(variable)
-    finish(content, file)
-    return tuple(found)
+    return read_as(Variables, package, "environment.yaml").variables
 
 
 def environment(
@@ -65,8 +67,8 @@ def environment(
     """Return the variables that trials of `task` get; None: trials on one node."""
     values = (
         (each.name, fill(each.value))
-        for each in read_variables(package)
-        if each.value and each.scope.includes(chip, engine, engine_version, kind) and each.suits(task)
+        for each in applying(read_variables(package), chip, engine, engine_version, kind)
+        if each.value and each.suits(task)
     )
     return {name: value for name, value in values if value}
 

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.calibration import collective_table, kernel_table
 from flagcore.errors import RunError
-from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Curve
 from tests.calibration.test_store import MADE, X1
 
 

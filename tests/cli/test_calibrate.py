@@ -116,7 +116,7 @@ def test_a_file_of_another_chip_that_cannot_be_read_is_reported_and_stops_nothin
     home.mkdir(parents=True)
     (home / "h200--nvidia-h200--driver-1--torch-2.json").write_text("{")
     assert step_time(flag, spec) == before
-    assert caplog.text.count("h200--nvidia-h200--driver-1--torch-2.json is no calibration that can be read") == 1
+    assert caplog.text.count("h200--nvidia-h200--driver-1--torch-2.json is not a calibration that can be read") == 1
     assert flag("calibrate", "--list", "--json").out == "[]\n"
     assert flag("estimate", spec, "--chip", "H200").code == 2
     assert flag("calibrate", "--forget", "H200").code == 0

@@ -256,7 +256,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
     journal = project.run_dir / "journal.log"
     kept = journal.read_text()
     for name, old, new, said in (
-        ("recompute_method", "null", '"sometimes"', "a value that this version does not know"),
+        ("recompute_method", "null", '"sometimes"', "is of another version"),
         ("recompute_method", "null", "NaN", "not a valid value"),
         ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
         ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is not a finite number"),

@@ -18,11 +18,12 @@ import json
 import numpy as np
 
 from flagcore.contracts import Workload
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import CommandLine
+from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.engine import PORT, Engine, Server, Settings
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import PORT, Settings
+from flagcore.engines.serving.trial.job import Instance
 
 KNOBS = (
     knobs.INSTANCES_KNOB,
@@ -35,11 +36,20 @@ KNOBS = (
         memory_order=1,
     ),
 )
-COMMAND_LINE = CommandLine(title="Acme", program=("acme-server",), knobs=KNOBS)
+
+
+class AcmeProgram(Program):
+    """Acme's server, which loads no Hugging Face directory."""
+
+    def ready(self, spec):
+        self.parse(spec)
+
+
+PROGRAM = AcmeProgram(title="Acme", program=("acme-server",), knobs=KNOBS)
 
 
 def settings(task, columns):
-    get = COMMAND_LINE.columns(task, columns)
+    get = PROGRAM.columns(task, columns)
     ones = np.ones_like(get["instances"])
     return Settings.of(
         task,
@@ -53,18 +63,15 @@ def settings(task, columns):
 
 
 def server(task, values, cores):
-    command = COMMAND_LINE.command(task.spec)
-    return Server(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
+    command = PROGRAM.command(task.spec)
+    return Instance(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="acme",
-    title="Acme",
+    where=f"{__name__}:WORKLOAD",
+    program=PROGRAM,
     modules={},
-    knobs=KNOBS,
-    parse_args=COMMAND_LINE.parse,
-    ready=lambda spec: None,
-    version=COMMAND_LINE.version,
     rules=lambda task: (),
     settings=settings,
     server=server,
@@ -72,7 +79,6 @@ ENGINE = Engine(
     split_by="instances",
     untested="an example",
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")
 '''
 
 

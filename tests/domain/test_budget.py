@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.budget import has_time_to_repeat, repeats_seconds, seconds_left, stop_reason, trial_timeout
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import EXTRA_ROUNDS
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.search_state import (
+    EXTRA_ROUNDS,
+    SearchState,
+    has_time_to_repeat,
+    repeats_seconds,
+    seconds_left,
+    stop_reason,
+    trial_timeout,
+)
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import (
+from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
     MIN_NOISE,
+    SearchState,
     contenders,
     drift,
     drifted,
@@ -19,7 +20,6 @@ from flagcore.domain.noise import (
     rivals,
     significant,
 )
-from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn

@@ -18,11 +18,40 @@ from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
+from flagcore.domain.trial import FIDELITIES, Role, TrialState
+from flagcore.report.names import COLUMNS, NAMES
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flagcore"
 FILE = CORE / "i18n" / "locale" / "zh" / "LC_MESSAGES" / "flagcore.po"
 MARKS = {"_": 1, "N_": 1, "Message": 1, "ngettext": 2}
 """The functions that mark messages, and how many of their arguments are texts."""
+
+CLICK = (
+    "Usage:",
+    "Options",
+    "Commands",
+    "Missing command.",
+    "Missing argument",
+    "Missing option",
+    "Missing parameter",
+    "Error: {message}",
+    "Try '{command} {option}' for help.",
+    "No such option {name!r}.",
+    "Option {name!r} requires an argument.",
+    "Invalid value: {message}",
+    "Invalid value for {param_hint}: {message}",
+    "{value!r} is not a valid {number_type}.",
+    "{value} is not in the range {range}.",
+    "Show the version and exit.",
+    "Show this message and exit.",
+    "default: {default}",
+    "required",
+)
+"""Messages of click itself."""
+
+PLAIN = {"components", "short_rates", "short_latencies"}
+"""Names that are the same in all languages."""
 
 Message = str | tuple[str, ...]
 
@@ -34,6 +63,12 @@ def sources() -> Catalog:
         tree, place = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(ROOT))
         for message in [*_marked(tree), *(_help(tree) if file.parent == CORE / "cli" else [])]:
             catalogue.add(message, locations=[(place, 0)])
+    tables = [*COLUMNS.values(), *({name: key for key, name in NAMES[each].items()} for each in NAMES.keys() - PLAIN)]
+    for name in (name for table in tables for name in table):
+        catalogue.add(name, locations=[("flagcore/report/names.yaml", 0)])
+    states = (state.value.replace("_", " ") for state in TrialState)
+    for word in (*CLICK, *states, *(role.value for role in Role), *FIDELITIES):
+        catalogue.add(word)
     return catalogue
 
 
@@ -46,16 +81,13 @@ def _marked(tree: ast.Module) -> Iterator[Message]:
 
 
 def _help(tree: ast.Module) -> Iterator[str]:
-    """Yield the help of commands and options, and the headings of tables: keys of `..._COLUMNS`."""
+    """Yield the help of commands and options."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list)):
             for paragraph in inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n"):
                 yield " ".join(paragraph.split())
         elif isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
             yield node.value.value
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_COLUMNS"):
-            assert isinstance(node.value, ast.Dict)
-            yield from (key.value for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def _is_command(decorator: ast.expr) -> bool:

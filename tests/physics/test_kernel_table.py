@@ -10,8 +10,7 @@ import pytest
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.physics.kernels.correction import Axis, learned, octaves
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import ATTENTION, Kernel, KernelSheet
 from flagcore.physics.kernels.table import KernelTable
 

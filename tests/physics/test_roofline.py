@@ -9,8 +9,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 

@@ -110,8 +110,8 @@ def generator() -> Any:
             [replace(CHIP, dense_flops_per_second={"bf16": 1e15})],
             "_second.bf16 = 1000000000000000.0",
         ),  # type: ignore[dict-item]
-        ("chips", [replace(CHIP, memory_bytes=Fact(value=0, source=SOURCE))], "leave unknown facts out"),
-        ("chips", [replace(CHIP, memory_bytes=Fact(value=float("nan"), source=SOURCE))], "leave unknown facts out"),
+        ("chips", [replace(CHIP, memory_bytes=Fact(value=0, source=SOURCE))], "Chip[0].memory_bytes.value"),
+        ("chips", [replace(CHIP, memory_bytes=Fact(value=float("nan"), source=SOURCE))], "Chip[0].memory_bytes.value"),
     ],
 )
 def test_wrong_type_is_reported_down_to_the_field(hook: str, answer: object, words: str) -> None:

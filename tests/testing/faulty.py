@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flagcore import api
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Subject
 from flagcore.vendorkit import chip_file, engines, knobs, maturity, quirks, variables
 
 CACHES: Any = (

@@ -11,8 +11,7 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import SpecError
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.cost_file import kernel_costs, read_curve, read_kernels, read_provenance
 

@@ -6,8 +6,8 @@ import pytest
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
+from flagcore.vendorkit.detection import DeviceReading, SharedTable
 from flagcore.vendorkit.rows import Row, cells
-from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 
 
 def test_a_line_without_its_last_bar_has_no_cells() -> None:

@@ -23,8 +23,7 @@ from flagcore.i18n import _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loader import Plugin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from flagcore.api.common.inputs import UNNAMED, SpecLike, loaded_plugins, parsed
 from flagcore.api.common.runs import SPEC, Run, load_run
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.contracts import Costs, SearchContext, Workload
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import Pruned, SearchState
-from flagcore.domain.space import Columns
+from flagcore.domain.space import Axis, Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import RunError, UsageError
 from flagcore.i18n import _
@@ -74,7 +75,7 @@ def build_problem_of_spec(
     spec: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> tuple[Problem, Workload]:
     """Return the problem that a spec poses, for another chip if one is named. Raises the errors of a spec."""
-    wanted = _spec(spec, chip, without, data)
+    wanted = read_spec(spec, chip, without, data)
     workload = plugins.workload_of(wanted.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(wanted, loaded, workload)
@@ -93,11 +94,12 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
     stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
-    spec = _with_its_hardware(_spec(home / SPEC, None, without), stored)
+    spec = _with_its_hardware(read_spec(home / SPEC, None, without), stored)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
+        run = _with_new_knobs(run, problem.space.axes)
         past = past_of_problem(problem, loaded, workload, stored["run"])
         found = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
@@ -133,6 +135,29 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 raise RunError(text) from None
 
 
+def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
+    """Return a run whose candidates have the neutral value of each knob that did not exist when it was tuned."""
+    neutral = {axis.knob: axis.neutral for axis in axes}
+    trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
+    if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
+        return run
+    stored = [
+        replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
+        for number in sorted(trials)
+    ]
+    state = learn(stored, run.fidelity)
+    return replace(
+        run,
+        trials=state.trials,
+        repeats=state.repeats,
+        probes=state.probes,
+        imported=tuple(trial for trial in stored if trial.source),
+        baseline=state.baseline,
+        best=state.best,
+        search_state=state,
+    )
+
+
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
     space, predictions = problem.space, problem.predictions
     taught = search_state.trials, problem.pruned, search_state.probes
@@ -143,7 +168,10 @@ def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: S
     )
 
 
-def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:
+def read_spec(
+    asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+) -> Spec:
+    """Return a spec, for another chip if one is named. Raises SpecError, UsageError."""
     file, content = spec_data(asked, data)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:

@@ -47,13 +47,11 @@ RUNS = Path("runs")
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
     """Return a spec's data with a fidelity, or without any."""
-    tuner = dict(data.get("auto_tuner") or {})
-    control = {key: value for key, value in (tuner.get("control") or {}).items() if key != "fidelity"}
-    if fidelity is not None:
-        control["fidelity"] = fidelity
-    if control == (tuner.get("control") or {}):
-        return dict(data)
-    return {**data, "auto_tuner": {**tuner, "control": control}}
+    tuner = data.get("auto_tuner") or {}
+    given = tuner.get("control") or {}
+    control = {key: value for key, value in given.items() if key != "fidelity"}
+    control |= {} if fidelity is None else {"fidelity": fidelity}
+    return dict(data) if control == given else {**data, "auto_tuner": {**tuner, "control": control}}
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -154,27 +152,18 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     nothing, and of flags that cannot be checked.
     """
     support, task = problem.platform.support, problem.platform.task
+    engine, lines = task.spec.work.engine, list[object]()
     if support.support is Support.UNKNOWN:
-        chip = task.cluster.chips
-        warn(
-            [
-                _(
-                    "{engine} on {chip}: untested; {reason}",
-                    engine=task.spec.work.engine,
-                    chip=chip,
-                    reason=support.reason,
-                )
-            ]
-        )
+        names = {"engine": engine, "chip": task.cluster.chips, "reason": support.reason}
+        lines.append(_("{engine} on {chip}: untested; {reason}", **names))
     if untested := untested_reason(workload):
-        warn([_("engine {name} is untested: {reason}", name=task.spec.work.engine, reason=untested)])
-    warn(problem.platform.conflicts)
-    warn(sizes_held_at_one(problem))
-    warn(problem.pruned.broken_rules)
+        lines.append(_("engine {name} is untested: {reason}", name=engine, reason=untested))
+    lines += [*problem.platform.conflicts, *sizes_held_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
-        warn(workload.spec_warnings(task.spec))
+        lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):
-        warn(_unchecked(task.spec.work, task.spec, workload))
+        lines += _unchecked(task.spec.work, task.spec, workload)
+    warn(lines)
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:

@@ -18,6 +18,7 @@ from flagcore.errors import RunError
 from flagcore.files import read_regular
 from flagcore.i18n import _
 from flagcore.report.formats import Notebook, lookup, render
+from flagcore.report.names import COLUMNS
 from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec import spec_as_data
@@ -85,11 +86,8 @@ class Run(Notebook):
         return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.gain, self.knobs)}>"
 
     def __str__(self) -> str:
-        columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **STEPS}
+        columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **COLUMNS["run"]}
         return render(self.predictions, "table", columns)
-
-
-STEPS = {"state": "state", "step s": "measured", "~step s": "predicted", "~believed s": "believed"}
 
 
 def load_run(folder: Path | str) -> Run:

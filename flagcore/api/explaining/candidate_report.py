@@ -68,10 +68,6 @@ class CandidateReport(Notebook):
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     knobs: Knobs = field(default_factory=dict)
 
-    def as_data(self) -> dict[str, Any]:
-        """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in CandidateReport.__slots__ if name != "knobs"}
-
     def __str__(self) -> str:
         return candidate_report_text(self.as_data(), self.knobs)
 

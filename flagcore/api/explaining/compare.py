@@ -16,8 +16,8 @@ from flagcore.api.explaining.candidate_report import CandidateReport, candidate_
 from flagcore.api.explaining.neighbors import differing
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knobs
-from flagcore.domain.noise import noise, significant
 from flagcore.domain.objective import SERVING
+from flagcore.domain.search_state import noise, significant
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
@@ -60,10 +60,6 @@ class Comparison(Notebook):
     sure: str
     because: tuple[str, ...]
     knobs: Knobs = field(default_factory=dict)
-
-    def as_data(self) -> dict[str, Any]:
-        """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in Comparison.__slots__ if name != "knobs"}
 
     def __str__(self) -> str:
         return compared_text(self.as_data(), self.knobs)

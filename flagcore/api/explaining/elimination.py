@@ -15,9 +15,8 @@ from flagcore.api.common.runs import RESULT, Run, unreadable
 from flagcore.api.explaining.neighbors import differing
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import rivals
 from flagcore.domain.plan import Counts, count, failed_repeats
-from flagcore.domain.search_state import DOES_NOT_FIT
+from flagcore.domain.search_state import DOES_NOT_FIT, rivals
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits
@@ -27,7 +26,7 @@ from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
 from flagcore.report.text import funnel, repeats_text, role_text, state_name
-from flagcore.stages.prune import LEARNED, needed_share
+from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
 """What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
@@ -68,7 +67,11 @@ def state_of(
 ) -> tuple[str, list[str], list[Mapping[str, Any]]]:
     """Return what became of a candidate, why in words, and the rules of this stage behind it."""
     if broken:
-        return ILLEGAL, [*map(_broken_text, broken), *_outside(snapshot, candidate)], []
+        lines = []
+        for rule in broken:
+            values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
+            lines.append(f"{rule['rule']}: {rule['says']}" + (f" ({values})" if values else ""))
+        return ILLEGAL, [*lines, *_outside(snapshot, candidate)], []
     if row is None:
         unlisted = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
@@ -90,12 +93,6 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
         for axis in snapshot.problem.space.axes
         if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.also)
     ]
-
-
-def _broken_text(rule: Mapping[str, Any]) -> str:
-    """Return a broken rule in words, with the values that it looked at."""
-    here = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
-    return f"{rule['rule']}: {rule['says']}" + (f" ({here})" if here else "")
 
 
 def _ended(snapshot: Snapshot, trial: Trial) -> str:
@@ -123,10 +120,8 @@ def _ended(snapshot: Snapshot, trial: Trial) -> str:
 
 def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
     """Return the seconds of a step of the best, and their text: the median if it ran more than once."""
-    runs, step = (
-        len(snapshot.search_state.runs_of(best.candidate)),
-        1.0 / snapshot.search_state.speed_of(best.candidate),
-    )
+    runs = len(snapshot.search_state.runs_of(best.candidate))
+    step = 1.0 / snapshot.search_state.speed_of(best.candidate)
     text = seconds_text(snapshot.task.spec.objective, step)
     return step, text if runs == 1 else text + ", " + _("median of {count} runs", count=runs)
 
@@ -152,8 +147,8 @@ def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     if not code:
         return []
     name, behind = pruned.rules[code - 1], int(pruned.trial[row])
-    says = {rule.name: rule.message for rule in snapshot.problem.rules} | LEARNED
-    return [{"rule": name, "says": says.get(name, ""), "values": {}, "trial": behind if behind >= 0 else None}]
+    says = snapshot.problem.messages.get(name, "")
+    return [{"rule": name, "says": says, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
 def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
@@ -227,8 +222,6 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
             _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
             found.run.stopped_because,
         )
-    says = {rule.name: rule.message for rule in problem.legality.rules}
-    says |= {rule.name: rule.message for rule in problem.rules}
     nothing_fits = None
     try:
         require_candidate(problem)
@@ -236,7 +229,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits = str(error)
     return Explanation(
         counts=counts,
-        says=says | LEARNED,
+        says=problem.messages,
         ended_because=because,
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),

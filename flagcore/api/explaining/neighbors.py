@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
 
 import numpy as np
 
@@ -19,8 +18,6 @@ STEP = 1 / 64
 NEAR = 2.75
 """Candidates at this distance or less are near: two knobs, as where one size takes what another one leaves."""
 CHUNK = 1 << 18
-
-Differing: TypeAlias = "Mapping[str, tuple[KnobValue, KnobValue]]"
 
 
 def differing(here: Mapping[str, KnobValue], there: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, KnobValue]]:
@@ -62,7 +59,7 @@ def scaled_times(snapshot: Snapshot) -> FloatArray:
     """Return the seconds of a step of each row: measured where it was, else predicted, on the scale of the trials.
 
     That scale is the median of measured over predicted; without trials it is 1. What a trial that was stopped had
-    measured by then is the least. Infinite where nothing is snapshot.
+    measured by then is the least. Infinite where nothing is known.
     """
     predicted = snapshot.problem.predictions.step_time_s
     times = np.nan_to_num(predicted * scale(snapshot), nan=np.inf)
@@ -123,18 +120,14 @@ def nearest_measured(snapshot: Snapshot, columns: Columns, candidate: Candidate)
         for trial in snapshot.search_state.trials
         if trial.state is TrialState.MEASURED and trial.candidate != candidate
     ]
-    far = [distance_to(snapshot, columns, trial.candidate) for trial in others]
+    axes = snapshot.problem.space.axes
+    far = [distances(axes, columns, columns_of(snapshot, trial.candidate))[0] for trial in others]
     return others[int(np.argmin(far))] if others else None
 
 
 def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
     ran = [trial for trial in snapshot.search_state.trials if trial.state is TrialState.MEASURED and trial.measurement]
     return [(trial, row) for trial in ran if (row := snapshot.problem.space.find(trial.candidate)) is not None]
-
-
-def distance_to(snapshot: Snapshot, columns: Columns, other: Candidate) -> float:
-    """Return how far a candidate is from the one in `columns`."""
-    return float(distances(snapshot.problem.space.axes, columns, columns_of(snapshot, other))[0])
 
 
 def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:

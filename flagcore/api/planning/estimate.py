@@ -11,8 +11,7 @@ import numpy as np
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
 from flagcore.contracts import Platform, Workload, model_parts
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Effect, Knob, Knobs
+from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
@@ -21,6 +20,7 @@ from flagcore.domain.spec import Task
 from flagcore.i18n import _
 from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
 from flagcore.report.formats import Notebook, lookup, render
+from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
@@ -52,19 +52,11 @@ class Estimate(Notebook):
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
-        shown = {name: key for name, key in FIGURES.items() if any(lookup(each, key) for each in self.candidates)}
+        shown = {
+            name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
+        }
         columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **shown}
         return render(self.candidates, "table", columns)
-
-
-FIGURES = {
-    "~step s": "step_time_s.value",
-    "~objective": "objective.value",
-    "~tok/s/dev": "tokens_per_second_per_device.value",
-    "~used GiB": "memory.device_used_gib",
-    "limited by": "limit",
-}
-"""Columns that a notebook shows of each candidate."""
 
 
 def estimate(
@@ -151,19 +143,7 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "claim": knob.claim,
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
-        "effects": [_effect(value, effect) for value, effect in knob.effects.items()],
+        "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
         "not_launched": {str(value): reason for value, reason in why.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,
-    }
-
-
-def _effect(value: KnobValue, effect: Effect) -> dict[str, Any]:
-    return {
-        "value": value,
-        "part": effect.part,
-        "time": asdict(effect.time),
-        "memory": asdict(effect.memory),
-        "settings": dict(effect.settings),
-        "flags": list(effect.flags),
-        "environment": dict(effect.environment),
     }

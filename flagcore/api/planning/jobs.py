@@ -13,14 +13,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.common.context import prediction_records
 from flagcore.api.common.inputs import loaded_plugins
-from flagcore.contracts import (
-    Costs,
-    KeyWarnings,
-    Workload,
-    model_parts,
-    require_job_records,
-    require_prober,
-)
+from flagcore.contracts import Costs, KeyWarnings, Workload, model_parts, require_job_records, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -48,11 +41,7 @@ Line = Mapping[str, Any] | SpecError
 
 
 def estimate_jobs(
-    lines: Iterable[Line],
-    *,
-    without: Collection[str] = (),
-    at_once: int = AT_ONCE,
-    with_model: bool = False,
+    lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE, with_model: bool = False
 ) -> Iterator[Answer]:
     """Predict job records, in order. A bad record, or the error of a line, gives a status and a reason.
 
@@ -75,12 +64,6 @@ def _name(line: object) -> str | None:
     """Return the id of a job record as text that can be printed."""
     name = line.get("id") if isinstance(line, Mapping) else None
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
-
-
-def _job(line: Line, engines: Mapping[str, Workload]) -> Job:
-    if isinstance(line, SpecError):
-        raise line
-    return read_job(line, engines)
 
 
 def _refused(error: FlagError) -> Answer:
@@ -122,7 +105,9 @@ class _Jobs:
         groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
         for place, line in enumerate(lines):
             try:
-                self._sort(place, _job(line, self._engines), groups)
+                if isinstance(line, SpecError):
+                    raise line
+                self._sort(place, read_job(line, self._engines), groups)
             except FlagError as error:
                 answers[place] = _refused(error)
         for platform, workload, rows in groups.values():

@@ -11,17 +11,16 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
-from flagcore.api.common.inputs import loaded_plugins, parsed, warn_about_problem
-from flagcore.contracts import Workload, require_prober
+from flagcore.api.common.context import read_spec
+from flagcore.api.common.inputs import loaded_plugins, warn_about_problem
+from flagcore.contracts import require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
-from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
 from flagcore.report.text import candidate_text, state_name
-from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.predict import in_gib, rank_record, record
@@ -64,20 +63,19 @@ def probe(
     candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
-    file = Path(spec_file)
-    spec = parsed(spec_as_data(file), file=str(file), base=file.parent, without=without)
+    spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
-    if chip is not None:
-        spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
     require_prober(workload).ready_to_probe(spec)
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
         if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
-            problem = build_problem(_with_baseline(spec, candidate, problem, workload), loaded, workload)
-            candidate = "baseline"
+            columns, _named = parse_candidate(candidate, problem, workload)
+            typed = as_candidate(problem.space.axes, columns).as_dict()
+            problem = build_problem(replace(spec, baseline=typed), loaded, workload)
+            candidate = "baseline"  # which is in every space
         require_launchable(problem)
         warn_about_problem(problem, workload)
         here = loaded.devices()
@@ -103,12 +101,6 @@ def probe(
             why = f"{state_name(last.state.value)}: {last.reason}"
             raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
         return [_probed_record(problem, *pair) for pair in found]
-
-
-def _with_baseline(spec: Spec, candidate: str, problem: Problem, workload: Workload) -> Spec:
-    """Return a spec with a candidate that was typed by its knobs as the baseline, which is in every space."""
-    columns, _named = parse_candidate(candidate, problem, workload)
-    return replace(spec, baseline=as_candidate(problem.space.axes, columns).as_dict())
 
 
 def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:

@@ -84,7 +84,9 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
                     write(folder / SECRETS, secrets_script(hidden), private=True)
                 write(run_dir / "best.sh", script(plan, launch, hidden, folder))
             (run_dir / "best.sh").chmod(0o755)
-            write(run_dir / "best.yaml", _best_spec(plan.best.candidate, spec), private=private)
+            tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
+            fixed = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
+            write(run_dir / "best.yaml", as_yaml(fixed) + "\n", private=private)
     wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
 
@@ -152,12 +154,6 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
     return json.dumps(
         {**asdict(launch), "environment": given, "needs": needs, "directory": directory(launch)}, indent=1
     )
-
-
-def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
-    """Return the user's spec with every knob fixed to the best value."""
-    tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
-    return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"
 
 
 MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -42,7 +42,6 @@ def _size(name: str, label: str, help: str, **changes: Any) -> Knob:
 
 
 def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:
-    """Return the row of a flag that is off if it is not set."""
     return _knob(name, label, help, kind="flag", neutral=False, auto=lambda task: (False, True), **changes)
 
 

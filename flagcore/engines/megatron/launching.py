@@ -102,7 +102,6 @@ def trial_runs(precision: str, key: str, value: SettingValue) -> bool:
 
 
 def _installed(module: str) -> bool:
-    """Return whether a module can be imported, without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -165,7 +164,6 @@ def _job(
 
 
 def _trial_settings(train: TrainSpec) -> dict[str, object]:
-    """Return the settings that the trial program takes beside the knobs."""
     given = {key: train.settings[key] for key in TRIAL_SETTINGS if key in train.settings}
     return {
         key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value for key, value in given.items()

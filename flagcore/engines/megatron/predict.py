@@ -196,7 +196,6 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
 
 
 def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
-    """Return the weights of a layer's attention and of its FFN or experts."""
     parts = {name: float(value[0]) for name, value in parameters.layer_parameters(train, layout, moe=moe).items()}
     norm = float(train.model.hidden_size)
     ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))

@@ -63,7 +63,6 @@ class CommandProgress:
 
 
 def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
-    """Return what the trial program measured. Raises NoMetrics if it did not write its figures."""
     if partial:
         steps = _steps(Path(folder, STEPS))
         return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
@@ -90,7 +89,6 @@ def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
-    """Return what a user's own Megatron command printed. Raises NoMetrics if no step time is in its logs."""
     log = read_logs(Path(folder, name) for name in LOGS)
     return measurement(
         task,
@@ -145,7 +143,6 @@ def _steps(file: Path) -> list[dict[str, Any]]:
 
 
 def _loss(step: Mapping[str, Any]) -> float | None:
-    """Return the loss of a step, None where it is not finite."""
     loss = step["loss"]
     return float(loss) if loss is not None and math.isfinite(loss) else None
 
@@ -240,7 +237,6 @@ def _read_line(line: str, log: MegatronLog) -> None:
 
 
 def _number(text: str) -> float | None:
-    """Return `text` as a finite number, or None."""
     try:
         number = float(text)
     except ValueError:

@@ -29,7 +29,6 @@ def _word(name: str, help: str, words: tuple[str, ...], **changes: Any) -> Knob:
 
 
 def _end(place: str) -> Knob:
-    """Return the row of the layers of the first or last stage."""
     flag, scope = f"decoder-{place}-pipeline-num-layers", ("record", "setting")
     text = f"Layers of the {place} stage; null: an even split."
     return _setting(f"num_layers_in_{place}_pipeline_stage", "int", text, flag, scope=scope, **LAYERS)

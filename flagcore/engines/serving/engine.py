@@ -1,143 +1,63 @@
-"""A serving engine is one record: its knobs, rules, command line, log lines and overheads. All else is shared."""
+"""A serving engine is one record, and a workload of the core.
+
+Job records of published runs are completed with the settings that they omit:
+
+- The cache is in 8 bits if the chip computes in 4 bits and the weights are narrower than 16: the recipes for such chips
+  use it, and the numbers of requests in published points confirm it. On other chips it is in 16.
+- If the weights take more than four fifths of a device, the engine's share of memory is 95%.
+- A missing release, or one that is a commit, is replaced with a release from the time of these measurements.
+- All other settings: `PublishedRuns` of the engine, then the engine's defaults.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.contracts import Costs, Platform, PruningRule
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern
-from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import Measurement
+from flagcore.engines.serving import launching, reading
+from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
-from flagcore.engines.serving.common import metrics
-from flagcore.engines.serving.common.command_line import EngineArgs
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, longest
-from flagcore.engines.serving.common.weights import fewest_devices
+from flagcore.engines.serving.common.command_line import Program
+from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware, count
+from flagcore.engines.serving.common.program import release
+from flagcore.engines.serving.common.weights import fewest_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
-from flagcore.engines.serving.model.work import Overheads, Releases, overheads_of
-
-PORT = "{port}"
-"""Placeholder in a command line for the port, which is chosen when the server starts."""
-
-GRAPH_TOKENS = 512
-"""The largest batch that engines capture as a graph by default."""
-
-Fetch = Callable[[str], str]
-"""Returns the text behind a path of a running server. Raises OSError."""
+from flagcore.engines.serving.model.work import Overheads, overheads_of
+from flagcore.engines.serving.predict import predict
+from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns, Settings
+from flagcore.engines.serving.trial.failures import PATTERNS
+from flagcore.engines.serving.trial.job import Instance
+from flagcore.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What an engine does with candidates, by columns, with the engine's own defaults for knobs that are not set.
-
-    Sizes count devices, sequences and tokens. `devices` are those of one instance: tensor x pipeline x data, or, where
-    devices are CPU cores, its threads. `graphs` False is eager mode. `memory_fraction` is the share of a device's
-    memory for weights, activations and cache; NaN if the cache has `cache_bytes` of its own on each device, which are
-    NaN otherwise. `max_batched_tokens` bounds the prompt tokens of one iteration, and all its tokens if the engine
-    counts both; `max_running` bounds its sequences; both are of one attention DP group. `context_len` bounds one
-    sequence. `pass_tokens` is what one pass through the model takes: a larger iteration has several. If `chunked` is
-    False a prompt is computed in one piece. `on_device` is the share of the layers, counting the output head as one,
-    that devices have if the host has the others; None: all.
-    """
-
-    instances: IntArray
-    devices: IntArray
-    tensor: IntArray
-    pipeline: IntArray
-    data: IntArray
-    expert: IntArray
-    max_running: IntArray
-    max_batched_tokens: IntArray
-    pass_tokens: IntArray
-    block_size: IntArray
-    context_len: IntArray
-    chunked: IntArray
-    graphs: IntArray
-    prefix_caching: IntArray
-    memory_fraction: FloatArray
-    cache_bytes: FloatArray
-    cache_element_bytes: FloatArray
-    on_device: FloatArray | None = None
-
-    @classmethod
-    def of(cls, task: Task, columns: Columns, **own: IntArray | FloatArray) -> Settings:
-        """Return the engine's `own` settings, completed with those of the common knobs, which `columns` may lack.
-
-        Without further settings one pass computes a whole iteration, prompts are chunked, no graphs are captured, and
-        the cache takes a share of the memory.
-        """
-        ones = np.ones_like(columns[INSTANCES])
-        unknown = np.full(ones.shape, np.nan)
-        tensor, pipeline, data, expert = (columns.get(knob, ones) for knob in (TP, PP, DP, EP))
-        context = columns.get(common_knobs.CONTEXT_KNOB.name, 0 * ones)
-        common: dict[str, Any] = {
-            "instances": columns[INSTANCES],
-            "devices": tensor * pipeline * data,
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "data": data,
-            "expert": expert,
-            "pass_tokens": own["max_batched_tokens"],
-            "block_size": ones,
-            "context_len": common_knobs.or_default(context, longest(task.spec.serve.loads)),
-            "chunked": ones,
-            "graphs": 0 * ones,
-            "prefix_caching": columns.get(common_knobs.PREFIX_KNOB.name, 0 * ones),
-            "memory_fraction": unknown,
-            "cache_bytes": unknown,
-        }
-        return cls(**common | own)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """How one instance is started. `argv` has `PORT` in place of the port."""
-
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedRuns:
-    """Settings of published runs that their job records leave out.
-
-    `cache_type` is the 8-bit cache of runs with narrow weights on chips that compute in 4 bits. `memory_flag` is the
-    flag for the share of memory, which runs raise if weights fill most of a device. `release` is that of the time in
-    which such points were measured. `engine_args` are other flags that the published recipes have.
-    """
-
-    cache_type: KnobValue = None
-    memory_flag: str = ""
-    release: str = ""
-    engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Engine:
-    """One serving engine. Knows no vendor. If releases differ, the version of the spec decides."""
+    """One serving engine: its program, rules, settings and overheads. Knows no vendor. All else is shared.
+
+    If releases differ, the version of the spec decides.
+    """
 
     name: str
-    title: str
-    """The engine's name as its own pages write it."""
+    where: str
+    """Where the trial program imports the engine, as module:attribute."""
+    program: Program
     modules: Mapping[str, str]
     """What its program imports, and the pip requirement that installs it."""
-    knobs: tuple[Knob, ...]
-    parse_args: Callable[[Spec], EngineArgs]
-    """Returns the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
-    ready: Callable[[Spec], None]
-    """Returns if servers can be started here. Raises SpecError or NoDevice with the problem and the fix."""
-    version: Callable[[Spec], str]
-    """Returns the version that would start, without starting it; empty if unknown."""
     rules: Callable[[Task], tuple[Rule, ...]]
     """Returns what the engine rejects."""
     settings: Callable[[Task, Columns], Settings]
-    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Server]
+    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
     """Returns how one instance with its own knob values is started, on some CPU cores if devices are cores."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns which candidates are the same to the engine."""
@@ -146,31 +66,30 @@ class Engine:
     memory: Callable[[str], Mapping[str, float]] = lambda log: {}
     """Returns from a log weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and
     kv_cache_tokens (of the whole instance), as far as they are reported."""
-    counters: Mapping[str, str] = field(default_factory=dict)
-    """The samples of /metrics that explain a score, and their names in a trial's figures."""
-    failures: tuple[FailurePattern, ...] = ()
-    """What the engine's log lines mean, from specific to general."""
     api: str = COMPLETIONS
     """Path of the API that takes prompts of token ids: COMPLETIONS or GENERATE."""
     health: str = "/health"
     """Path that answers 200 when requests are served."""
     split_by: str = TP
     """The knob that by default takes as many devices as the weights need."""
-    overheads: Releases = field(default_factory=dict)
-    """What the engine adds to its kernels, by the release from which on it holds, the newest first."""
     host_times: tuple[float, float] | None = None
     """Seconds of an iteration and of each of its sequences where devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the iterations between two looks at new requests."""
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
     """Returns the largest batch that the engine captures as a graph."""
-    published: PublishedRuns = PublishedRuns()
+    published_runs: PublishedRuns = field(default_factory=PublishedRuns)
     untested: str = ""
     """Why figures of this engine are less certain than others; empty: it was run and measured."""
+    kind: str = "serve"
+    knobs: tuple[Knob, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.knobs = self.program.knobs
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs and the values of a task, in the order in which they are crossed. Raises SpecError."""
-        return common_knobs.axes(task, self.knobs, self.parse_args(task.spec).fixed)
+        return common_knobs.axes(task, self.knobs, self.program.parse(task.spec).fixed)
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return knob values of a spec or a job record as values of the axes. Raises SpecError."""
@@ -179,10 +98,10 @@ class Engine:
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the candidate that runs if no knob is set, on as many devices as the weights need."""
         neutral = {knob.name: knob.neutral for knob in self.knobs}
-        return neutral | {self.split_by: fewest_devices(task)} | self.parse_args(task.spec).fixed
+        return neutral | {self.split_by: fewest_devices(task)} | self.program.parse(task.spec).fixed
 
     def read_counters(self, fetch: Fetch) -> Mapping[str, float]:
-        return metrics.counters(fetch, self.counters)
+        return metrics.counters(fetch, self.program.counters)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
         """Return the overheads for a task.
@@ -190,7 +109,7 @@ class Engine:
         `on_host`: there is no device, the CPU that schedules also computes, and small kernels are no launches.
         """
         serve = task.spec.serve
-        found = overheads_of(self.overheads, serve.engine_version)
+        found = overheads_of(self.program.overheads, serve.engine_version)
         if on_host:
             found = replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:
@@ -198,3 +117,147 @@ class Engine:
                 found = replace(found, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)
         receive = serve.engine_args.get(self.receive_flag)
         return replace(found, receive=receive) if isinstance(receive, int) and receive > 0 else found
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        kinds = heterogeneous.instance_kinds(task, columns)
+        return predict(
+            task,
+            self.settings(task, kinds.columns),
+            costs,
+            self.overheads_for(task, on_host=costs.synchronous),
+            graph_tokens=self.graph_tokens(task),
+            untested=bool(self.untested),
+            kinds=kinds,
+        )
+
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        """Return tokens and sequences of an iteration and the split, of the largest instance."""
+        kinds = heterogeneous.instance_kinds(task, columns)
+        settings, largest = self.settings(task, kinds.columns), kinds.firsts
+        figures = {
+            "instances": settings.instances,
+            "tensor_model_parallel_size": settings.tensor,
+            "max_running": settings.max_running,
+            "max_batched_tokens": settings.max_batched_tokens,
+        }
+        return {name: np.log2(np.maximum(values[largest], 1).astype(np.float64)) for name, values in figures.items()}
+
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+        return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return the rows with at least the values of `candidate`. A knob that is not set has no order."""
+        values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
+        result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
+        for name, column in columns.items():
+            value, order = values.get(name), orders.get(name, 0)
+            if isinstance(value, str):  # only its axis knows the code of a word
+                return np.zeros_like(result)
+            code = 0 if value is None else int(value)
+            if order > 0 and code > 0:
+                result &= column >= code
+            elif order < 0:
+                result &= column <= code
+            else:
+                result &= column == code
+        return result
+
+    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return no row: no knob of a scheduler has one order in time for every model and load."""
+        return np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        defaults, values = self.defaults(task), self.parse(values)
+        columns = {}
+        for axis in self.axes(task):
+            value = values.get(axis.knob, defaults.get(axis.knob, axis.neutral))
+            try:
+                columns[axis.knob] = np.array([axis.encode(value)], dtype=np.int64)
+            except (ValueError, TypeError):
+                raise SpecError(key=axis.knob, value=value, problem="is not a valid value") from None
+        return columns
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        return *published(task, self.parse(values), self.published_runs), frozenset()
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        return {knob: (value,) for knob, value in self.defaults(task).items()}
+
+    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+        return 0
+
+    def installed_version(self, spec: Spec) -> str:
+        return self.program.version(spec)
+
+    def ready(self, spec: Spec) -> None:
+        launching.ready(spec, self)
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        return launching.launch(platform, self, candidate, folder, for_real=for_real)
+
+    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
+        """Return a function that reports no steps: a load cannot be judged before its end."""
+        return tuple
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        own = {axis.knob for axis in self.axes(task)}  # a candidate also has the knobs of plugins
+        values = {knob: value for knob, value in candidate.items if knob in own}
+        kinds = heterogeneous.instance_kinds(task, self.columns(task, values))
+        each = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
+        return reading.read(task, candidate, folder, each.tolist())
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        """Return the patterns of the trial program, which has read the engine's own log."""
+        return PATTERNS
+
+
+CACHE_TYPE = "kv_cache_type"
+WIDE = ("bf16", "fp16", "fp32")
+CROWDED, RAISED = 0.8, 0.95
+"""The share of a device that weights take above which the engine's share of memory was raised, and to what."""
+
+
+def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
+    """Return the task and the knobs of a job record with all that it leaves out."""
+    serve, chip = task.spec.serve, task.cluster.groups[0].chip
+    values = dict(values)
+    if runs.cache_type and serve.precision not in WIDE and "fp4" in chip.dense_flops_per_second:
+        values.setdefault(CACHE_TYPE, runs.cache_type)
+    if runs.release and release(serve.engine_version or "") is None:
+        serve = replace(serve, engine_version=runs.release)
+    serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+    if runs.memory_flag and _weights_share(task, values) > CROWDED:
+        serve = replace(serve, engine_args={runs.memory_flag: RAISED, **serve.engine_args})
+    return replace(task, spec=replace(task.spec, work=serve)), values
+
+
+def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
+    devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
+    return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
+
+
+CERTAIN = 0.4
+"""1.3% of 152 published first tokens took less than 0.49 of the prediction. A limit that even this share of the
+prediction exceeds is certain to be missed."""
+
+
+class SloImpossible:
+    """A predicted figure exceeds its limit even after twice its uncertainty, and at least `CERTAIN`, is taken off."""
+
+    name = "slo_impossible"
+
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self._limits = limits
+        bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
+        self.message = f"it is predicted to miss the SLO by far ({bounds})"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        """Return True where a limit cannot be kept; an unknown figure or interval excludes nothing."""
+        least = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN)
+        pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
+        for name, limit in self._limits.items():
+            if name in predictions.figures:
+                pruned |= predictions.figures[name] * least > limit
+        return pruned

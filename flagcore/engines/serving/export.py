@@ -61,7 +61,6 @@ def _ports(instances: Sequence[Instance]) -> list[int]:
 
 
 def _filled(template: str, **values: object) -> str:
-    """Return a file of `templates` with its values."""
     from jinja2 import Environment, StrictUndefined
 
     text = (files(__package__) / "templates" / template).read_text("utf-8")

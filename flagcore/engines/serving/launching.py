@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
@@ -14,10 +16,12 @@ from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import Placement, placements
-from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.trial.job import SERVE, Instance, Job, as_text
 from flagcore.errors import LaunchError, SpecError
+
+if TYPE_CHECKING:
+    from flagcore.engines.serving.engine import Engine
 
 PROGRAM = "flagcore.engines.serving.trial"
 
@@ -40,16 +44,11 @@ def ready(spec: Spec, engine: Engine) -> None:
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
         problem, fix = "counts requests that keep the SLO, but there is none", "set serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
-    engine.ready(spec)
+    engine.program.ready(spec)
 
 
-def launch(
-    platform: Platform, engine: Engine, where: str, candidate: Candidate, folder: str, *, for_real: bool
-) -> Launch:
-    """Write what `candidate` needs into `folder` and return how to start it. Raises LaunchError.
-
-    `where` is where the trial program imports the engine.
-    """
+def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
+    """Write what `candidate` needs into `folder` and return how to start it. Raises LaunchError."""
     task, serve = platform.task, platform.task.spec.serve
     instances = tuple(_placed(platform, engine, each) for each in placements(task, candidate.as_dict()))
     directory = serve.directory or folder
@@ -58,7 +57,7 @@ def launch(
             common = {**platform.environment, **platform.task.spec.envs}
             return export.launch(instances, folder, directory, common, engine.health)
         job = Job(
-            engine=where,
+            engine=engine.where,
             instances=instances,
             loads=tuple(in_flight(load) for load in serve.loads),
             vocab_size=platform.task.spec.model.vocab_size,
@@ -69,7 +68,7 @@ def launch(
             slo=serve.slo,
             patterns=platform.failure_patterns,
             directory=directory,
-            versions={engine.name: engine.version(platform.task.spec)},
+            versions={engine.name: engine.program.version(platform.task.spec)},
         )
         file = Path(folder, SERVE)
         if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
@@ -84,15 +83,15 @@ def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instanc
     """Return one server with its devices. Variables of the user go before those of the engine."""
     task, variable = platform.task, platform.support.visible_devices
     cores = Hardware.of(task).cores(placement.first, placement.width)
-    server = engine.server(task, placement.values, cores)
-    environment = {name: value for name, value in server.environment.items() if name not in task.spec.envs}
+    started = engine.server(task, placement.values, cores)
+    environment = {name: value for name, value in started.environment.items() if name not in task.spec.envs}
     if variable is not None:
         environment[variable] = ",".join(
             _visible(platform, variable)[placement.first : placement.first + placement.width]
         )
     neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # for such a value the engine chooses
     asked = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
-    return Instance(argv=server.argv, environment=environment, cores=cores, asked=asked)
+    return replace(started, environment=environment, cores=cores, asked=asked)
 
 
 def _visible(platform: Platform, variable: str) -> list[str]:

@@ -14,10 +14,10 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform
 from flagcore.engines.serving.common.weights import parameters
-from flagcore.engines.serving.engine import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
+from flagcore.engines.serving.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.simulate import Candidates, expected_figures, time_parts
 
 STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}

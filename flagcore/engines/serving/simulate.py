@@ -12,12 +12,12 @@ from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Overheads, Split
+from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
 
 MAX_SIMULATED = 4096

@@ -8,36 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagcore.contracts import History, Importer, ImportNote
+from flagcore.contracts import History, Importer
 from flagcore.errors import SpecError
+from flagcore.importers.flagscale import compose, serving, training
+from flagcore.importers.flagscale.experiment import check_experiment, drop_launcher_keys, environment
+from flagcore.importers.flagscale.history import read_history
+from flagcore.importers.flagscale.imported import Imported
+from flagcore.importers.flagscale.layouts import normalize_layout
 from flagcore.importers.flagscale.source import Source
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Imported:
-    """The data of a spec, with absolute paths, and notes on keys that are dropped or mean something else.
-
-    `tree` is the composed tree, `file` its top file.
-    """
-
-    data: dict[str, Any]
-    notes: tuple[ImportNote, ...]
-    tree: dict[str, Any] = field(repr=False, default_factory=dict)
-    file: str = ""
-
-    def in_its_words(self, error: SpecError) -> SpecError:
-        from flagcore.importers.flagscale.keys import with_tree_key
-
-        return with_tree_key(self.tree, error, self.file)
-
-    def as_yaml(self) -> str:
-        from flagcore.importers.flagscale.commented_yaml import with_comments
-
-        return with_comments(self.data, self.notes)
+from flagcore.spec.plain_data import spec_error
 
 
 class FlagScale:
@@ -46,34 +28,21 @@ class FlagScale:
     name, title = "flagscale", "FlagScale"
 
     def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
-        return read_tree(directory, name, overrides)
+        """Compose `name` in `directory` as FlagScale does, and translate it.
+
+        `overrides` are hydra's (`a.b=c`). Relative paths inside start at the working directory, as for FlagScale.
+        Raises SpecError.
+        """
+        file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
+        tree, unresolved = compose.compose(directory, name, overrides, file=file)
+        return translate(tree, unresolved, file=file)
 
     def read_history(self, path: Path) -> History:
-        from flagcore.importers.flagscale.history import read_history
-
         return read_history(path)
-
-
-def read_tree(directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
-    """Compose `name` in `directory` as FlagScale does, and translate it.
-
-    `overrides` are hydra's (`a.b=c`). Relative paths inside start at the working directory, as for FlagScale. Raises
-    SpecError.
-    """
-    from flagcore.importers.flagscale.compose import compose
-
-    file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
-    tree, unresolved = compose(directory, name, overrides, file=file)
-    return translate(tree, unresolved, file=file)
 
 
 def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), *, file: str) -> Imported:
     """Translate a composed tree without its `unresolved` keys, each with a reason. Raises SpecError."""
-    from flagcore.importers.flagscale.layouts import normalize_layout
-    from flagcore.importers.flagscale.serving import serving
-    from flagcore.importers.flagscale.training import training
-    from flagcore.spec.plain_data import spec_error
-
     source = Source(tree, file=file)
     for key, why in unresolved:
         source.note(key, f"cannot be resolved ({why}): dropped")
@@ -85,18 +54,20 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     if not tree.get(kind):
         problem, fix = f"is missing, but experiment.task.type is {kind}", f"add a file of the folder {kind} to defaults"
         raise spec_error(kind, problem, fix=fix, file=file)
+    check_experiment(source)
     try:
-        data = training(source) if kind == "train" else serving(source)
+        data = training.training(source) if kind == "train" else serving.serving(source)
     except SpecError as error:
         raise _with_reason(error, unresolved) from None
+    if envs := environment(source):
+        data["envs"] = envs
+    drop_launcher_keys(source)
     source.note_unknown_keys()
     return Imported(data=data, notes=tuple(source.notes), tree=tree, file=file)
 
 
 def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> SpecError:
     """Return the error of a missing key, with the reason if hydra could not resolve it."""
-    from flagcore.spec.plain_data import spec_error
-
     for key, why in unresolved:
         if re.sub(r"\.(\d+)", r"[\1]", key) == error.key:
             return spec_error(error.key, f"cannot be resolved: {why}", fix=error.fix, file=error.file)

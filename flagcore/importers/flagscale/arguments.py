@@ -8,23 +8,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OWN_ARGUMENTS, flagscale_name
+from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OWN_ARGUMENTS, TABLES, flagscale_name
 from flagcore.importers.flagscale.source import Source
 
 _AT = "serve.engine_args"
 _TIMES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-
-PATHS = (
-    "tokenizer",
-    "tokenizer_path",
-    "chat_template",
-    "hf_config_path",
-    "generation_config",
-    "download_dir",
-    "mmproj",
-)
-"""Arguments that may be relative paths: trials run in another folder."""
 Given = dict[str, tuple[str, Any]]
 """Arguments by the engine's names, each with its key in the tree and its value."""
 
@@ -88,7 +77,11 @@ def _add(source: Source, engine: str, key: str, value: Any, names: dict[str, str
     if called == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
         source.note(at, f"{value} becomes q8_0 for keys and values", f"{_AT}.{called}")
         value = "q8_0"
-    if isinstance(value, str) and (name in PATHS or value.startswith("./")) and os.path.exists(value):
+    if (
+        isinstance(value, str)
+        and (name in TABLES["path_arguments"] or value.startswith("./"))
+        and os.path.exists(value)
+    ):
         value = str(Path(value).resolve())
     if called in made and made[called][1] != value:
         source.note(made[called][0], f"dropped for {engine} ({made[called][1]}): {at} is used", f"{_AT}.{called}")

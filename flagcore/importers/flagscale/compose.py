@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.errors import SpecError
+from flagcore.importers.flagscale.engines import TABLES
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
 
 _MUST_BE = re.compile(r"\$\{([\w.]+):\?\?\??\}")
@@ -16,13 +17,7 @@ _MUST_BE = re.compile(r"\$\{([\w.]+):\?\?\??\}")
 _RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 _TOP_FILE = "give the folder that has the tree's top file"
 _SUGGESTIONS = 12
-_OVERRIDE_FIXES = {
-    "Could not override": "fix the key, or add it: +{override}",
-    "Could not append": "the key exists already; change it: {override}",
-    "Sweep parameters": "give one value; lists of values to try go into experiment.auto_tuner.space",
-    "Ambiguous value": "give one value; lists of values to try go into experiment.auto_tuner.space",
-}
-"""Starts of hydra's messages about an override, and what to do."""
+_OVERRIDE_FIXES: dict[str, str] = TABLES["override_fixes"]
 Unresolved = list[tuple[str, str]]
 
 

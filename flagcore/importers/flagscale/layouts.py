@@ -8,23 +8,11 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Source
 
-_EXPERIMENT, _RUNNER, _TUNER = "experiment", "experiment.runner", "experiment.auto_tuner"
-_OF_RUNNER = ("deploy", "hostfile", "nnodes", "nproc_per_node", "ssh_port", "master_addr", "master_port")
-_OF_TUNER = ("engines", "cards", "control", "performance", "memory_model", "algo", "platform")
-MOVED = {
-    **{f"{_EXPERIMENT}.{key}": f"{_RUNNER}.{key}" for key in _OF_RUNNER},
-    f"{_EXPERIMENT}.backend": f"{_EXPERIMENT}.task.backend",
-    f"{_EXPERIMENT}.entrypoint": f"{_EXPERIMENT}.task.entrypoint",
-    f"{_EXPERIMENT}.shell_cmds": f"{_EXPERIMENT}.cmds",
-    **{f"{_EXPERIMENT}.space.{key}": f"{_TUNER}.{key}" for key in _OF_TUNER},
-    **{f"{_TUNER}.space.{key}": f"{_TUNER}.{key}" for key in _OF_TUNER},
-    **{f"{_EXPERIMENT}.{key}": f"{_TUNER}.{key}" for key in (*_OF_TUNER, "space")},
-    f"{_EXPERIMENT}.action": "action",
-    "auto_tuner": _TUNER,
-}
-"""Keys of other layouts, and where they belong."""
+_EXPERIMENT, _RUNNER = "experiment", "experiment.runner"
+MOVED: dict[str, str] = TABLES["moved_keys"]
 _PROFILE = ("profile", "resources")
 
 

@@ -16,7 +16,7 @@ from flagcore.importers.flagscale.engines import (
     TABLES,
     flagscale_name,
 )
-from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
+from flagcore.importers.flagscale.experiment import cluster, control
 from flagcore.importers.flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
@@ -27,7 +27,6 @@ _UNSUPPORTED_BLOCK = 8
 
 def serving(source: Source) -> dict[str, Any]:
     """Return the data of a spec that serves. Raises SpecError where something that it needs is missing."""
-    check_experiment(source)
     source.drop("experiment.task.entrypoint", "each trial starts the engine's own server", "serve")
     source.drop("experiment.task.backend", "the engine is that of the model, or auto_tuner.engines", "serve.engine")
     item = _item(source)
@@ -57,12 +56,9 @@ def serving(source: Source) -> dict[str, Any]:
         "objective": _objective(source),
     }
     source.drop("experiment.runner.deploy", "each trial starts the engine's own server", "serve")
-    envs = environment(source)
-    drop_launcher_keys(source)
     for key, value in leaves(item):
         source.note(f"serve[0]{key}", f"dropped ({value}): unknown to flagcore", "serve")
-    made = {"model": model, "cluster": machines, "serve": serve, "auto_tuner": tuner}
-    return {**made, "envs": envs} if envs else made
+    return {"model": model, "cluster": machines, "serve": serve, "auto_tuner": tuner}
 
 
 def _item(source: Source) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from typing import Any
@@ -10,13 +9,10 @@ from typing import Any
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
 
-_SAME = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_layernorm", "mtp_num_layers")
-_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-_LATENT = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Default sizes of MLA (`MLATransformerConfig` of megatron-core 0.16)."""
 OTHER_LAYERS: tuple[str, ...] = tuple(TABLES["other_layers"])
 """Prefixes of flags of layers other than attention and feed-forward networks."""
-_FREQUENCY = re.compile(r"[\[\]\d\s+*,()]{1,200}")
+_LISTED = r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?"
+"""Layers as Megatron lists them: `[0,1]*12`."""
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
@@ -24,7 +20,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     if vocabulary is None:
         fix = "give the number of tokens, also as an override: +train.data.tokenizer.vocab_size=32000"
         raise flags.source.error("train.data.tokenizer.vocab_size", "is missing", fix=fix)
-    found: dict[str, Any] = {key: value for key in _SAME if (value := flags.take(key)) is not None}
+    found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.take(key)) is not None}
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
             raise flags.source.error(f"train.model.{key}", "is missing", fix="give it")
@@ -55,7 +51,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     found |= _experts(flags, found["num_layers"])
     if latent:
         found["multi_latent_attention"] = True
-        found |= {key: flags.take(key, own) for key, own in _LATENT.items()}
+        found |= {key: flags.take(key, own) for key, own in TABLES["latent_sizes"].items()}
         if (rank := flags.take("q_lora_rank")) is not None:
             found["q_lora_rank"] = rank
     _note_other_layers(flags)
@@ -102,7 +98,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     experts, frequency = flags.take("num_experts", flags.take("num_moe_experts")), flags.take("moe_layer_freq", 1)
     if experts is None:
         return {}
-    given = {key: value for key in _EXPERTS if (value := flags.take(key)) is not None}
+    given = {key: value for key in TABLES["expert_flags"] if (value := flags.take(key)) is not None}
     found = {"num_moe_experts": experts, "moe_router_topk": 2, **given}
     dense = _dense_layers(frequency, layers)
     if dense is None:
@@ -113,34 +109,17 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
 
 def _dense_layers(frequency: object, layers: int) -> int | None:
     """Return how many layers come before those with experts; None for any other pattern."""
-    pattern = _pattern(frequency)
-    if isinstance(pattern, int):
-        pattern = [0 if layer % pattern else 1 for layer in range(layers)] if pattern > 0 else []
+    pattern = _pattern(frequency, layers)
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     return dense if pattern == [0] * dense + [1] * (layers - dense) and dense < layers else None
 
 
-def _pattern(frequency: object) -> int | list[int]:
-    """Return a frequency, or the list of an expression such as `[0]+[1]*26`."""
-    if isinstance(frequency, str) and _FREQUENCY.fullmatch(frequency):
-        try:
-            found: int | list[int] = _value(ast.parse(frequency.strip(), mode="eval").body)
-            return found
-        except (SyntaxError, ValueError, TypeError, RecursionError):
-            return []
-    return frequency if isinstance(frequency, (int, list)) else []
-
-
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_value(each) for each in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if max(each if isinstance(each, int) else len(each) for each in (left, right)) > 10_000:
-            raise ValueError("too long")
-        return left * right
-    raise ValueError("not a list of 0 and 1")
+def _pattern(frequency: object, layers: int) -> list[Any]:
+    """Return 1 for each layer with experts and 0 for others, from a list or an expression such as `[0]+[1]*26`."""
+    text = "".join(frequency.split()) if isinstance(frequency, str) else str(frequency)
+    if text.isdecimal() and int(text):
+        return [0 if layer % int(text) else 1 for layer in range(layers)]
+    if isinstance(frequency, str) and re.fullmatch(rf"\(?{_LISTED}(\+{_LISTED})*\)?", text):
+        terms = re.findall(_LISTED, text)
+        return [int(each) for listed, times in terms for each in listed.split(",") * int(times or 1)]
+    return frequency if isinstance(frequency, list) else []

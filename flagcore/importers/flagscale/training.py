@@ -6,22 +6,15 @@ from typing import Any
 
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.importers.flagscale.engines import TABLES
-from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
+from flagcore.importers.flagscale.experiment import cluster, control
 from flagcore.importers.flagscale.options import RELEVANT, options
 from flagcore.importers.flagscale.shape import shape
 from flagcore.importers.flagscale.source import Flags, Source, leaves, take_flags
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
-_SIZES: tuple[str, ...] = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-)
+_SIZES: list[str] = TABLES["sizes"]
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_JOB = ("use_distributed_optimizer", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length")
-_FLAGS = (*_SIZES, *_JOB, *_RECOMPUTE, *RELEVANT)
+_FLAGS = (*_SIZES, *TABLES["job_flags"], *_RECOMPUTE, *RELEVANT)
 """Flags that are read even in a section that is dropped."""
 DROPPED: dict[str, str] = TABLES["dropped_of_training"]
 _MIB = 1 << 20
@@ -29,8 +22,6 @@ _MIB = 1 << 20
 
 def training(source: Source) -> dict[str, Any]:
     """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
-
-    check_experiment(source)
     vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
     before = take_flags(source, DROPPED, _FLAGS)
     if (kind := source.take("train.model.optimizer.optimizer")) not in (None, "adam"):
@@ -60,17 +51,15 @@ def training(source: Source) -> dict[str, Any]:
         source.note("train.system", text, "auto_tuner")
     else:
         tuner["baseline"] = baseline
-    tuner |= {"control": _control(source), "objective": _objective(source)}
+    steps = source.take(f"{_TUNER}.control.train_iters", 5)
+    tuner |= {"control": {"train_iters": steps, **control(source, seconds=300)}, "objective": _objective(source)}
     source.drop(
         f"{_TUNER}.algo",
         "the default strategy is learned, which stops when little can be gained; grid tries all",
         "auto_tuner",
     )
     _memory(source, machines)
-    envs = environment(source)
-    drop_launcher_keys(source)
-    made = {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
-    return {**made, "envs": envs} if envs else made
+    return {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
 
 
 def _drop_backend(source: Source, flags: Flags) -> None:
@@ -158,11 +147,6 @@ def _space(source: Source, known: Any) -> dict[str, Any]:
         text = "auto is every legal value; FlagScale's also has illegal ones"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
     return found
-
-
-def _control(source: Source) -> dict[str, Any]:
-    steps = source.take(f"{_TUNER}.control.train_iters", 5)
-    return {"train_iters": steps, **control(source, seconds=300)}
 
 
 def _objective(source: Source) -> str:

@@ -22,18 +22,37 @@ OCTAVES = 44
 MOST_RANKS = 4096
 """Ranks of a grid; more of them on one level take the time of so many."""
 
+MOST_SECONDS = 10.0
+"""No collective takes so long: such figures are microseconds."""
+
 SIZES: FloatArray = np.exp2(np.arange(OCTAVES, dtype=np.float64))
 LARGEST = float(np.nextafter(SIZES[-1], 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Seconds of one collective among `ranks` neighbours, by growing payload in bytes (of the whole tensor)."""
+    """Seconds of one collective among `ranks` neighbours, by growing payload in bytes (of the whole tensor).
+
+    Raises ValueError for what is no measured curve.
+    """
 
     kind: str
     ranks: int
     payload_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        sizes, seconds = self.payload_bytes, self.seconds
+        if self.kind not in KINDS:
+            raise ValueError(f"curves must be of the kinds {', '.join(KINDS)}, not {self.kind}")
+        if self.ranks < 2 or (self.kind == "send" and self.ranks > 2):
+            raise ValueError(f"curves must have 2 ranks or more, a send 2, not {self.ranks}")
+        if not sizes or len(sizes) != len(seconds):
+            raise ValueError(f"curves must have as many seconds as payload_bytes, not {len(seconds)} and {len(sizes)}")
+        if any(after <= before for before, after in zip((0.0, *sizes), sizes, strict=False)):
+            raise ValueError("curves must have payload_bytes above 0 that grow")
+        if not all(0 < time < MOST_SECONDS for time in seconds):
+            raise ValueError(f"curves must have seconds above 0 and below {MOST_SECONDS:g}, e.g. 1.2e-05")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,32 +60,18 @@ class CollectiveTable:
     """Curves of neighbouring devices, and their source.
 
     They hold on the topology's level of the name `level` with all that is inside it; empty: on the innermost.
+    Raises ValueError for no curves, and for two of one kind and number of ranks.
     """
 
     curves: tuple[Curve, ...]
     source: str
     level: str = ""
 
-
-def problem(table: CollectiveTable) -> str | None:
-    """Return what is wrong with the curves of `table`, in words that follow its name, or None."""
-    if not table.curves:
-        return "must hold at least one curve"
-    if len({(curve.kind, curve.ranks) for curve in table.curves}) < len(table.curves):
-        return "must not hold two curves of one kind and number of ranks"
-    for curve in table.curves:
-        sizes, seconds = curve.payload_bytes, curve.seconds
-        if curve.kind not in KINDS:
-            return f"must be of the kinds {', '.join(KINDS)}, not {curve.kind}"
-        if curve.ranks < 2 or (curve.kind == "send" and curve.ranks > 2):
-            return f"must have 2 ranks or more, a send 2, not {curve.ranks}"
-        if not sizes or len(sizes) != len(seconds):
-            return f"must have as many seconds as payload_bytes, not {len(seconds)} and {len(sizes)}"
-        if any(after <= before for before, after in zip((0.0, *sizes), sizes, strict=False)):
-            return "must have payload_bytes above 0 that grow"
-        if not all(0 < time < float("inf") for time in seconds):
-            return "must have seconds above 0"
-    return None
+    def __post_init__(self) -> None:
+        if not self.curves:
+            raise ValueError("a table of curves must hold at least one curve")
+        if len({(curve.kind, curve.ranks) for curve in self.curves}) < len(self.curves):
+            raise ValueError("a table of curves must not hold two curves of one kind and number of ranks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import numpy as np
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import FloatArray
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import HOST_LATENCY, RUNS_AS, Roofline
+from flagcore.physics.kernels.roofline import HOST_LATENCY, RUNS_AS, Curve, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet, Rows
 
 SMALL_BYTES = 2.0**16

@@ -10,9 +10,8 @@ import numpy as np
 from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
 from flagcore.physics.kernels.correction import Axis, Correction, learned, learned_line
-from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.fit import fit
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet
 
 GEMM_AXES = (
@@ -117,5 +116,4 @@ def _learned(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) 
 
 
 def _attention_sizes(shape: AttentionShape) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return what `ATTENTION_AXES` are of."""
     return shape.batch * shape.heads, shape.keys, shape.head_dim

@@ -8,11 +8,12 @@ from typing import Any
 from flagcore import __version__
 from flagcore.i18n import N_, _, ngettext
 from flagcore.report.formats import shown
+from flagcore.report.names import NAMES
 from flagcore.report.page.accuracy import accuracy
 from flagcore.report.page.blocks import Block, Cell, Code, Facts, Page, Section, Text, cell, table
 from flagcore.report.page.improvements import improvements
 from flagcore.report.page.resources import memory, step_time
-from flagcore.report.page.run import HOW, RunData, text_file
+from flagcore.report.page.run import RunData, text_file
 from flagcore.report.page.search import funnel, progress
 from flagcore.report.page.serving import serving
 from flagcore.report.page.summary import summary
@@ -43,7 +44,7 @@ def page(run: RunData) -> Page:
             "{count} candidate, {how}; objective: {objective}",
             "{count} candidates, {how}; objective: {objective}",
             len(run.trials),
-            how=_(HOW[run.fidelity]),
+            how=_(NAMES["trials_made"][run.fidelity]),
             objective=run.unit,
         ),
         sections=tuple(section for section in made if section is not None),

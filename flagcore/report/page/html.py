@@ -13,26 +13,14 @@ from importlib.resources import files
 
 from flagcore import __version__
 from flagcore.errors import UsageError
-from flagcore.i18n import N_, _, language
+from flagcore.i18n import _, language
+from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Chart, Page
 from flagcore.report.page.charts import drawn
 
 TEMPLATES = files("flagcore.report.page") / "templates"
 TAGS = {"en": "en", "zh": "zh-CN"}
 """The HTML language tags."""
-WORDS = {
-    "skip": N_("Skip to the summary"),
-    "note": N_("Note:"),
-    "contents": N_("Contents"),
-    "no_script": N_("charts need JavaScript; the tables below them show the same data."),
-    "data": N_("Data table"),
-    "footer": N_(
-        "Written by flagcore {version}. Figures with ~ are predicted or partly modelled; others are measured."
-    ),
-    "ascending": N_("Sorted by {0}, ascending"),
-    "descending": N_("Sorted by {0}, descending"),
-}
-"""Texts of the template and of the script."""
 
 
 def as_html(page: Page) -> str:
@@ -63,7 +51,7 @@ def as_html(page: Page) -> str:
     return template.render(
         page=page,
         language=TAGS[language()],
-        words={name: _(text).replace("{version}", __version__) for name, text in WORDS.items()},
+        words={name: _(text).replace("{version}", __version__) for name, text in NAMES["html"].items()},
         version=__version__,
         policy=_policy([library, script] if charts else [script]),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),

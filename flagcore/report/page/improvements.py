@@ -12,7 +12,7 @@ from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, percent, table
 from flagcore.report.page.charts import COLOURS, points, rows_layout
 from flagcore.report.page.run import Record, RunData, number
-from flagcore.report.text import knob_of, state_name, values_text
+from flagcore.report.text import knob_of, state_name, value_text, values_text
 from flagcore.stages.predict import LIMITS
 
 MAX_CHANGES = 8
@@ -85,7 +85,7 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
     ran = {_key(trial["candidate"]): trial for trial in run.trials}
     rows = []
     for each in less[:MAX_CHANGES]:
-        changed = [f"{knob_of(knob, run.knobs).title} {_value_text(value)}" for knob, value in each["differs"].items()]
+        changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in each["differs"].items()]
         predicted, seconds = each["predicted"], float(each["predicted"]["step_time_s"]["value"])
         figures = [cell(number(lookup(predicted, limit.key)))] if limit.name else []
         figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
@@ -133,7 +133,7 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
         for value, over in zip(knob["values"], slower, strict=True):
             chosen, fastest = value["value"] == knob["best"], value["fastest"]
             figure = lookup(fastest, "predicted.objective.value") if run.serves else _seconds(value)
-            text = _value_text(value["value"])
+            text = value_text(value["value"])
             row = [name, text, _("yes") if chosen else "", percent(over, signed=True), cell(figure)]
             rows.append([*row, cell(value["candidates"]), values_text(fastest["candidate"], run.knobs)])
             marks[chosen].append((name, over, f"{name} = {text}"))
@@ -161,12 +161,6 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
             sortable=True,
         ),
     )
-
-
-def _value_text(value: object) -> str:
-    if value is None:
-        return _("unset")
-    return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
 
 
 def _seconds(value: Record) -> float:

@@ -27,9 +27,10 @@ SCHEMA_VERSION = 1
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
     """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
+    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "says": _says(problem),
+        "says": {name: text for name, text in problem.messages.items() if name in used},
         "chips": list(_chips(problem.platform.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
         "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),
@@ -42,13 +43,6 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
         "pipeline": _pipeline(problem, workload, row),
         "knobs": what_if(problem, row),
     }
-
-
-def _says(problem: Problem) -> dict[str, str]:
-    legality = {rule.name: rule.message for rule in problem.legality.rules}
-    messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
-    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
-    return {name: text for name, text in messages.items() if name in used}
 
 
 def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
@@ -154,7 +148,11 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     for axis in space.axes:
         values = knobs[axis.knob]
         if len(values) > 1:
-            listed = [_value_record(problem, axis.decode(code), values[code], best) for code in sorted(values)]
+            listed = []
+            for code in sorted(values):
+                places = {"fastest": values[code].fastest[-1], "nearest": values[code].nearest[-1]}
+                candidates = {name: _candidate(problem, row, best) for name, row in places.items()}
+                listed.append({"value": axis.decode(code), "candidates": values[code].count, **candidates})
             found.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
     return found
 
@@ -168,11 +166,6 @@ def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: 
         found.count += int(places.size)
         found.fastest = min(found.fastest, (float(seconds[fastest]), int(rows[fastest])))
         found.nearest = min(found.nearest, (int(distance[near]), float(seconds[near]), int(rows[near])))
-
-
-def _value_record(problem: Problem, value: Any, found: _Value, best: int) -> dict[str, Any]:
-    fastest, nearest = (_candidate(problem, each[-1], best) for each in (found.fastest, found.nearest))
-    return {"value": value, "candidates": found.count, "fastest": fastest, "nearest": nearest}
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:

@@ -9,24 +9,15 @@ from typing import Any
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import COMPONENTS, HEADINGS, by_component, part_name
 from flagcore.report.formats import lookup, shown
+from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import bars, limit_line, points, rows_layout
 from flagcore.report.page.run import Record, RunData, number
 
-LEVELS = {
-    "peak_allocated_gib": N_("peak allocated"),
-    "reserved_gib": N_("reserved"),
-    "device_used_gib": N_("in use"),
-}
+LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
 """The key of a level in a measurement, where it is another."""
-SERVED = {
-    "static_gib": N_("~weights and cache"),
-    "activation_gib": N_("~activations and graphs"),
-    "kv_cache_gib": N_("~KV cache"),
-    "kv_cache_tokens": N_("~capacity of the KV cache, tokens"),
-}
-MEASURED_PARTS = {"forward_backward_s": N_("forward and backward, s"), "optimizer_s": N_("optimizer, s")}
+MEASURED_PARTS = NAMES["measured_parts"]
 """The parts of a step that the trial program measures on its first rank."""
 GIB = 2**30
 
@@ -42,7 +33,9 @@ def memory(run: RunData) -> Section | None:
         blocks += [_by_component(run, stages, predicted), _components(stages)]
     blocks.append(_levels(run.best, stages, predicted))
     if run.serves and predicted:
-        parts = [[_(text), cell(predicted[name])] for name, text in SERVED.items() if name in predicted]
+        parts = [
+            [_(text), cell(predicted[name])] for name, text in NAMES["serving_memory"].items() if name in predicted
+        ]
         blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], parts))
     return Section(anchor="memory", title=_("Memory of the best configuration"), blocks=tuple(blocks))
 

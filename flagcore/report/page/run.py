@@ -15,16 +15,13 @@ from typing import Any
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.secrets import redact_data, redact_text
-from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.files import open_regular, read_regular
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Cell
 from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
-HOW = {RUN: N_("measured"), PROBE: N_("probed on one device"), ESTIMATE: N_("predicted only")}
-"""How the trials of a run were made, by its fidelity."""
 TAIL_LINES, TAIL_BYTES = 25, 4000
 """The most lines, and bytes, of the end of a log."""
 MAX_FILE = 1 << 20

@@ -264,10 +264,7 @@ def _statistics(run: RunData, latency: str) -> Table:
                 name = ", ".join(filter(None, parts))
                 rows.append([name, trial_cell(run, trial), cell(answered and int(answered)), *map(cell, figures)])
     return table(
-        _(
-            "{latency} of requests, s; median over repeats of a load point",
-            latency=SHORT_LATENCIES[latency],
-        ),
+        _("{latency} of requests, s; median over repeats of a load point", latency=SHORT_LATENCIES[latency]),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],
         rows,
     )

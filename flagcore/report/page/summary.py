@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 
 from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
-from flagcore.domain.trial import ESTIMATE, PROBE, RUN
-from flagcore.i18n import N_, _, ngettext
+from flagcore.domain.trial import ESTIMATE, RUN
+from flagcore.i18n import _, ngettext
 from flagcore.report.formats import lookup, shown
+from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Cell, Code, Facts, Section, Text, cell, table
 from flagcore.report.page.run import (
-    HOW,
     Record,
     RunData,
     configuration,
@@ -23,11 +23,6 @@ from flagcore.report.page.run import (
 )
 from flagcore.report.text import at_load, drift_text, figures_text, gain_text, limits_text, load_text, state_name
 
-BEST = {
-    RUN: N_("Best on {hardware}"),
-    PROBE: N_("Best probed configuration on {hardware}"),
-    ESTIMATE: N_("Best predicted configuration on {hardware}"),
-}
 MAX_RIVALS = 5
 """The most candidates to list that do not differ significantly from the best."""
 
@@ -45,7 +40,7 @@ def summary(run: RunData) -> Section:
     for line, numbers in (run.result.get("slow_devices") or {}).items():
         trials = ", ".join(map(str, numbers))
         blocks.append(
-            Text(_("Slow device, which all others wait for: {line} (trial {trials}).", line=line, trials=trials))
+            Text(_("Slow device, which delays all others: {line} (trial {trials}).", line=line, trials=trials))
         )
     blocks += [Text(_("Note: {note}.", note=note)) for note in run.result.get("notes") or ()]
     return Section(anchor="summary", title=_("Summary"), blocks=(*blocks, *stopped(run)))
@@ -86,7 +81,7 @@ def gain_cell(run: RunData, gain: float | None) -> Cell:
 
 
 def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
-    yield _(BEST[run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
+    yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
     measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
     figure = run.figure(best) if measured else run.predicted(best)
     speed = at_load(objective_text(run, figure), _load_of(run, best))
@@ -122,7 +117,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
             yield _("Without the limits"), Cell(_without_limits(run, best))
-    source = f"{_(HOW[run.fidelity])}, {_('trial')} {best['number']}"
+    source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best['number']}"
     yield _("Source"), Cell(source, None, f"#trial-{best['number']}")
 
 

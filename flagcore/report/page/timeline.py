@@ -7,22 +7,23 @@ from typing import Any
 
 from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
-from flagcore.i18n import N_, _
+from flagcore.i18n import _
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass
 from flagcore.physics.schedules.replay import predicted_seconds, simulate, step_seconds
 from flagcore.report.formats import shown
+from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import bars, rows_layout
 from flagcore.report.page.run import RunData
 
+KINDS = NAMES["passes"]
 MAX_PASSES = 4200
 """The most passes in a timeline: more are indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
 """The most passes to simulate for the idle time of stages; a longer step is represented by the drawn part."""
 MAX_NUMBERED = 300
 """The most passes that have an outline and the number of their micro-batch."""
-KINDS = {"F": N_("forward"), "BW": N_("backward"), "B": N_("input gradients"), "W": N_("weight gradients")}
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}

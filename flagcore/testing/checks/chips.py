@@ -9,8 +9,7 @@ from datetime import date, datetime
 from typing import Any
 
 from flagcore.domain.chip import Chip
-from flagcore.testing.kit import Problems, check, chips
-from flagcore.testing.subject import Problem, Skip, Subject
+from flagcore.testing.kit import Problem, Problems, Skip, Subject, check, chips
 from flagcore.vendorkit.fields import SOURCE_KEYS
 
 KINDS = {*SOURCE_KEYS, "user"}
@@ -24,13 +23,6 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
     for problem in plugin.problems_of("flagcore_chips", "flagcore_devices"):
         if "answers to" not in problem.message:
             yield problem
-
-
-@check(f"give it a kind of {', '.join(SOURCE_KEYS)}, and the key that the kind needs", each=chips)
-def figures_have_sources(chip: Chip) -> Problems:
-    for key, fact in chip.figures.items():
-        if fact.source.kind not in KINDS or not fact.source.detail.strip():
-            yield f"{chip.name}: {key} has the source {fact.source.kind!r} {fact.source.detail!r}"
 
 
 @check("write it as 2026-11-02 or 2026-11")
@@ -66,15 +58,11 @@ def chip_names_differ_from_other_plugins(plugin: Subject) -> Problems:
                 yield f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}"
 
 
-@check("separate words by single spaces", each=chips)
-def chip_names_have_no_extra_spaces(chip: Chip) -> Problems:
+@check("separate words by single spaces, and keep one of names that differ in case only", each=chips)
+def chip_names_are_clean(chip: Chip) -> Problems:
     for name in (chip.name, chip.vendor, *chip.aliases):
         if not name or name != " ".join(name.split()) or not name.isprintable():
             yield f"{chip.name}: the name {name!r} has extra spaces"
-
-
-@check("keep one of them", each=chips)
-def aliases_are_listed_once(chip: Chip) -> Problems:
     for name, times in Counter(name.casefold() for name in chip.aliases).items():
         if times > 1:
             yield f"{chip.name}: aliases has {name!r} {times} times, ignoring case"

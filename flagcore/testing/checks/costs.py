@@ -1,4 +1,4 @@
-"""Kernel times, and the files that they are from."""
+"""Memory models, kernel times, and the files that these are from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,67 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import AttentionShape, KernelCosts
+from flagcore.contracts import AttentionShape, KernelCosts, MemoryModel
 from flagcore.domain.chip import Chip
 from flagcore.domain.space import FloatArray
+from flagcore.plugins import workload
+from flagcore.stages.discover import costs as costs_of
 from flagcore.testing.examples import group_of
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Problem, Skip, Subject
+from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 
-MEASURED = 1.05
+LEAST_BYTES = 2**20
+"""Less is a figure in MiB or GiB."""
+IDLE_SHARE = 0.25
+"""Maximum share of a device's memory for context, libraries and collective buffers."""
+
+
+def _models(plugin: Subject) -> list[tuple[Chip, MemoryModel]]:
+    return plugin.each("flagcore_memory_model", lambda chip: plugin.loaded.memory_model(group_of(chip), "megatron"))
+
+
+@check("add to the argument, or multiply by at least 1", each=_models)
+def memory_use_grows_with_allocation(chip: Chip, model: MemoryModel) -> Problems:
+    allocated = np.linspace(0, 2.0**37, 200)
+    reserved = model.reserved_bytes(allocated)
+    used = model.device_used_bytes(reserved)
+    for method, argument, answer in (("reserved_bytes", allocated, reserved), ("device_used_bytes", reserved, used)):
+        if not ((answer >= argument).all() and (np.diff(answer) >= 0).all()):
+            yield f"{chip.name}: {method} of the memory model returns less than its argument, or falls as that grows"
+
+
+@check("use group.memory_bytes if it is set, else the chip's memory_bytes")
+def memory_budget_is_respected(plugin: Subject) -> Problems:
+    for chip, _ in _models(plugin):
+        model = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=10**9), "megatron")
+        capacity = model.capacity_bytes() if model else None
+        if capacity is None or capacity > 10**9:
+            yield f"{chip.name}: capacity_bytes() is {capacity} with a user's budget of 1e9"
+
+
+@check("give bytes; context, libraries and collective buffers take hundreds of MiB to a few GiB", each=_models)
+def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
+    memory = chip.memory_bytes.value if chip.memory_bytes else None
+    used, capacity = float(model.device_used_bytes(np.zeros(1))[0]), model.capacity_bytes()
+    if memory and capacity is not None and capacity > memory:
+        yield f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {memory:g}"
+    if used != 0 and not LEAST_BYTES <= used <= IDLE_SHARE * (memory or 2**35):
+        yield f"{chip.name}: device_used_bytes(0) = {used:g}"
+    if not 0 <= model.workspace_bytes() <= 2**32:
+        yield f"{chip.name}: workspace_bytes() = {model.workspace_bytes():g}"
+
+
+@check("find the part of the memory model that shrinks as its argument grows")
+def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
+    engine = workload("megatron")
+    for task in plugin.tasks():
+        made = costs_of(task.cluster, plugin.loaded, "megatron")
+        rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
+        columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
+        if not (np.diff(engine.predict(task, columns, made).device_used_bytes) >= 0).all():
+            yield f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory"
+
+
+ABOVE_PEAK = 1.05
 """Tolerance of a measured kernel above the peak: clocks and timers vary."""
 FILES = {"curve.yaml", "kernels.jsonl", "provenance.yaml", "serving.yaml", "collectives.yaml"}
 
@@ -40,16 +93,14 @@ def kernel_times_grow_with_size(chip: Chip, costs: KernelCosts) -> Problems:
             yield f"{chip.name}: {method} is not above 0, or falls as the sizes grow"
 
 
-@check("give seconds: 8.0e-6", each=Subject.own_costs)
-def launch_time_is_in_seconds(chip: Chip, costs: KernelCosts) -> Problems:
-    if not (np.isnan(costs.launch_seconds()) or 1e-7 < costs.launch_seconds() < 1e-3):
-        yield f"{chip.name}: launch_seconds() = {costs.launch_seconds():g}"
-
-
-@check("give 1 to 3, or NaN if unknown", each=Subject.own_costs)
-def run_factor_is_plausible(chip: Chip, costs: KernelCosts) -> Problems:
-    if not (np.isnan(costs.run_slowdown()) or 1 <= costs.run_slowdown() < 3):
-        yield f"{chip.name}: run_slowdown() = {costs.run_slowdown():g}"
+@check("give seconds for launches (8.0e-6) and a factor for runs (1 to 3), or NaN if unknown", each=Subject.own_costs)
+def kernel_constants_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
+    for method, value, low, high in (
+        ("launch_seconds", costs.launch_seconds(), 1e-7, 1e-3),
+        ("run_slowdown", costs.run_slowdown(), 1.0, 3.0),
+    ):
+        if not (np.isnan(value) or low <= value <= high):
+            yield f"{chip.name}: {method}() = {value:g}"
 
 
 @check(each=Subject.own_costs)
@@ -57,13 +108,13 @@ def kernels_do_not_exceed_peaks(chip: Chip, costs: KernelCosts) -> Problems:
     side, much = np.full(4, 8192.0), _powers_of_two(30, 34)
     for precision, peak in chip.dense_flops_per_second.items():
         rate = np.nanmax([0.0, *(2.0 * side**3 / costs.gemm_seconds(side, side, side, precision))])
-        if rate > MEASURED * peak.value:
+        if rate > ABOVE_PEAK * peak.value:
             yield Problem(
                 f"{chip.name}: a product in {precision} has {rate:g} flops/s, its peak {peak.value:g}",
                 "check the times in kernels.jsonl, the shares in curve.yaml (at most 1) and the peak",
             )
     bandwidth = chip.memory_bandwidth_bytes_per_second
-    if bandwidth and np.nanmax([0.0, *(much / costs.memory_seconds(much))]) > MEASURED * bandwidth.value:
+    if bandwidth and np.nanmax([0.0, *(much / costs.memory_seconds(much))]) > ABOVE_PEAK * bandwidth.value:
         yield Problem(
             f"{chip.name}: memory_seconds is faster than memory_bandwidth_bytes_per_second",
             "count bytes read and written; memory_share in curve.yaml is at most 1",

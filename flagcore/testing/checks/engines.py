@@ -1,4 +1,4 @@
-"""Engines: whether and how they run, and which values do not work."""
+"""Engines: whether and how they run, which values do not work, and knobs that the plugin adds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Factor, Knob
+from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.spec.limits import PRECISIONS
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
 
 Supported = tuple[str, Chip, str, EngineSupport]
 
@@ -44,19 +44,27 @@ def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: 
         yield f"{where} is {answer.support.value!r} without a reason"
 
 
-@check("give a name of letters and underscores, the values, and a reason for `flag explain`", each=_supports)
-def refused_values_have_reasons(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+@check(
+    "give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_supports
+)
+def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for refused in answer.refused:
-        limits = refused.values or refused.above is not None
+        limits = bool(refused.values) or refused.above is not None
         if not (refused.name.isidentifier() and refused.reason.strip() and limits):
             yield f"{where}: {refused.name!r} is incomplete"
+    for forced in answer.forced:
+        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
+            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {', '.join(SHARED)}"
 
 
-@check("name a knob of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
-def refused_values_exist(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+@check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
+def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for refused in answer.refused:
         if not _is_known(engine, refused.knob, refused.values):
             yield f"{where}: there is no knob {refused.knob!r} with {refused.values}"
+    for forced in answer.forced:
+        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
+            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
@@ -65,20 +73,6 @@ def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer:
         gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
         if set(axis.values) <= gone:
             yield f"{where}: every value of {axis.knob} is refused"
-
-
-@check(f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}", each=_supports)
-def forced_settings_have_reasons(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for forced in answer.forced:
-        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
-            yield f"{where}: {forced.name!r} forces {forced.setting!r}"
-
-
-@check("name a key of train.settings and a valid value (docs/spec.md)", each=_supports)
-def forced_settings_are_valid(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for forced in answer.forced:
-        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
-            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 @check("give the name of the environment variable, such as ACME_VISIBLE_DEVICES", each=_supports)
@@ -101,3 +95,39 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
             knobs[name].parse(value, key)
         return name in knobs
     return False
+
+
+def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
+    plugin.implements("flagcore_knobs")
+    found = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
+    if not found:
+        raise Skip("the plugin adds no knobs")
+    return found
+
+
+@check("add a sentence for `flag explain`", each=_knobs)
+def knobs_have_help(chip: Chip, engine: str, knob: Knob) -> Problems:
+    if not knob.help.strip():
+        yield f"flagcore_knobs: {knob.name} of {engine} has no help"
+
+
+@check("rename it, for example with the vendor as prefix", each=_knobs)
+def knob_names_differ_from_engine_knobs(chip: Chip, engine: str, knob: Knob) -> Problems:
+    if engine == "megatron" and knob.name in {axis.knob for axis in workload(engine).axes(task_on(chip))}:
+        yield f"flagcore_knobs: {knob.name} is already a knob of {engine}"
+
+
+@check("give low and high, the ends of an 80% interval", each=_knobs)
+def knob_effects_have_intervals(chip: Chip, engine: str, knob: Knob) -> Problems:
+    for effect in knob.effects.values():
+        for what, factor in (("time", effect.time), ("memory", effect.memory)):
+            if factor.value != 1.0 and factor.low == factor.high:
+                yield f"flagcore_knobs: {knob.name} of {engine} scales {what} without an interval"
+
+
+@check("add effect: {kind: estimated, method: WHY}, or the source of these figures", each=_knobs)
+def knob_effects_have_sources(chip: Chip, engine: str, knob: Knob) -> Problems:
+    factors = [factor for effect in knob.effects.values() for factor in (effect.time, effect.memory)]
+    estimated = knob.source is not None and knob.source.kind == "estimated"
+    if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
+        yield f"flagcore_knobs: {knob.name} of {engine} has factors without a source"

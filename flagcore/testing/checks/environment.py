@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,9 +13,8 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.plugins import kind_of
 from flagcore.testing import fakes
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
-from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore.testing.kit import Problems, Skip, Subject, check
+from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import Variable
 
 USERS = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
@@ -33,13 +31,6 @@ def _variables(plugin: Subject) -> Iterator[tuple[Variable]]:
     return ((each,) for each in plugin.variables)
 
 
-@check("say what the variable does and where that is documented", each=_variables)
-def variables_have_meanings_and_sources(variable: Variable) -> Problems:
-    source = variable.source
-    if not variable.meaning.strip() or source.kind not in SOURCE_KEYS or not source.detail.strip():
-        yield f"environment.yaml: {variable.name} has no meaning or an empty source"
-
-
 @check("keep one, or restrict each by engines, chips or versions")
 def variables_are_listed_once(plugin: Subject) -> Problems:
     for chip, engine in plugin.pairs():
@@ -52,18 +43,6 @@ def variables_are_listed_once(plugin: Subject) -> Problems:
 def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str, str]) -> Problems:
     for name in sorted(USERS & {*variables}):
         yield f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's value"
-
-
-@check("write it as the vendor's software reads it", each=_variables)
-def variables_are_upper_case(variable: Variable) -> Problems:
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable.name):
-        yield f"environment.yaml: the name {variable.name!r} is not upper case"
-
-
-@check()
-def variables_name_known_engines_and_chips(plugin: Subject) -> Problems:
-    for each in plugin.variables:
-        yield from plugin.unknown(f"environment.yaml: {each.name}", each.scope)
 
 
 @check("write the name that the software has for this vendor, and handle it in discover.py")
@@ -143,5 +122,4 @@ def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
 
 def _set_on(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
     """Return the variables with a value for an engine on a chip."""
-    about = (chip, engine, None, kind_of(engine))
-    return [each for each in plugin.variables if each.value and each.scope.includes(*about)]
+    return [each for each in applying(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

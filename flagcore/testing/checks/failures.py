@@ -7,32 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
 
-HEALTHY = """\
-W1120 10:00:00.000 1234 torch/distributed/run.py:766] Setting OMP_NUM_THREADS for each process to be 1
-[rank0]: INFO:megatron.core: > initialized tensor model parallel with size 2
- > building train, validation, and test datasets ...
-setting random seeds to 1234
-node0:4711:4711 [0] COLL INFO Bootstrap : Using eth0:10.0.0.1<0>
-node0:4711:4711 [0] COLL INFO Connected all rings
-node0:4711:4711 [0] NCCL INFO TORCH_NCCL_ASYNC_ERROR_HANDLING set by environment to 1; timeout 600000 ms
-dist.py:12: UserWarning: barrier(): using the device under current context; this can potentially cause a hang
-WARNING 11-20 10:00:02 no fused kernel for this device was found; falling back, which does not fail
- iteration        1/      10 | consumed samples:           16 | elapsed time per iteration (ms): 812.4 | loss: 1.082E+01
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 10482.1 | max allocated: 18231.0 | max reserved: 19960.0
- iteration        2/      10 | grad norm: 2.341 | number of skipped iterations:   0 | number of nan iterations:   0
-saving checkpoint at iteration 10; successfully saved
-step 3 loss 9.871 tokens/s 2962 errors 0
-INFO 11-20 10:00:01 [core.py:61] Initializing an LLM engine with config: model='m', dtype=bfloat16, max_seq_len=4096
-INFO 11-20 10:00:09 [gpu_worker.py:227] Available KV cache memory: 41.3 GiB
-INFO:     127.0.0.1:52114 - "POST /v1/completions HTTP/1.1" 200 OK
-Memory usage: 61.2 GiB of 64.0 GiB (95%), temperature 61 C, throttled: no
-""".splitlines()
+HEALTHY = files(__package__).joinpath("healthy.log").read_text("utf-8").splitlines()
 """Lines of successful runs."""
 
 SECONDS = 10.0
@@ -68,13 +49,11 @@ def failure_examples_match(plugin: Subject) -> Problems:
     if plugin.chips:
         _ready(plugin)
     for place, each in enumerate(failures):
-        engines = {*each.scope.engines}
-        alike = [
-            other for other in failures if not engines or not other.scope.engines or engines & {*other.scope.engines}
-        ]
-        first = next((other for other in alike if re.search(other.value.pattern, each.value.example)), None)
+        engines = {*each.engines}
+        alike = [other for other in failures if not engines or not other.engines or engines & {*other.engines}]
+        first = next((other for other in alike if re.search(other.pattern, each.example)), None)
         if first is not each:
-            other = f"the earlier pattern {first.value.pattern!r} does" if first else "none does"
+            other = f"the earlier pattern {first.pattern!r} does" if first else "none does"
             yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}"
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import group_of
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
+from flagcore.testing.kit import Problems, Skip, Subject, check
 
 ROOMS = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
 """Packages of flagcore that a plugin may import."""

@@ -11,8 +11,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flagcore import __version__
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Problem, Skip, Subject
+from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 
 FRAMEWORKS = {
     *("torch", "torchvision", "torchaudio", "torch-npu", "torch-mlu", "torch-musa", "tensorflow", "jax", "jaxlib"),
@@ -52,19 +51,15 @@ def dependencies_have_no_framework(plugin: Subject) -> Problems:
             yield f"pyproject.toml: dependencies has '{each}', which pip would install over the vendor's build"
 
 
-@check('write "0.1.0"')
-def version_is_valid(plugin: Subject) -> Problems:
+@check('add it to [project], the version as "0.1.0"')
+def metadata_is_complete(plugin: Subject) -> Problems:
+    for key in ("description", "license"):
+        if not getattr(plugin.packaged, key).strip():
+            yield f"pyproject.toml: {key} is missing"
     try:
         Version(plugin.packaged.version)
     except InvalidVersion:
         yield f"pyproject.toml: version = {plugin.packaged.version!r} is invalid"
-
-
-@check("add it to [project]")
-def description_and_license_are_given(plugin: Subject) -> Problems:
-    for key in ("description", "license"):
-        if not getattr(plugin.packaged, key).strip():
-            yield f"pyproject.toml: {key} is missing"
 
 
 @check("add the empty file")

@@ -1,15 +1,21 @@
-"""Chips: whether figures are plausible in base units and in one direction."""
+"""Chips: whether peaks are dense, and figures plausible in base units and in one direction."""
 
 from __future__ import annotations
 
-from flagcore.domain.chip import Chip
-from flagcore.testing.kit import Problems, check, chips
+import re
+
+import numpy as np
+
+from flagcore.contracts import KernelCosts
+from flagcore.domain.chip import Chip, Fact
+from flagcore.testing.kit import Problem, Problems, Subject, check, chips
 
 RANGES = {
     "memory_bytes": (2**27, 2**40),
     "memory_bandwidth_bytes_per_second": (1e9, 1e14),
     "dense_flops_per_second": (1e9, 1e17),
     "link.bytes_per_second": (1e8, 1e13),
+    "link.latency_seconds": (1e-8, 1e-3),
     "host_bytes_per_second": (1e8, 1e12),
     "nic_bytes_per_second": (1e8, 1e12),
 }
@@ -21,7 +27,7 @@ The lower ends leave room for one core of a small CPU; an accelerator is far abo
 NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
 """The narrower format is never slower, as it moves less."""
 
-INTENSITY = (0.5, 2000.0)
+OPERATIONS_PER_BYTE = (0.5, 2000.0)
 """Operations per byte of memory traffic, from a core of a CPU to an accelerator with all of its matrix units."""
 
 ALIKE = (0.6, 1.5)
@@ -31,12 +37,15 @@ LINK_SHARE = 0.75
 """Maximum ratio of a link's rate to the memory's; no known accelerator reaches half of it."""
 
 
-@check("write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
+@check("write bytes, seconds, bytes or flops per second, without prefixes; YAML wants 3.0e+14", each=chips)
 def figures_are_plausible(chip: Chip) -> Problems:
-    for key, fact in chip.figures.items():
+    figures = {key: fact.value for key, fact in chip.figures.items()}
+    if chip.link:
+        figures["link.latency_seconds"] = chip.link.latency_seconds
+    for key, value in figures.items():
         low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
-        if not low <= fact.value <= high:
-            yield f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}"
+        if not low <= value <= high:
+            yield f"{chip.name}: {key} = {value:g} is not in {low:g} to {high:g}"
 
 
 @check("check both peaks; if the chip emulates a format, say so in notes", each=chips)
@@ -60,9 +69,9 @@ def fp16_and_bf16_peaks_are_similar(chip: Chip) -> Problems:
 
 @check("one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix", each=chips)
 def peaks_match_memory_bandwidth(chip: Chip) -> Problems:
-    rate = chip.memory_bandwidth_bytes_per_second
+    rate, (low, high) = chip.memory_bandwidth_bytes_per_second, OPERATIONS_PER_BYTE
     for name, peak in chip.dense_flops_per_second.items():
-        if rate and name in ("bf16", "fp16") and not INTENSITY[0] <= peak.value / rate.value <= INTENSITY[1]:
+        if rate and name in ("bf16", "fp16") and not low <= peak.value / rate.value <= high:
             yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic"
 
 
@@ -88,14 +97,84 @@ def network_is_slower_than_the_link(chip: Chip) -> Problems:
             yield f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}"
 
 
-@check("a small message takes about 1.0e-6 to 1.0e-4 seconds; leave it out if unmeasured", each=chips)
-def link_latency_is_in_seconds(chip: Chip) -> Problems:
-    if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
-        yield f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}"
-
-
 @check("give how many consecutive devices the link joins: a share of a node, or whole nodes", each=chips)
 def link_domains_divide_nodes(chip: Chip) -> Problems:
     size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
     if size is not None and (size < 1 or (size % node and node % size)):
         yield f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}"
+
+
+DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
+"""Half the bits are about twice the rate; four times are twice and sparsity. Integers need not follow."""
+SPARSE = 3.8
+
+USUAL_OPERATIONS_PER_BYTE = 330.0
+"""Operations per byte of memory traffic in 16 bits. Few chips do more; most would if their peaks were doubled."""
+OVER_FP32 = 40.0
+"""Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
+SAME = (0.9, 1.25)
+"""8 bits are about twice 16 bits, or integers are slow; as fast as 16 bits is a dense peak beside a sparse one."""
+
+REACHED = 0.3
+"""Minimum share of a dense peak that large products reach; of a peak that was doubled they reach half as much."""
+
+DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
+"""Words of a source or of the notes that confirm a dense peak."""
+
+
+@check(each=chips)
+def peaks_are_dense(chip: Chip) -> Problems:
+    peaks = chip.dense_flops_per_second
+    for wide, narrow in DOUBLES:
+        if wide in peaks and narrow in peaks and (ratio := peaks[narrow].value / peaks[wide].value) > SPARSE:
+            yield Problem(
+                f"{chip.name}: {narrow} = {peaks[narrow].value:g} is {ratio:.1f} times {wide}",
+                f"give the dense peak of {narrow}: half of what is published with structured sparsity",
+            )
+    for name in ("bf16", "fp16"):
+        if name in peaks and not _is_dense(chip, peaks[name]) and (why := _too_fast(chip, name)):
+            yield Problem(
+                f"{chip.name}: {name} = {peaks[name].value:g} {why}",
+                "give dense peaks, half of what is published with structured sparsity; if they are dense, add the "
+                "word 'dense' to the source or the notes",
+            )
+
+
+@check("give the dense peak, and say so in the source: 'dense' or 'without sparsity'", each=chips)
+def peak_sources_are_dense(chip: Chip) -> Problems:
+    for name, peak in chip.dense_flops_per_second.items():
+        detail = peak.source.detail
+        if re.search(r"spars|\u7a00\u758f", detail, re.I) and not DENSE.search(detail) and "half" not in detail:
+            yield f"{chip.name}: {name} has the source {detail[:120]!r}, which mentions sparsity"
+
+
+@check(
+    "look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small gemm_share in "
+    "curve.yaml",
+    each=Subject.own_costs,
+)
+def large_matmuls_reach_the_peak(chip: Chip, costs: KernelCosts) -> Problems:
+    side = np.full(1, 8192.0)
+    for name in ("bf16", "fp16"):
+        peak = chip.dense_flops_per_second.get(name)
+        rate = 2.0 * 8192.0**3 / float(costs.gemm_seconds(side, side, side, name)[0])
+        if peak and rate < REACHED * peak.value:  # false for NaN
+            yield f"{chip.name}: a product of 8192 cubed reaches {rate / peak.value:.0%} of the peak in {name}"
+
+
+def _too_fast(chip: Chip, name: str) -> str:
+    """Return why a 16-bit peak looks sparse; empty if it does not."""
+    peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
+    peak = peaks[name].value
+    if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
+        return f"is {peak / rate.value:.0f} operations a byte of memory traffic, more than any known chip"
+    if "fp32" in peaks and peak > OVER_FP32 * peaks["fp32"].value:
+        return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than any known chip"
+    for narrow in ("fp8", "int8"):
+        if narrow in peaks and SAME[0] <= peaks[narrow].value / peak <= SAME[1]:
+            return f"equals the peak of {narrow}, which has half the bits"
+    return ""
+
+
+def _is_dense(chip: Chip, peak: Fact) -> bool:
+    return bool(DENSE.search(peak.source.detail) or DENSE.search(chip.notes))

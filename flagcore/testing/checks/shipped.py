@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from flagcore.domain.maturity import Claim
 from flagcore.plugins import kind_of
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Skip, Subject
-from flagcore.vendorkit.fields import SOURCE_KEYS
-from flagcore.vendorkit.quirks import Quirk
+from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
+from flagcore.vendorkit.knobs import all_knobs
+from flagcore.vendorkit.quirks import read_quirks
+from flagcore.vendorkit.scope import Scope, applying
+from flagcore.vendorkit.variables import read_variables
 
 MARK = "TODO"
 """Marks a placeholder in files of `flag plugins new`."""
 
 
-def _quirks(plugin: Subject) -> Iterator[tuple[Subject, str, Quirk[Any]]]:
-    quirks = plugin.quirks
+def _entries(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
+    """Yield each entry of a file that may be restricted, after words for its place."""
+    quirks = read_quirks(plugin.package)
     for section in fields(quirks):
         for place, each in enumerate(getattr(quirks, section.name)):
-            yield plugin, f"{section.name}[{place}]", each
+            yield plugin, f"quirks.yaml: {section.name}[{place}]", each
+    yield from ((plugin, f"environment.yaml: {each.name}", each) for each in read_variables(plugin.package))
+    yield from ((plugin, f"knobs.yaml: {each.knob.name}", each.scope) for each in all_knobs(plugin.package))
 
 
-@check("add where it is from", each=_quirks)
-def quirks_have_sources(plugin: Subject, where: str, quirk: Quirk[Any]) -> Problems:
-    if quirk.source.kind not in SOURCE_KEYS or not quirk.source.detail.strip():
-        yield f"quirks.yaml: the source of {where} is empty"
-
-
-@check(each=_quirks)
-def quirks_name_known_engines_and_chips(plugin: Subject, where: str, quirk: Quirk[Any]) -> Problems:
-    yield from plugin.unknown(f"quirks.yaml: {where}", quirk.scope)
+@check(each=_entries)
+def entries_name_known_engines_and_chips(plugin: Subject, where: str, scope: Scope) -> Problems:
+    fix = f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml"
+    unknown = {*scope.engines} - {*plugin.engines} | {*scope.chips} - {chip.name for chip in plugin.chips}
+    for word in unknown:
+        yield Problem(f"{where} is for {word!r}, which is unknown", fix)
 
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")
@@ -43,9 +43,9 @@ def quirks_are_used(plugin: Subject) -> Problems:
         raise Skip("flagcore_engine_support gives no usable answer")
     for chip, engine in plugin.pairs():
         refused = plugin.loaded.engine_support(chip, engine).refused
-        for quirk in plugin.quirks.refused:
-            if quirk.scope.includes(chip, engine, None, kind_of(engine)) and quirk.value not in refused:
-                yield f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml"
+        for quirk in applying(plugin.quirks.refused, chip, engine, None, kind_of(engine)):
+            if quirk not in refused:
+                yield f"flagcore_engine_support: {chip.name} lacks {quirk.name} of quirks.yaml"
 
 
 @check("write maturity.yaml, and return its content as VendorPlugin does")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.testing.asking import DRIVERS
-from flagcore.testing.kit import Problems, check
-from flagcore.testing.subject import Problem, Subject
+from flagcore.testing.kit import Problem, Problems, Subject, check
 
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
 """Variables that the other process has."""

@@ -65,4 +65,4 @@ def test_a_slow_device_is_named_in_the_report_and_in_the_result(install: Install
     (line,) = measured["slow_devices"]
     assert line.startswith("device 1 of node 0 takes ")
     assert outcome.data["slow_devices"] == {"device 1 of node 0": [outcome.data["trials"][0]["number"]]}
-    assert line in (tmp_path / "run" / "report.txt").read_text()
+    assert "device 1 of node 0" in (tmp_path / "run" / "report.txt").read_text()

@@ -16,8 +16,7 @@ from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.time.step import rank_time, step_time
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
-from flagcore.physics.kernels.curve import Curve
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import Curve, Roofline
 from tests.engines.megatron.candidates import training_memory
 
 ASSUMED = Source(kind="estimated", detail="round figures")

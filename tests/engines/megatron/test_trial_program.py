@@ -176,24 +176,6 @@ def test_parameters_are_counted_once_regardless_of_the_layout(metrics: dict[str,
     assert metrics["tied"]["parameters"] == dense - embedding  # 500 words are padded to 512
 
 
-@pytest.mark.long
-def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
-    job = trial_jobs.make_job(tmp_path / "out", DENSE, tensor_model_parallel_size=2)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PROGRAM]
-    done = subprocess.run(
-        [sys.executable, *command, str(write_job(tmp_path, job))],
-        env=trial_jobs.environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["effective"]["tensor_model_parallel_size"] == 2
-    assert len((tmp_path / "out" / "steps.jsonl").read_text().splitlines()) == 3
-
-
 def test_configuration_that_megatron_refuses_exits_with_2_and_one_clear_line(tmp_path: Path) -> None:
     program = start(tmp_path, trial_jobs.make_job(tmp_path / "out", DENSE, tensor_model_parallel_size=3))
     _, stderr = program.communicate(timeout=120)

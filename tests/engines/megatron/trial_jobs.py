@@ -71,9 +71,8 @@ def make_job(output: Path, model: dict[str, Any], *, train: dict[str, Any] | Non
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that can import flagcore and is not a rank of anything."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {**ours, "PYTHONPATH": str(ROOT)}
+    """The environment of a process that can import flagcore."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def run_jobs(folder: Path, jobs: dict[str, Any]) -> tuple[dict[str, int], str]:

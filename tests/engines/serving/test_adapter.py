@@ -11,7 +11,7 @@ import pytest
 from flagcore.contracts import require_prober
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
@@ -23,48 +23,48 @@ from tests.small import costs
 ALL = pytest.mark.parametrize("workload", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
 
 
-def task_of(workload: Serving) -> Task:
+def task_of(workload: Engine) -> Task:
     return serving(workload.name, devices=2)
 
 
-def usual(workload: Serving, task: Task) -> Space:
+def usual(workload: Engine, task: Task) -> Space:
     given = dataclasses.replace(task, spec=dataclasses.replace(task.spec, space=workload.usual_space(task)))
     return build(workload.axes(given), workload.rules(given), workload.merges(given))
 
 
 @ALL
-def test_the_usual_space_is_the_engines_defaults_alone(workload: Serving) -> None:
+def test_the_usual_space_is_the_engines_defaults_alone(workload: Engine) -> None:
     task = task_of(workload)
     (candidate,) = (usual(workload, task).candidate(row) for row in range(len(usual(workload, task))))
-    assert candidate.as_dict() == dict(workload.engine.defaults(task))
+    assert candidate.as_dict() == dict(workload.defaults(task))
     predictions = workload.predict(task, usual(workload, task).columns(), costs(task))
     assert workload.rule_of_thumb(usual(workload, task).columns(), predictions) == 0
 
 
 @ALL
-def test_columns_of_no_values_are_the_engines_defaults(workload: Serving) -> None:
+def test_columns_of_no_values_are_the_engines_defaults(workload: Engine) -> None:
     task = task_of(workload)
     columns = workload.columns(task, {})
     decoded = {axis.knob: axis.decode(int(columns[axis.knob][0])) for axis in workload.axes(task)}
-    assert decoded == dict(workload.engine.defaults(task))
+    assert decoded == dict(workload.defaults(task))
     assert all(size.shape == (1,) for size in workload.sizes(task, columns).values())
 
 
 @ALL
-def test_a_value_that_a_knob_does_not_know_is_reported(workload: Serving) -> None:
+def test_a_value_that_a_knob_does_not_know_is_reported(workload: Engine) -> None:
     with pytest.raises(SpecError, match="kv_cache_type"):
         workload.columns(task_of(workload), {"kv_cache_type": "no such type"})
 
 
 @ALL
-def test_a_server_cannot_be_probed(workload: Serving) -> None:
+def test_a_server_cannot_be_probed(workload: Engine) -> None:
     with pytest.raises(SpecError) as caught:
         require_prober(workload)
     assert (caught.value.key, caught.value.value) == ("serve.engine", workload.name)
 
 
 @ALL
-def test_the_trial_program_finds_the_engine_and_users_find_the_workload(workload: Serving) -> None:
-    assert resolve_name(workload._where) is workload.engine
+def test_the_trial_program_finds_the_engine_and_users_find_the_workload(workload: Engine) -> None:
+    assert resolve_name(workload.where) is workload
     (found,) = entry_points(group="flagcore.engines", name=workload.name)
     assert found.load() is workload

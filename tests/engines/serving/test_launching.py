@@ -35,7 +35,7 @@ def on_cards(folder: Path, devices: int = 8, **given: Any) -> Platform:
 
 
 def launched(where: Platform, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
-    wanted = Candidate.of({**LLAMACPP.engine.defaults(where.task), **values})
+    wanted = Candidate.of({**LLAMACPP.defaults(where.task), **values})
     return LLAMACPP.launch(where, wanted, str(folder), for_real=for_real)
 
 

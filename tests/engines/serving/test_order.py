@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
-from flagcore.engines.serving.adapter import SloImpossible
+from flagcore.engines.serving.engine import SloImpossible
 from flagcore.engines.serving.vllm.profile import WORKLOAD
 
 

@@ -18,12 +18,12 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import simulate, simulated_load
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.common.weights import parameters
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.model.closed_loop import PARTS
 from flagcore.engines.serving.model.work import UNFITTED, overheads_of
-from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
+from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.sglang.profile import RECEIVE
-from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.physics.kernels.roofline import Roofline
 from tests.engines.serving.engines.tasks import predict, published
 from tests.served import CHIP, DENSE, EXPERTS, costs
@@ -223,15 +223,16 @@ def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) ->
 
 
 def test_releases_have_overheads_of_their_own() -> None:
-    known = {each: overheads_of(VLLM.overheads, each) for each in ("0.20.2", "0.19.1", None, "0.33")}
+    known = {each: overheads_of(VLLM.program.overheads, each) for each in ("0.20.2", "0.19.1", None, "0.33")}
     assert known["0.20.2"].iteration < known["0.19.1"].iteration
     assert known[None] == known["0.33"]
-    assert not overheads_of(SGLANG.overheads, "0.5.9").mixes
+    assert not overheads_of(SGLANG.program.overheads, "0.5.9").mixes
 
 
 def test_an_engine_without_overheads_has_no_other_engines() -> None:
     assert overheads_of({}, "0.5.9") == UNFITTED
-    bare = replace(VLLM, overheads={}, host_times=None, untested="no run yet")
+    program = replace(VLLM.program, overheads={})
+    bare = replace(VLLM, program=program, host_times=None, untested="no run yet")
     assert bare.overheads_for(task(), on_host=True) == UNFITTED
 
 

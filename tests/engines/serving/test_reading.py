@@ -38,7 +38,7 @@ def read(folder: Path, where: Task, *points: dict[str, Any], **changes: Any) -> 
     knobs = {name: changes.pop(name) for name in ("instances", "instance_sizes") if name in changes}
     data = {"points": points, "effective": {}, "versions": {}, "counters": {}, "startup_s": [1.0], **changes}
     (folder / "metrics.json").write_text(json.dumps(data))
-    return LLAMACPP.read(where, Candidate.of({**LLAMACPP.engine.defaults(where), **knobs}), str(folder))
+    return LLAMACPP.read(where, Candidate.of({**LLAMACPP.defaults(where), **knobs}), str(folder))
 
 
 def test_a_figure_is_the_median_of_its_repeats_and_they_are_the_steps(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_metrics_that_are_none_are_reported(text: str | None, tmp_path: Path) ->
     if text is not None:
         (tmp_path / "metrics.json").write_text(text)
     with pytest.raises(NoMetrics, match=r"metrics\.json"):
-        LLAMACPP.read(task(), Candidate.of(LLAMACPP.engine.defaults(task())), str(tmp_path))
+        LLAMACPP.read(task(), Candidate.of(LLAMACPP.defaults(task())), str(tmp_path))
 
 
 def test_a_rate_of_nothing_is_no_measurement(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_pat
 
 def test_a_plugins_knob_among_the_candidates_own_is_passed_over(tmp_path: Path) -> None:
     read(tmp_path, on_cores(), point(4, rate(100)))
-    wanted = Candidate.of({**LLAMACPP.engine.defaults(on_cores()), "a_vendors_knob": "on"})
+    wanted = Candidate.of({**LLAMACPP.defaults(on_cores()), "a_vendors_knob": "on"})
     assert LLAMACPP.read(on_cores(), wanted, str(tmp_path)).figures["output_tokens_per_s"] == 100
 
 

@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from flagcore.cli.main import flag
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale import read_tree
+from flagcore.importers.flagscale import FlagScale
+
+read_tree = FlagScale().read_tree
 
 BROKEN = {
     "no YAML": ("\nexperiment: [1,\n", r"tune\.yaml: line \d+ is not valid YAML"),

@@ -21,12 +21,14 @@ from flagcore.engines.serving.llamacpp import knobs as llama_knobs
 from flagcore.engines.serving.sglang import knobs as sglang_knobs
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale import Imported, read_tree, translate
+from flagcore.importers.flagscale import FlagScale, Imported, translate
 from flagcore.importers.flagscale.compose import compose
 from flagcore.importers.flagscale.engines import OWN_ARGUMENTS
 from flagcore.spec import parse_spec
 from tests.importers.flagscale.accounting import TREES, unaccounted
 from tests.small import ENGINES
+
+read_tree = FlagScale().read_tree
 
 ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
@@ -329,7 +331,7 @@ def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
-    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in module.FILE.reserved}
+    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in module.PROGRAM.reserved}
     assert {name.replace("-", "_") for name in refused} - OWN_ARGUMENTS.keys() == {"model", "model_path", "model_tag"}
 
 

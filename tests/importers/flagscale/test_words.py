@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale import read_tree
+from flagcore.importers.flagscale import FlagScale
 from flagcore.spec import parse_spec
 from tests.small import ENGINES
+
+read_tree = FlagScale().read_tree
 
 SPACE = "experiment.auto_tuner.space"
 

@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.domain.space import FloatArray
 from flagcore.engines.megatron.memory.activations import gathered_tokens
 from flagcore.engines.megatron.memory.modules import Sizes
-from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts, layer_parameters, padded_vocab
 from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
 from flagcore.physics.transformer import attended, projection_weights
@@ -31,25 +31,13 @@ BUCKET_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class State(ArrayRecord):
     """Bytes of some parameters on one rank."""
 
     weights: FloatArray
     gradients: FloatArray
     main_parameters: FloatArray
     optimizer: FloatArray
-
-    def __add__(self, other: State) -> State:
-        return State(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.main_parameters + other.main_parameters,
-            self.optimizer + other.optimizer,
-        )
-
-    @classmethod
-    def zero(cls, none: FloatArray) -> State:
-        return cls(none, none, none, none)
 
     @property
     def total(self) -> FloatArray:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.memory.activations import attention, ffn, mixture
-from flagcore.engines.megatron.memory.embedding_and_head import depths, embedding, head
+from flagcore.engines.megatron.memory.activations import attention, depths, embedding, ffn, head, mixture
 from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training

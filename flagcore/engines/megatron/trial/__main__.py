@@ -1,8 +1,7 @@
 """Entry point: `python -m flagcore.engines.megatron.trial JOB.json`.
 
-Started directly, it forks the job's ranks, or the one that the job probes. Started by a launcher that sets RANK and
-WORLD_SIZE, such as torchrun, it is one rank and joins the others through MASTER_ADDR and MASTER_PORT. Exit codes:
-0 measured, 2 invalid configuration, 3 out of memory, 1 other errors, 128 + signal if ended by one.
+It forks the job's ranks, or the one that the job probes. Exit codes: 0 measured, 2 invalid configuration, 3 out of
+memory, 1 other errors, 128 + signal if ended by one.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ def main(arguments: list[str]) -> int:
     except JobError as error:
         return failures.report(error)
     prepare(job)
-    number = int(os.environ.get("RANK", 0))
     try:
-        if number == 0:
-            clear(job.output)
-        if "RANK" in os.environ and job.probe is None:
-            return work(job, 0.0, number, None)
+        clear(job.output)
         import_s = warm_up(job)
     except Exception as error:
         return failures.report(error)
@@ -76,7 +71,7 @@ def import_rank(job: Job) -> float:
     return time.perf_counter() - start
 
 
-def work(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
+def work(job: Job, import_s: float, number: int, listener: socket.socket) -> int:
     """Run rank `number`; returns the exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)

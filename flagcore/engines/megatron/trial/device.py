@@ -8,7 +8,6 @@ is no reserved memory. A rank's own time on a CPU is that of its main thread, wi
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,9 +95,9 @@ class Accelerator:
 
     def __init__(self, kind: str, rank: int) -> None:
         self._module: Any = getattr(torch, kind)
-        local_rank = int(os.environ.get("LOCAL_RANK", rank % self._module.device_count()))
-        self._module.set_device(local_rank)
-        self.device = torch.device(kind, local_rank)
+        index = rank % self._module.device_count()
+        self._module.set_device(index)
+        self.device = torch.device(kind, index)
         self._worst = 0
 
     def synchronize(self) -> None:
@@ -140,7 +139,7 @@ RankDevice: TypeAlias = Cpu | Accelerator
 
 
 def open_device(kind: str, rank: int) -> RankDevice:
-    """Take this rank's device: torch's name for the kind, the launcher's LOCAL_RANK for which."""
+    """Return this rank's device, `kind` by torch's name of it."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
 
 
@@ -153,7 +152,6 @@ def _set_mmap_threshold(size: int) -> None:
 
 
 def _status_bytes(field: str) -> int:
-    """Read one field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

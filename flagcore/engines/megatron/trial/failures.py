@@ -55,7 +55,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _raised_in(trace: TracebackType | None) -> str:
-    """Name of the module whose code raised."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""

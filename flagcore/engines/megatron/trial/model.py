@@ -164,7 +164,6 @@ def _latent_attention_values(job: Job) -> dict[str, Any]:
 
 
 def _chunk(job: Job, config: Any, vp_stage: int | None, device: torch.device) -> Any:
-    """Build one model chunk with its initial weights, in the job's precision."""
     model = GPTModel(
         config,
         layers.block_spec(config, vp_stage),
@@ -183,7 +182,6 @@ def _chunk(job: Job, config: Any, vp_stage: int | None, device: torch.device) ->
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
-    """Initialise nothing."""
     return weight
 
 

@@ -17,18 +17,17 @@ from megatron.core import parallel_state as groups
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.engines.megatron.trial import metrics, stand_ins
 from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
-from flagcore.engines.megatron.trial.job import Job, JobError
+from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import Built, build
 from flagcore.engines.megatron.trial.training import Step, train
 
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
 
 
-def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
-    """Run the job as rank `number`.
+def run_rank(job: Job, number: int, listener: socket.socket, import_s: float) -> None:
+    """Run the job as rank `number`. The ranks meet at `listener`, a socket that the parent opened.
 
-    The ranks meet at `listener`, a socket that the parent opened, or at the address in the environment if it is
-    None. `import_s` is what importing took, for the record.
+    `import_s` is what importing took, for the record.
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
     log = metrics.StepLog(job.output) if number == 0 else None
@@ -66,15 +65,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
 
-def _join(job: Job, number: int, listener: socket.socket | None) -> None:
-    if listener is None:
-        world_size = int(os.environ["WORLD_SIZE"])
-        if world_size != job.world_size:
-            raise JobError(
-                f"WORLD_SIZE = {world_size} must be data * tensor * pipeline * context parallel = {job.world_size}"
-            )
-        dist.init_process_group(job.device.backend, timeout=_TIMEOUT)
-        return
+def _join(job: Job, number: int, listener: socket.socket) -> None:
     host, port = listener.getsockname()
     if job.device.backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it resolves the host's name

@@ -1,23 +1,29 @@
-"""The program of an engine and its flags: `engine_args` of a spec, the installed version, and the command line."""
+"""The program of an engine: `engine.yaml`, `engine_args` of a spec, the installed version, and the command line."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import check_directory
+from flagcore.engines.serving.model.work import Overheads, Releases
 from flagcore.errors import NoDevice, SpecError
 
 RESERVED: Mapping[str, str] = {
@@ -37,22 +43,50 @@ class EngineArgs(NamedTuple):
     others: dict[str, EngineArg]
 
 
+P = TypeVar("P", bound="Program")
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine:
-    """How an engine is started.
+class Program:
+    """An engine as its authors release it: flags, what it logs and counts, and what it adds to kernels.
 
     `program` is the command unless the spec has one; `packages` are the pip packages that may install it. `reserved`
     are flags that the user cannot set, and why. The installed engine's source has its flags as literals in
     `flag_files`, and as fields of a class in `flag_fields`; without them flags are not checked.
+
+    `counters` are the samples of /metrics that explain a score, and their names in a trial's figures. `settings` are
+    regular expressions for the log by knob, whose only group is the value in use; the first that matches counts.
+    `memory` are the same for figures of memory, whose largest match counts. `failures` are what log lines mean, from
+    specific to general. `overheads` are what the engine adds to its kernels, by the release from which on it holds, the
+    newest first. `block_sizes` are those of attention backends that take only some.
     """
 
     title: str
-    program: tuple[str, ...]
+    program: Sequence[str]
     knobs: tuple[Knob, ...]
-    packages: tuple[str, ...] = ()
+    packages: Sequence[str] = ()
     reserved: Mapping[str, str] = field(default_factory=lambda: RESERVED)
-    flag_files: tuple[str, ...] = ()
-    flag_fields: tuple[str, ...] = ()
+    flag_files: Sequence[str] = ()
+    flag_fields: Sequence[str] = ()
+    counters: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    memory: Mapping[str, str] = field(default_factory=dict)
+    failures: tuple[FailurePattern, ...] = ()
+    overheads: Releases = field(default_factory=dict)
+    block_sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls: type[P], package: str, knobs: tuple[Knob, ...]) -> P:
+        """Return the program that `engine.yaml` of an engine's package describes; its keys are the fields."""
+        data = yaml.load(files(package).joinpath("engine.yaml").read_text("utf-8"), _Loader)
+        data["reserved"] = RESERVED | data["reserved"]
+        data["failures"] = tuple(
+            FailurePattern(pattern="|".join(row["lines"]), state=TrialState(row["state"]), advice=row.get("advice", ""))
+            for row in data["failures"]
+        )
+        data["overheads"] = {since: Overheads(**values) for since, values in data.get("overheads", {}).items()}
+        return cls(knobs=knobs, **data)
 
     def parse(self, spec: Spec) -> EngineArgs:
         """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
@@ -100,7 +134,7 @@ class CommandLine:
             found = self.command(spec)
         except NoDevice:
             return frozenset()
-        return _flags_in_source(program.package_folders(found[0]), self.flag_files, self.flag_fields)
+        return _flags_in_source(program.package_folders(found[0]), tuple(self.flag_files), tuple(self.flag_fields))
 
     def columns(self, task: Task, columns: Columns) -> dict[str, IntArray]:
         """Return a column of each knob; if there is none, of the value that `engine_args` fix, or the neutral one."""
@@ -108,7 +142,7 @@ class CommandLine:
 
     def command(self, spec: Spec) -> tuple[str, ...]:
         """Return the command that starts the engine, with an absolute path. Raises NoDevice if it does not exist."""
-        return program.found(spec, self.program)
+        return program.found(spec, tuple(self.program))
 
     def version(self, spec: Spec) -> str:
         """Return the version of the spec, or of the installed package; empty if unknown."""

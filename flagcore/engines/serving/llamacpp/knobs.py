@@ -5,19 +5,22 @@ Flags and defaults: llama.cpp `tools/server/README.md` (00dc8057).
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib.util import find_spec
+
 import numpy as np
 
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import CommandLine, EngineArgs
-from flagcore.engines.serving.common.engine_file import read_engine_file
+from flagcore.engines.serving.common import knobs, program
+from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest
 from flagcore.engines.serving.common.knobs import Auto, by_hardware, knob, or_default, tries, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.llamacpp import flags
-from flagcore.errors import FlagError
+from flagcore.engines.serving.settings import Settings
+from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.spec import gguf
 
 PARALLEL, CONTEXT, THREADS, BATCH_THREADS = "parallel", "context_len", "threads", "threads_batch"
@@ -138,26 +141,50 @@ KNOBS = (
     variant(knobs.PREFIX_KNOB, "cache-prompt", off="no-cache-prompt"),
 )
 BY_NAME = {knob.name: knob for knob in KNOBS}
-FILE = read_engine_file("flagcore.engines.serving.llamacpp")
-COMMAND_LINE = CommandLine(title="embedded llama-server", program=(), knobs=KNOBS, reserved=FILE.reserved)
+PACKAGE = "xllamacpp"
 
 
-def parse_args(spec: Spec) -> EngineArgs:
-    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError.
-
-    Flags are checked for the embedded server only: a user's own llama-server may be of any release.
+class LlamaProgram(Program):
+    """The user's own llama-server, which may be of any release, or the embedded one of a wheel, whose flags are
+    checked.
     """
-    found = COMMAND_LINE.split(spec)
-    for name in found.others:
-        flag = flags.BY_NAME.get(name)
-        COMMAND_LINE.check([flag.names[-1].lstrip("-") if flag else name], ())
-        COMMAND_LINE.check([name], flags.BY_NAME if spec.serve.command is None else ())
-    return found
+
+    def parse(self, spec: Spec) -> EngineArgs:
+        found = self.split(spec)
+        for name in found.others:
+            flag = flags.BY_NAME.get(name)
+            self.check([flag.names[-1].lstrip("-") if flag else name], ())
+            self.check([name], flags.BY_NAME if spec.serve.command is None else ())
+        return found
+
+    def version(self, spec: Spec) -> str:
+        wheel = "" if spec.serve.command is not None else program.package_version(sys.executable, PACKAGE)
+        return spec.serve.engine_version or wheel
+
+    def ready(self, spec: Spec) -> None:
+        serve = spec.serve
+        if serve.weights is None or not os.path.isfile(serve.weights):
+            fix = "give the path of a GGUF file; examples/tiny_gguf.py makes a small one"
+            problem = "is missing" if serve.weights is None else "is not a file"
+            raise SpecError(key="serve.weights", value=serve.weights, problem=problem, fix=fix)
+        self.parse(spec)
+        if serve.command is not None:
+            program.found(spec, serve.command)
+        elif find_spec(PACKAGE) is None:
+            raise NoDevice(
+                f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or give a serve.command such as "
+                "[llama-server]"
+            )
+        else:
+            program.check_version(spec, program.package_version(sys.executable, PACKAGE))
+
+
+PROGRAM = LlamaProgram.read("flagcore.engines.serving.llamacpp", KNOBS)
 
 
 def total_context(task: Task) -> int:
     """Return the context of all slots that `engine_args` fix; 0 where it follows from the slots."""
-    others = parse_args(task.spec).others
+    others = PROGRAM.parse(task.spec).others
     fixed = others.get("ctx-size", others.get("c"))
     return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
 
@@ -185,7 +212,7 @@ def _trained_context(spec: Spec) -> int | None:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what llama.cpp does with candidates. Slots are sequences; an iteration is a logical batch."""
-    get = knobs.all_columns(columns, KNOBS, parse_args(task.spec).fixed)
+    get = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
     slots, batch = or_default(get[PARALLEL], AUTO_SLOTS), or_default(get[N_BATCH], BATCH)
     context = or_default(get[CONTEXT], slot_context(task, None))

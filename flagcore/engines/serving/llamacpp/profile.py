@@ -6,11 +6,9 @@ Rules: the server's README, and what the server of xllamacpp 2026.10.11549 did.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -18,13 +16,12 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, Merge, Rule
-from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.adapter import Serving
+from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest
 from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import PORT, Engine, Fetch, Server
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
@@ -45,39 +42,15 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UBATCH,
     UNIFIED,
 )
-from flagcore.errors import NoDevice, SpecError
+from flagcore.engines.serving.settings import PORT, Fetch
+from flagcore.engines.serving.trial.job import Instance
 
-PACKAGE = "xllamacpp"
 RUNNER = "flagcore.engines.serving.llamacpp.server"
 
 
-def _ready(spec: Spec) -> None:
-    serve = spec.serve
-    if serve.weights is None or not os.path.isfile(serve.weights):
-        fix = "give the path of a GGUF file; examples/tiny_gguf.py makes a small one"
-        problem = "is missing" if serve.weights is None else "is not a file"
-        raise SpecError(key="serve.weights", value=serve.weights, problem=problem, fix=fix)
-    own.parse_args(spec)
-    if serve.command is not None:
-        program.found(spec, serve.command)
-    elif find_spec(PACKAGE) is None:
-        raise NoDevice(
-            f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or give a serve.command such as "
-            "[llama-server]"
-        )
-    else:
-        program.check_version(spec, program.package_version(sys.executable, PACKAGE))
-
-
-def version(spec: Spec) -> str:
-    """Return the version of the spec, or that of the wheel; a binary of the user's own has none beside it."""
-    wheel = "" if spec.serve.command is not None else program.package_version(sys.executable, PACKAGE)
-    return spec.serve.engine_version or wheel
-
-
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec = task.spec
-    others = own.parse_args(spec).others
+    others = own.PROGRAM.parse(spec).others
     embedded = spec.serve.command is None
     command = (sys.executable, "-m", RUNNER) if embedded else program.found(spec, spec.serve.command or ())
     argv = [*command, "--model", spec.serve.weights or "", "--host", "127.0.0.1", "--port", PORT, "--metrics"]
@@ -98,7 +71,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if embedded and not others.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
     argv += [word for name, value in others.items() for word in _flag(name, value)]
-    return Server(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
+    return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
@@ -127,7 +100,7 @@ _OFFLOADED_LINE = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return the values in /props and the log, without the later lines of a draft model."""
     props = json.loads(fetch("/props"))
-    found = {own.PARALLEL: int(props["total_slots"])} | metrics.settings(log, own.FILE.settings)
+    found = {own.PARALLEL: int(props["total_slots"])} | metrics.settings(log, own.PROGRAM.settings)
     words = {"enabled": "on", "disabled": "off", "true": "on", "false": "off"}
     for knob in (own.FLASH, own.UNIFIED):
         if knob in found:
@@ -279,24 +252,17 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="llamacpp",
-    title="llama.cpp",
-    modules={PACKAGE: PACKAGE},
-    knobs=own.KNOBS,
-    parse_args=own.parse_args,
-    ready=_ready,
-    version=version,
+    where=f"{__name__}:WORKLOAD",
+    program=own.PROGRAM,
+    modules={own.PACKAGE: own.PACKAGE},
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=own.FILE.counters,
-    failures=own.FILE.failures,
     split_by=PP,
-    overheads=own.FILE.overheads,
     host_times=(1.9e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

@@ -11,12 +11,11 @@ import numpy as np
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import CommandLine
-from flagcore.engines.serving.common.engine_file import read_engine_file
+from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, TP, Hardware
 from flagcore.engines.serving.common.knobs import knob, or_default, tries, variant
 from flagcore.engines.serving.common.weights import weight_bytes
-from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.settings import Settings
 
 BACKEND, CONTEXT, BATCH, BLOCK = "backend", "context_len", "max_batch_size", "block_size"
 CACHE, KV, EAGER = "cache_max_entry_count", "kv_cache_type", "enforce_eager"
@@ -94,15 +93,7 @@ KNOBS = (
     ),
 )
 BY_NAME = {knob.name: knob for knob in KNOBS}
-FILE = read_engine_file("flagcore.engines.serving.lmdeploy")
-COMMAND_LINE = CommandLine(
-    title="LMDeploy",
-    program=("lmdeploy", "serve", "api_server"),
-    packages=("lmdeploy",),
-    knobs=KNOBS,
-    reserved=FILE.reserved,
-    flag_files=("lmdeploy/cli/serve.py", "lmdeploy/cli/utils.py"),
-)
+PROGRAM = Program.read("flagcore.engines.serving.lmdeploy", KNOBS)
 
 
 def default_batch(task: Task) -> int:
@@ -117,7 +108,7 @@ def default_batch(task: Task) -> int:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what LMDeploy does with candidates."""
-    get = COMMAND_LINE.columns(task, columns)
+    get = PROGRAM.columns(task, columns)
     pytorch = get[BACKEND] == PYTORCH
     prefill = or_default(get[PREFILL], DEFAULT_PREFILL)
     batch = or_default(get[BATCH], default_batch(task))

@@ -15,34 +15,35 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import PORT, Engine, Fetch, Server
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.lmdeploy import knobs as own
 from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
 from flagcore.engines.serving.load.result import GENERATE
+from flagcore.engines.serving.settings import PORT, Fetch
+from flagcore.engines.serving.trial.job import Instance
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec, data = task.spec, count(values, DP)
     if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
         values = {**values, TP: count(values, TP) * data}
-    argv = [*own.COMMAND_LINE.command(spec), spec.serve.weights or ""]
+    argv = [*own.PROGRAM.command(spec), spec.serve.weights or ""]
     argv += ["--server-name", "127.0.0.1", "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
     argv += knobs.arguments(own.KNOBS, values)
-    argv += written(own.COMMAND_LINE.parse(spec).others, negated=False)
-    return Server(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
+    argv += written(own.PROGRAM.parse(spec).others, negated=False)
+    return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     """Return what the log reports of the engine that was chosen."""
     for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
         if line in log:
-            return {own.BACKEND: backend, **metrics.settings(log, own.FILE.settings)}
+            return {own.BACKEND: backend, **metrics.settings(log, own.PROGRAM.settings)}
     return {}
 
 
@@ -142,23 +143,17 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="lmdeploy",
-    title="LMDeploy",
+    where=f"{__name__}:WORKLOAD",
+    program=own.PROGRAM,
     modules={"lmdeploy": "lmdeploy>=0.18,<0.19"},
-    knobs=own.KNOBS,
-    parse_args=own.COMMAND_LINE.parse,
-    ready=own.COMMAND_LINE.ready,
-    version=own.COMMAND_LINE.version,
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=own.FILE.counters,
-    failures=own.FILE.failures,
     api=GENERATE,  # its completions take text only
     untested="written from its documentation, no trial has run; times are those of its kernels alone",
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

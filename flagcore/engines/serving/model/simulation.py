@@ -111,7 +111,6 @@ class _Simulation:
         self.through[place] = len(self.doors) - 1
 
     def _ready(self) -> float:
-        """Return when the scheduler sees the next request that was sent."""
         return self.doors[self.through[self.next]] + self.over.request
 
     def _look(self) -> None:

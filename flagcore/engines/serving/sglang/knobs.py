@@ -14,13 +14,12 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs
-from flagcore.engines.serving.common.command_line import CommandLine, EngineArgs
-from flagcore.engines.serving.common.engine_file import read_engine_file
+from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.knobs import by_hardware, knob, or_default, tries, variant
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
-from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.settings import Settings
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"
@@ -116,32 +115,21 @@ KNOBS = (
 """`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
 `data_parallel_size`."""
 TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
-FILE = read_engine_file("flagcore.engines.serving.sglang")
-_FIELDS = ("device", "disagg", "exec_", "lora", "memory", "mm", "model", "observability", "parallel", "schedule")
-_FIELD_FILES = tuple(f"sglang/srt/arg_groups/fields/{name}.py" for name in (*_FIELDS, "serving", "spec"))
-COMMAND_LINE = CommandLine(
-    title="SGLang",
-    program=("python3", "-m", "sglang.launch_server"),
-    packages=("sglang",),
-    knobs=KNOBS,
-    reserved=FILE.reserved,
-    # up to about 0.5.9 flags are literals of one file; in 0.5.23 they are fields, with literals for other spellings
-    flag_files=("sglang/srt/server_args.py", *_FIELD_FILES),
-    flag_fields=_FIELD_FILES,
-)
 
 
-def parse_args(spec: Spec) -> EngineArgs:
-    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError.
+class SglangProgram(Program):
+    """SGLang's server. A tp-size given together with attention DP counts both."""
 
-    A tp-size given together with attention DP counts both, as in SGLang.
-    """
-    found = COMMAND_LINE.parse(spec)
-    tensor, data = found.fixed.get(TP), found.fixed.get(DP)
-    by_flag = any(bare(key) in TP_FLAGS for key in spec.serve.engine_args)
-    if by_flag and isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
-        found.fixed[TP] = tensor // data
-    return found
+    def parse(self, spec: Spec) -> EngineArgs:
+        found = super().parse(spec)
+        tensor, data = found.fixed.get(TP), found.fixed.get(DP)
+        by_flag = any(bare(key) in TP_FLAGS for key in spec.serve.engine_args)
+        if by_flag and isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
+            found.fixed[TP] = tensor // data
+        return found
+
+
+PROGRAM = SglangProgram.read("flagcore.engines.serving.sglang", KNOBS)
 
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
@@ -182,8 +170,7 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what SGLang does with candidates: with attention DP it divides chunks and requests among the groups."""
-    fixed, others = parse_args(task.spec)
-    get = knobs.all_columns(columns, KNOBS, fixed)
+    get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, get)
     tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), or_default(get[PREFILL], PREFILL_TOKENS))

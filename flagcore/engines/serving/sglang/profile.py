@@ -16,29 +16,30 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
 from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest
 from flagcore.engines.serving.common.knobs import or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import PORT, Engine, Fetch, PublishedRuns, Server
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import PORT, Fetch, PublishedRuns
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
+from flagcore.engines.serving.trial.job import Instance
 
 RECEIVE = "scheduler-recv-interval"
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec, hardware = task.spec, Hardware.of(task)
-    others = own.parse_args(spec).others
+    others = own.PROGRAM.parse(spec).others
     data = count(values, DP)
     ranks = count(values, TP) * data
-    argv = [*own.COMMAND_LINE.command(spec), "--model-path", spec.serve.weights or ""]
+    argv = [*own.PROGRAM.command(spec), "--model-path", spec.serve.weights or ""]
     argv += ["--host", "127.0.0.1", "--port", PORT, "--enable-metrics"]
     argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1})
     if data > 1:
-        newer = "attn-dp-size" in own.COMMAND_LINE.installed_flags(spec)
+        newer = "attn-dp-size" in own.PROGRAM.installed_flags(spec)
         argv += ["--attn-dp-size", str(data)] if newer else ["--dp-size", str(data), "--enable-dp-attention"]
     if hardware.on_cores and "device" not in others:
         argv += ["--device", "cpu"]
@@ -48,7 +49,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     environment = {"HF_HUB_OFFLINE": "1"}
     if cores:
         environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
-    return Server(argv=tuple(argv), environment=environment)
+    return Instance(argv=tuple(argv), environment=environment)
 
 
 _REPORTED = {
@@ -74,7 +75,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     values: dict[str, KnobValue] = {
         knob: info[name] for name, knob in _REPORTED.items() if isinstance(info.get(name), (int, str))
     }
-    values |= metrics.settings(log, own.FILE.settings)
+    values |= metrics.settings(log, own.PROGRAM.settings)
     data = _data(info)
     if isinstance(info.get("tp_size"), int):
         values |= {TP: info["tp_size"] // data, DP: data}
@@ -96,7 +97,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 def memory(log: str) -> dict[str, float]:
     """Return what each rank logs of its weights, pools and graphs; its GB are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
-    return metrics.largest(log, own.FILE.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
+    return metrics.largest(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
 
 
 def _server_info(fetch: Fetch) -> dict[str, Any]:
@@ -145,8 +146,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _pages(task: Task) -> tuple[Rule, ...]:
-    backend = str(own.parse_args(task.spec).others.get("attention-backend") or "").lower()
-    sizes = own.FILE.block_sizes.get(backend)
+    backend = str(own.PROGRAM.parse(task.spec).others.get("attention-backend") or "").lower()
+    sizes = own.PROGRAM.block_sizes.get(backend)
     if sizes is None:
         return ()
     return (
@@ -162,7 +163,7 @@ def _pages(task: Task) -> tuple[Rule, ...]:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that are SGLang's defaults, and knobs without effect."""
     defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
-    backend = own.parse_args(task.spec).others.get("attention-backend")
+    backend = own.PROGRAM.parse(task.spec).others.get("attention-backend")
     if backend is None and not task.spec.model.multi_latent_attention:
         defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
@@ -173,30 +174,23 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="sglang",
-    title="SGLang",
+    where=f"{__name__}:WORKLOAD",
+    program=own.PROGRAM,
     modules={"sglang": "sglang>=0.5,<0.6"},
-    knobs=own.KNOBS,
-    parse_args=own.parse_args,
-    ready=own.COMMAND_LINE.ready,
-    version=own.COMMAND_LINE.version,
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
     effective=effective,
     memory=memory,
-    counters=own.FILE.counters,
-    failures=own.FILE.failures,
-    overheads=own.FILE.overheads,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
     receive_flag=RECEIVE,
-    published=PublishedRuns(
+    published_runs=PublishedRuns(
         cache_type="fp8_e4m3",
         memory_flag="mem-fraction-static",
         release="0.5.9",
         engine_args={RECEIVE: 30},  # InferenceMAX's recipes
     ),
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.engine import PORT
+from flagcore.engines.serving.settings import PORT
 
 SERVE = "serve.json"
 

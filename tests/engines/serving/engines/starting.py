@@ -20,7 +20,8 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.engine import PORT, Engine
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.settings import PORT
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Running:
         """Return why it ended."""
         code = self.wait()
         assert code
-        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.failures)
+        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.program.failures)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.contracts.workload import require_job_records
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -17,10 +18,10 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.adapter import published as complete
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
-from flagcore.engines.serving.engine import Engine, Settings
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.predict import predict as predict_engine
+from flagcore.engines.serving.settings import Settings
 from flagcore.plugins import workload
 from flagcore.stages.build import build, canonical
 from tests.small import CHIP, DENSE, SOURCE
@@ -49,15 +50,14 @@ def serving(
 
 def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:
     """What the task's engine is predicted to do with settings."""
-    engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
+    engine: Any = workload(task.spec.serve.engine)
     over, graphs = engine.overheads_for(task, on_host=costs.synchronous), engine.graph_tokens(task)
     return predict_engine(task, settings, costs, over, graph_tokens=graphs, untested=bool(engine.untested), kinds=kinds)
 
 
 def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
     """A job record of the task's engine, completed."""
-    engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
-    return complete(task, engine.parse(values), engine.published)
+    return require_job_records(workload(task.spec.serve.engine)).published(task, values, "")[:2]
 
 
 def space_of(engine: Engine, task: Task) -> Space:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.llamacpp.profile import ENGINE
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
 from tests.engines.serving.engines.starting import started
@@ -121,5 +121,5 @@ def test_a_file_that_is_no_model_is_one_clear_error(bytes_of: bytes, tmp_path: P
 
 
 def test_the_version_is_reported_without_starting_anything(model: str) -> None:
-    assert ENGINE.version(serving("llamacpp", weights=model).spec).startswith("20")
-    ENGINE.ready(serving("llamacpp", weights=model).spec)
+    assert ENGINE.program.version(serving("llamacpp", weights=model).spec).startswith("20")
+    ENGINE.program.ready(serving("llamacpp", weights=model).spec)

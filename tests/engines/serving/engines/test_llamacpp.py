@@ -11,8 +11,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.engine import PORT
-from flagcore.engines.serving.llamacpp.profile import ENGINE
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as ENGINE
+from flagcore.engines.serving.settings import PORT
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE
@@ -251,16 +251,16 @@ def test_the_default_takes_as_many_cards_as_the_weights_need() -> None:
     ],
 )
 def test_log_lines_have_a_meaning(line: str, state: TrialState | None) -> None:
-    first = next(known for known in ENGINE.failures if re.search(known.pattern, line))
+    first = next(known for known in ENGINE.program.failures if re.search(known.pattern, line))
     assert first.state is (state or TrialState.OUT_OF_MEMORY)
 
 
 def test_servers_cannot_be_started_without_weights(tmp_path: Any) -> None:
     for given in (None, str(tmp_path)):
         with pytest.raises(SpecError) as error:
-            ENGINE.ready(serving("llamacpp", weights=given).spec)
+            ENGINE.program.ready(serving("llamacpp", weights=given).spec)
         assert (error.value.key, error.value.value) == ("serve.weights", given)
     weights = tmp_path / "m.gguf"
     weights.touch()
     with pytest.raises(NoDevice, match="no-such-server"):
-        ENGINE.ready(serving("llamacpp", weights=str(weights), command=("no-such-server",)).spec)
+        ENGINE.program.ready(serving("llamacpp", weights=str(weights), command=("no-such-server",)).spec)

@@ -14,11 +14,12 @@ from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.weights import weight_bytes
-from flagcore.engines.serving.engine import PORT, Server
-from flagcore.engines.serving.lmdeploy.profile import ENGINE, WORKLOAD
+from flagcore.engines.serving.lmdeploy.profile import WORKLOAD
 from flagcore.engines.serving.load.result import GENERATE
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traffic import body
+from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.trial.job import Instance
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.served import costs
@@ -39,12 +40,12 @@ def cards(**given: Any) -> Task:
     return serving("lmdeploy", **{"weights": "/model", "command": ("/bin/echo", "serve", "api_server"), **given})
 
 
-def server(task: Task, **values: Any) -> Server:
-    return ENGINE.server(task, {**ENGINE.defaults(task), **values}, ())
+def server(task: Task, **values: Any) -> Instance:
+    return WORKLOAD.server(task, {**WORKLOAD.defaults(task), **values}, ())
 
 
 def settings(task: Task, **values: Any) -> Any:
-    return ENGINE.settings(task, row(ENGINE, task, **values))
+    return WORKLOAD.settings(task, row(WORKLOAD, task, **values))
 
 
 def test_the_defaults_are_left_to_lmdeploy() -> None:
@@ -72,7 +73,7 @@ def test_with_attention_dp_alone_tp_counts_all_devices_and_with_experts_those_of
 
 def test_names_of_other_engines_and_codes_of_lmdeploy_are_understood() -> None:
     given = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "page_size": 64, "quant_policy": 8}
-    assert ENGINE.parse(given) == {
+    assert WORKLOAD.parse(given) == {
         "max_batch_size": 8,
         "max_prefill_token_num": 4096,
         "block_size": 64,
@@ -83,7 +84,7 @@ def test_names_of_other_engines_and_codes_of_lmdeploy_are_understood() -> None:
 def test_reserved_flags_are_rejected() -> None:
     for flag in ("server_port", "api-keys", "log-level"):
         with pytest.raises(SpecError) as error:
-            ENGINE.axes(cards(engine_args={flag: "x"}))
+            WORKLOAD.axes(cards(engine_args={flag: "x"}))
         assert error.value.key == f"serve.engine_args.{flag.replace('_', '-')}"
 
 
@@ -106,19 +107,19 @@ def test_reserved_flags_are_rejected() -> None:
     ],
 )
 def test_what_lmdeploy_rejects_is_illegal(rule: str, values: dict[str, Any]) -> None:
-    assert rule in broken(ENGINE, cards(model=EXPERTS), **values)
+    assert rule in broken(WORKLOAD, cards(model=EXPERTS), **values)
 
 
 def test_what_lmdeploy_accepts_is_legal() -> None:
     task = cards(model=EXPERTS)
-    assert not broken(ENGINE, task, backend="pytorch", kv_cache_type="fp8", block_size=32, enforce_eager=True)
-    assert not broken(ENGINE, task, block_size=96, data_parallel_size=2, expert_model_parallel_size=2)
-    assert "no_cores" in broken(ENGINE, cards(on_cores=True))
+    assert not broken(WORKLOAD, task, backend="pytorch", kv_cache_type="fp8", block_size=32, enforce_eager=True)
+    assert not broken(WORKLOAD, task, block_size=96, data_parallel_size=2, expert_model_parallel_size=2)
+    assert "no_cores" in broken(WORKLOAD, cards(on_cores=True))
 
 
 def test_a_default_is_not_another_candidate() -> None:
     defaults = {"backend": "turbomind", "block_size": 64, "max_prefill_token_num": 8192, "kv_cache_type": "none"}
-    found = merged(ENGINE, cards(), **defaults)
+    found = merged(WORKLOAD, cards(), **defaults)
     assert not any(found[knob] for knob in defaults)
 
 
@@ -137,7 +138,7 @@ def test_only_the_pytorch_engine_captures_graphs() -> None:
 
 
 def test_what_the_log_of_either_engine_reports_is_read_back() -> None:
-    assert ENGINE.effective(lambda path: "", TURBOMIND_LOG) == {
+    assert WORKLOAD.effective(lambda path: "", TURBOMIND_LOG) == {
         "backend": "turbomind",
         "context_len": 4096,
         "max_batch_size": 64,
@@ -145,7 +146,7 @@ def test_what_the_log_of_either_engine_reports_is_read_back() -> None:
         "data_parallel_size": 1,
         "expert_model_parallel_size": 1,
     }
-    assert ENGINE.effective(lambda path: "", PYTORCH_LOG) == {
+    assert WORKLOAD.effective(lambda path: "", PYTORCH_LOG) == {
         "backend": "pytorch",
         "max_batch_size": 32,
         "block_size": 64,
@@ -153,13 +154,13 @@ def test_what_the_log_of_either_engine_reports_is_read_back() -> None:
         "max_prefill_token_num": 8192,
         "enable_prefix_caching": True,
     }
-    assert ENGINE.memory(TURBOMIND_LOG) == {"kv_cache_gib": 2.0}
-    assert ENGINE.memory(PYTORCH_LOG) == {"kv_cache_tokens": 6400.0}
+    assert WORKLOAD.memory(TURBOMIND_LOG) == {"kv_cache_gib": 2.0}
+    assert WORKLOAD.memory(PYTORCH_LOG) == {"kv_cache_tokens": 6400.0}
 
 
 def test_the_documented_metrics_are_read() -> None:
     text = 'lmdeploy:num_requests_running{model_name="m",engine="0"} 3.0\nlmdeploy:generation_tokens_total{e="0"} 9.0\n'
-    assert ENGINE.read_counters(lambda path: text) == {"requests_running": 3.0, "output_tokens": 9.0}
+    assert WORKLOAD.read_counters(lambda path: text) == {"requests_running": 3.0, "output_tokens": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_the_documented_metrics_are_read() -> None:
     ],
 )
 def test_failures_are_classified(line: str, state: TrialState) -> None:
-    assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, ENGINE.failures)[0] is state
+    assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, WORKLOAD.program.failures)[0] is state
 
 
 def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:
@@ -195,9 +196,9 @@ def test_users_see_that_it_is_untested() -> None:
 def test_it_is_estimated_with_a_wide_interval_and_no_other_engines_overheads() -> None:
     task = cards(space={"backend": "auto", "max_batch_size": (16, 64)}, memory=80 * 2**30)
     task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
-    space = space_of(ENGINE, task)
+    space = space_of(WORKLOAD, task)
     found = WORKLOAD.predict(task, space.columns(), costs())
     assert len(space) == 4
     assert np.isfinite(found.step_time_s).all()
     assert (found.high_s / found.low_s > 4.0).all()
-    assert ENGINE.overheads_for(task, on_host=False).iteration == 0.0
+    assert WORKLOAD.overheads_for(task, on_host=False).iteration == 0.0

@@ -13,9 +13,9 @@ from flagcore.engines.serving.common import metrics, program
 from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.weights import cache_bytes_per_token, fewest_devices, parameters
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
-from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
-from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import NoDevice
 from tests.engines.serving.engines.tasks import serving
 from tests.small import DENSE

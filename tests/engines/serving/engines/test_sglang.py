@@ -12,8 +12,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.engine import PORT
-from flagcore.engines.serving.sglang.profile import ENGINE
+from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.sglang.profile import WORKLOAD as ENGINE
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE, EXPERTS
@@ -224,9 +224,9 @@ def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path
         import sglang  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     except ImportError:
         with pytest.raises(NoDevice, match="SGLang is not installed"):
-            ENGINE.ready(serving("sglang", weights=str(tmp_path)).spec)
+            ENGINE.program.ready(serving("sglang", weights=str(tmp_path)).spec)
     with pytest.raises(SpecError, match=r"serve.weights"):
-        ENGINE.ready(cards(weights=None).spec)
+        ENGINE.program.ready(cards(weights=None).spec)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path
 )
 def test_log_lines_have_a_meaning(line: str, state: TrialState) -> None:
     log = f"[2026-11-20 19:00:00] start\n{line}\nReceived sigquit from a child process\n"
-    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.failures)
+    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.program.failures)
     assert found is state
     assert line in reason
 

@@ -20,7 +20,7 @@ from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, serving, space_of
 from tests.small import DENSE
 
-ENGINES = pytest.mark.parametrize("engine", [each.engine for each in (LLAMACPP, SGLANG, VLLM)], ids=lambda e: e.name)
+ENGINES = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda e: e.name)
 HEADS = dataclasses.replace(DENSE, num_attention_heads=16, num_query_groups=8)
 
 
@@ -68,7 +68,7 @@ def test_a_split_may_leave_cards_free_and_its_order_does_not_matter(engine: Engi
 @pytest.mark.parametrize("given", ["2+2", "8", "4+0", "4+x", "4-2", 6, True])
 def test_what_is_no_unequal_split_is_reported(given: object) -> None:
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.instance_sizes = .*; give the devices of each instance"):
-        VLLM.engine.axes(cards(VLLM.engine, space={SIZES: (given,)}))
+        VLLM.axes(cards(VLLM, space={SIZES: (given,)}))
 
 
 @ENGINES
@@ -78,7 +78,7 @@ def test_more_cards_than_there_are_are_illegal(engine: Engine) -> None:
     assert broken(engine, task, **{SIZES: "2+1"}) == []
 
 
-@pytest.mark.parametrize("engine", [VLLM.engine, SGLANG.engine], ids=lambda e: e.name)
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda e: e.name)
 def test_each_instance_has_whole_attention_heads_and_is_tensor_parallel_alone(engine: Engine) -> None:
     task = cards(engine)
     assert "heads_of_sizes" in broken(engine, task, **{SIZES: "3+2"})
@@ -87,12 +87,12 @@ def test_each_instance_has_whole_attention_heads_and_is_tensor_parallel_alone(en
 
 def test_on_cores_a_size_stands_for_the_threads_too() -> None:
     task = serving("llamacpp", devices=4, on_cores=True)
-    codes = merged(LLAMACPP.engine, task, **{SIZES: "3+1", "threads": 2, "threads_batch": 1, INSTANCES: 2})
+    codes = merged(LLAMACPP, task, **{SIZES: "3+1", "threads": 2, "threads_batch": 1, INSTANCES: 2})
     assert (codes["threads"], codes["threads_batch"], codes[INSTANCES]) == (0, 0, 1)
 
 
 def test_splits_of_many_cards_are_few_and_of_large_instances() -> None:
-    tried = heterogeneous.worth_trying(cards(VLLM.engine, 64))
+    tried = heterogeneous.worth_trying(cards(VLLM, 64))
     assert "32+16+16" in tried
     assert len(tried) < 40
     assert all(sum(heterogeneous.sizes(str(word))) == 64 for word in tried[1:])
@@ -111,8 +111,8 @@ def test_kinds_of_instances_are_settings_of_their_own(engine: Engine) -> None:
 
 def test_kinds_on_cores_have_cores_of_their_own() -> None:
     task = serving("vllm", devices=4, on_cores=True, space={SIZES: ("2+1+1",)})
-    kinds = heterogeneous.instance_kinds(task, space_of(VLLM.engine, task).columns())
-    assert VLLM.engine.settings(task, kinds.columns).devices.tolist() == [2, 1]
+    kinds = heterogeneous.instance_kinds(task, space_of(VLLM, task).columns())
+    assert VLLM.settings(task, kinds.columns).devices.tolist() == [2, 1]
 
 
 def test_the_fullest_kind_reports_the_memory_of_a_candidate() -> None:
@@ -123,6 +123,6 @@ def test_the_fullest_kind_reports_the_memory_of_a_candidate() -> None:
 
 def test_cards_that_do_not_exist_are_reported() -> None:
     with pytest.raises(SpecError) as error:
-        Hardware.of(cards(VLLM.engine, 8, cards=9))
+        Hardware.of(cards(VLLM, 8, cards=9))
     assert (error.value.key, error.value.value) == ("auto_tuner.cards", 9)
-    assert Hardware.of(cards(VLLM.engine, 8, cards=6)).cards == 6
+    assert Hardware.of(cards(VLLM, 8, cards=6)).cards == 6

@@ -13,8 +13,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.heterogeneous import placements
-from flagcore.engines.serving.engine import PORT
-from flagcore.engines.serving.vllm.profile import ENGINE
+from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE, EXPERTS
@@ -270,9 +270,9 @@ def distribution(program: Path, name: str, version: str) -> None:
 def test_the_version_is_that_of_the_interpreter_that_would_start_it(install: Path) -> None:
     distribution(install, "vllm", "0.17.1")
     task = cards(engine_version=None, command=(str(install), "serve"))
-    assert ENGINE.version(task.spec) == "0.17.1"
+    assert ENGINE.program.version(task.spec) == "0.17.1"
     assert settings(task).memory_fraction.item() == 0.9
-    assert ENGINE.version(cards(engine_version=None, command=("/no/such/vllm",)).spec) == ""
+    assert ENGINE.program.version(cards(engine_version=None, command=("/no/such/vllm",)).spec) == ""
 
 
 def test_a_release_that_is_not_the_installed_one_is_planned_for_but_not_run(install: Path, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_release_that_is_not_the_installed_one_is_planned_for_but_not_run(inst
     (tmp_path / "config.json").write_text("{}")
 
     def ready(version: str) -> None:
-        ENGINE.ready(cards(weights=str(tmp_path), engine_version=version, command=(str(install), "serve")).spec)
+        ENGINE.program.ready(cards(weights=str(tmp_path), engine_version=version, command=(str(install), "serve")).spec)
 
     ready("0.17.1")
     with pytest.raises(SpecError, match=r"engine_version = '0.32.0' .*0\.17\.1"):
@@ -306,16 +306,16 @@ def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install
 
 def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"serve.weights is missing"):
-        ENGINE.ready(cards(weights=None).spec)
+        ENGINE.program.ready(cards(weights=None).spec)
     with pytest.raises(SpecError, match=r"config\.json"):
-        ENGINE.ready(cards(weights=str(tmp_path)).spec)
+        ENGINE.program.ready(cards(weights=str(tmp_path)).spec)
 
 
 def test_a_precision_that_nothing_brings_about_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     def ready(**given: Any) -> None:
-        ENGINE.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
+        ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
 
     with pytest.raises(SpecError, match=r"serve\.engine_args"):
         ready()
@@ -343,7 +343,7 @@ def test_what_the_log_and_metrics_report_is_read_back() -> None:
 
 
 def ended(log: str) -> tuple[TrialState, str]:
-    return classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.failures)
+    return classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.program.failures)
 
 
 LAST = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"

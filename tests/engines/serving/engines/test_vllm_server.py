@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.vllm.profile import ENGINE
+from flagcore.engines.serving.vllm.profile import WORKLOAD as ENGINE
 from tests.engines.serving.engines.starting import started
 from tests.engines.serving.engines.tasks import serving
 

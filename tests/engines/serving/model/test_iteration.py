@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.engines.serving.model.iteration import NODES, at, iteration_costs
-from flagcore.engines.serving.model.kernels import touched
+from flagcore.engines.serving.model.iteration import NODES, at, iteration_costs, touched
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Serving
 from flagcore.physics.kernels.roofline import Roofline

@@ -9,11 +9,11 @@ import pytest
 from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP_ENGINE
-from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG_ENGINE
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP_ENGINE
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG_ENGINE
 from flagcore.engines.serving.trial import failures
 from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, died, first_error, log_text
-from flagcore.engines.serving.vllm.profile import ENGINE as VLLM_ENGINE
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM_ENGINE
 
 VLLM = """\
 INFO 11-20 10:00:00 [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='x'
@@ -25,7 +25,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 
 def test_the_first_line_that_names_a_cause_is_reported_not_the_last_that_names_none() -> None:
-    state, line = first_error(VLLM, VLLM_ENGINE.failures)
+    state, line = first_error(VLLM, VLLM_ENGINE.program.failures)
     assert state is TrialState.INVALID
     assert "No common block size for 16" in line
 
@@ -49,7 +49,7 @@ def test_without_a_pattern_an_exception_goes_before_an_error_and_that_before_the
 @pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
 def test_lines_of_one_long_word_are_looked_through(engine: Engine, line: str) -> None:
     log = f"{line}\n" * 2500 + "ValueError: at last"
-    assert first_error(log, engine.failures)[1] == "ValueError: at last"
+    assert first_error(log, engine.program.failures)[1] == "ValueError: at last"
 
 
 def test_running_out_of_memory_goes_before_what_follows_from_it() -> None:

@@ -40,7 +40,7 @@ def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **given: An
 
 def candidate(where: Platform, **values: KnobValue) -> Candidate:
     """The engine's defaults but for `values`."""
-    return Candidate.of({**LLAMACPP.engine.defaults(where.task), **values})
+    return Candidate.of({**LLAMACPP.defaults(where.task), **values})
 
 
 def trial_folder(folder: Path) -> Path:
