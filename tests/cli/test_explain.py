@@ -224,6 +224,18 @@ def test_candidate_that_a_trial_ruled_out_names_it(told: Callable[..., Any], fla
         assert f"trial {failed['number']} (MBS 4 -> 2) out of memory" in account["because"][0]
 
 
+def test_a_run_from_before_a_knob_existed_is_explained(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+    assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
+    journal = project.run_dir / "journal.log"
+    text = journal.read_text(encoding="utf-8")
+    without = re.sub('"use_distributed_optimizer":(true|false),', "", text)
+    assert without != text
+    journal.write_text(without, encoding="utf-8")
+    best = told(project.run_dir, "best")
+    assert best["state"] == "ran"
+    assert best["candidate"]["use_distributed_optimizer"] is False
+
+
 def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journal(
     told: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
