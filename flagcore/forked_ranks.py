@@ -121,8 +121,9 @@ def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
     while running:
         pid, status = os.waitpid(-1, 0)
         while pid:
-            by_pid[pid].status = os.waitstatus_to_exitcode(status)
-            running -= 1
+            if rank := by_pid.get(pid):
+                rank.status = os.waitstatus_to_exitcode(status)
+                running -= 1
             pid, status = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
         failed = [rank for rank in ranks if rank.status]
         if failed:

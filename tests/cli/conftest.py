@@ -103,6 +103,10 @@ class Ran:
     err: str
 
 
+def _catch_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Project:
     """A folder with a spec whose trials play a training run; `mark` is in the environment of each of its processes."""
 
@@ -146,7 +150,7 @@ class Project:
         return json.loads((self.run_dir / "result.json").read_text())
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start `flag` in a process of its own."""
+        """Start `flag` in a process of its own, which Ctrl-C interrupts even if pytest runs in the background."""
         root = str(Path(__file__).parents[2])
         paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), root]))
         return subprocess.Popen(
@@ -156,6 +160,7 @@ class Project:
             text=True,
             cwd=self.folder,
             env={**os.environ, "TEST_MARK": self.mark, **environment, "PYTHONPATH": paths},
+            preexec_fn=_catch_interrupts,
         )
 
     def run(self, *arguments: str, **environment: str) -> Ran:

@@ -90,7 +90,7 @@ def test_an_estimate_of_what_can_run_here_can_be_started(flag: Flag, project: Pr
     assert started.code == 0
     assert "elapsed time per iteration" in started.out
     (line,) = started.err.splitlines()
-    assert f"training the best of {project.run_dir}, the command of best.sh there" in line
+    assert f"training the best of {project.run_dir}" in line
     assert line.endswith(str(project.run_dir / "best"))
 
 

@@ -71,7 +71,7 @@ def test_verbose_reports_why_each_trial_was_chosen_and_where_its_log_is(flag: Fl
     arguments = ("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir))
     talk = flag(*arguments, "-v").err
     assert talk.count("  log: trials/") == 4  # two trials and their repeats
-    assert "  chosen for the fastest predicted of those left" in talk
+    assert "  chosen for the fastest predicted candidate" in talk
     assert "log:" not in flag(*arguments, "--new").err
 
 

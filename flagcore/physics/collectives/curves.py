@@ -23,7 +23,7 @@ MOST_RANKS = 4096
 """Ranks of a grid; more of them on one level take the time of so many."""
 
 MOST_SECONDS = 10.0
-"""No collective takes so long: such figures are microseconds."""
+"""Upper bound of the time of a collective: longer times are in the wrong unit."""
 
 SIZES: FloatArray = np.exp2(np.arange(OCTAVES, dtype=np.float64))
 LARGEST = float(np.nextafter(SIZES[-1], 0.0))
