@@ -7,10 +7,11 @@ optimizer takes more. Sequence parallelism adds a buffer, which may exceed its s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import PruningRule, Workload
+from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -159,4 +160,8 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-WORKLOAD: Workload = Megatron()
+class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Protocol):
+    """What Megatron implements, for mypy."""
+
+
+WORKLOAD: _Capabilities = Megatron()
