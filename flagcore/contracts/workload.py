@@ -106,13 +106,22 @@ class Workload(SearchSpace, Predictor, Runner, Protocol):
 
 @runtime_checkable
 class Prober(Protocol):
-    """Optional: one device plays single ranks of a world of any size."""
+    """Optional: one device plays single ranks of a world of any size.
+
+    The times of its predictions have the parts `compute_s` and `optimizer_s`.
+    """
+
+    work_parts: Collection[str]
+    """The parts of a step, `compute_s` among them, in which a stage works. `pp_bubble_s` grows with them."""
 
     def ready_to_probe(self, spec: Spec) -> None:
         """Return if probes of `spec` can run here. Raises SpecError or NoDevice with what is missing."""
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one global rank of the candidate in `columns`, which have one row."""
+
+    def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
+        """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row."""
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
         """Return the global ranks to probe, in order: those that predict the candidate best."""
@@ -166,6 +175,14 @@ class InstalledVersion(Protocol):
 
     def installed_version(self, spec: Spec) -> str:
         """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be queried."""
+
+
+@runtime_checkable
+class Packaged(Protocol):
+    """Optional: an engine whose name is not in that of its distribution."""
+
+    distribution: str
+    """The distribution whose version is the engine's release; empty: the one of `Runner.modules` with its name."""
 
 
 @runtime_checkable

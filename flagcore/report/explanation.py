@@ -9,10 +9,9 @@ from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import N_, _
 from flagcore.report.formats import shown, table
 from flagcore.report.names import NAMES
-from flagcore.stages.predict import LIMITS
+from flagcore.stages import predict
 
 COMPONENTS, HEADINGS = NAMES["components"], NAMES["component_memory"]
-PARTS = NAMES["parts"] | LIMITS
 OTHER = N_("other")
 """The peak minus the components: temporaries such as those of the optimizer or, if negative, what is freed by then."""
 
@@ -25,7 +24,7 @@ VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unkno
 
 def part_name(part: str) -> str:
     """Return the name of a part of a step, or of a request."""
-    return PARTS.get(part, part)
+    return NAMES["parts"].get(part) or predict.part_name(part)
 
 
 def prediction_text(record: Mapping[str, Any]) -> str:

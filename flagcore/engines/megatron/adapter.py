@@ -6,7 +6,7 @@ optimizer takes more. Sequence parallelism adds a buffer, which may exceed its s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -82,6 +82,8 @@ class Megatron:
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
     ready_to_probe = staticmethod(launching.ready_to_probe)
+    work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+    stage_ranks = staticmethod(probing.stage_ranks)
     probe_ranks = staticmethod(probing.probe_ranks)
     probe_launch = staticmethod(launching.probe_launch)
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Costs, InstalledVersion, JobRecords, Platform, PruningRule, Untested, Workload
+from flagcore.contracts import Costs, InstalledVersion, JobRecords, Packaged, Platform, PruningRule, Untested, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -42,7 +42,7 @@ from flagcore.engines.serving.trial.job import Instance
 from flagcore.errors import SpecError
 
 
-class ServingWorkload(Workload, JobRecords, InstalledVersion, Untested, Protocol):
+class ServingWorkload(Workload, JobRecords, InstalledVersion, Packaged, Untested, Protocol):
     """What every serving engine implements."""
 
 
@@ -84,6 +84,8 @@ class Engine:
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
     """Returns the largest batch that the engine captures as a graph."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)
+    distribution: str = ""
+    """The distribution of the engine if it does not have the engine's name."""
     untested: str = ""
     """Why figures of this engine are less certain than others; empty: it was run and measured."""
     kind: str = "serve"
