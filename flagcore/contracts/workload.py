@@ -10,7 +10,7 @@ from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task
@@ -140,6 +140,9 @@ class Prober(Protocol):
 class Breakdown(Protocol):
     """Optional: weights and memory by component of the model."""
 
+    labels: Labels
+    """Names of components and of measured parts of a step in reports."""
+
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return parameters and bytes by component for one pipeline stage of each row."""
 
@@ -236,6 +239,11 @@ def memory_components(workload: Workload, task: Task, columns: Columns, stages: 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
     """Return `Breakdown.parts`, nothing for an engine without."""
     return workload.parts(task) if isinstance(workload, Breakdown) else ()
+
+
+def labels_of(workload: Workload) -> Labels:
+    """Return `Breakdown.labels`, none for an engine without."""
+    return workload.labels if isinstance(workload, Breakdown) else Labels()
 
 
 def untested_reason(workload: Workload) -> str:

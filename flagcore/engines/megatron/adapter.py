@@ -67,6 +67,7 @@ class Megatron:
     def rules(self, task: Task) -> tuple[Rule, ...]:
         return (*legality.rules(task), *setting_rules.setting_rules(task))
 
+    labels = prediction.LABELS
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
