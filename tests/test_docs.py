@@ -30,7 +30,7 @@ REFERENCE, RESULTS, PYTHON = TEXT["docs/cli.md"], TEXT["docs/results.md"], TEXT[
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
 INTERNAL = {"Run": {"knobs", "search_state"}, "Explanation": set()}
-"""Fields of results that only the package itself uses; elsewhere `knobs`."""
+"""Fields of results that only the package itself uses; elsewhere `knobs` and `labels`."""
 OTHER_PATHS = ("docs/write-a-plugin.md", "CHANGELOG.md")
 """Pages with paths of another distribution, and of earlier releases."""
 
