@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, SearchContext, Strategy, TrialStore, Workload
+from flagcore.contracts import (
+    Choice,
+    Event,
+    Launcher,
+    OnEvent,
+    Plugins,
+    SearchContext,
+    Strategy,
+    TrialStore,
+    Workload,
+    require_prober,
+)
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan, summarize
@@ -248,7 +259,8 @@ class _Search:
             to_the_end=False,
             devices=self.devices,
         )
-        combined = combine(self.problem.predictions.row(row), probed, platform.costs.memory)
+        work_parts = require_prober(self.uses.workload).work_parts
+        combined = combine(self.problem.predictions.row(row), probed, platform.costs.memory, work_parts)
         return trial_of_probe(platform.task, trial, probed, combined)
 
     def _finish(self, done: Trial) -> None:

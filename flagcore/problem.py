@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from packaging.requirements import Requirement
 
-from flagcore.contracts import Platform, Plugins, PruningRule, Workload
+from flagcore.contracts import Packaged, Platform, Plugins, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_own_command, plugin_columns
 from flagcore.domain.knob import Knob, Knobs
@@ -91,10 +91,14 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
     work = spec.work
     if work.engine_version or work.command is not None:
         return work.engine_version
-    own = [each for each in map(Requirement, workload.modules.values()) if workload.name in each.name.replace("-", "")]
-    for requirement in own:
+    if isinstance(workload, Packaged) and workload.distribution:
+        names = [workload.distribution]
+    else:
+        packages = (Requirement(each).name for each in workload.modules.values())
+        names = [name for name in packages if workload.name in name.replace("-", "")]
+    for name in names:
         with suppress(PackageNotFoundError):
-            return version(requirement.name)
+            return version(name)
     return None
 
 

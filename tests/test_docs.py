@@ -30,7 +30,7 @@ REFERENCE, RESULTS, PYTHON = TEXT["docs/cli.md"], TEXT["docs/results.md"], TEXT[
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
 INTERNAL = {"Run": {"knobs", "search_state"}, "Explanation": set()}
-"""Fields of results that only the package itself uses; elsewhere `knobs`."""
+"""Fields of results that only the package itself uses; elsewhere `knobs` and `labels`."""
 OTHER_PATHS = ("docs/write-a-plugin.md", "CHANGELOG.md")
 """Pages with paths of another distribution, and of earlier releases."""
 
@@ -83,7 +83,7 @@ def test_python_page_has_every_field_of_a_result_and_every_argument_of_a_functio
     if is_dataclass(found):
         public = {field.name for field in fields(found)}
         public |= {key for key, value in vars(found).items() if isinstance(value, property)}
-        public -= INTERNAL.get(name, {"knobs"})
+        public -= INTERNAL.get(name, {"knobs", "labels"})
         section = PYTHON.split(f"\n### {name}\n")[1].split("\n##")[0]
         rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
         assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == public

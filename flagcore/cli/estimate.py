@@ -18,6 +18,7 @@ from flagcore.i18n import _, did_you_mean, ngettext
 
 if TYPE_CHECKING:
     from flagcore.domain.knob import Knobs
+    from flagcore.domain.prediction import Labels
 
 
 @click.command("estimate")
@@ -69,7 +70,7 @@ def _is_set(option: str) -> bool:
 
 def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
-    from flagcore.api.common.inputs import knobs_of_spec
+    from flagcore.api.common.inputs import knobs_of_spec, labels_of_spec
 
     records = _records(jobs)
     if explain is not None:
@@ -81,7 +82,7 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
             problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
             raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
         found = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
-        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]))
+        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
     predictions = api.estimate_jobs(records, without=without, at_once=at_once)
@@ -121,7 +122,13 @@ def _estimate_spec(
         record = found.candidates[number - 1] if number else found.baseline
         details = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
         details |= {"notes": list(found.notes)} if found.notes else {}
-        _show(details, _("Candidate {number}", number=number) if number else _("Baseline"), form, found.knobs)
+        _show(
+            details,
+            _("Candidate {number}", number=number) if number else _("Baseline"),
+            form,
+            found.knobs,
+            found.labels,
+        )
         return
     if form == "table":
         if any("step_time_s" in each for each in found.candidates):
@@ -155,7 +162,7 @@ def _number(explain: str | None) -> int:
     return int(str(explain))
 
 
-def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
+def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: Labels) -> None:
     """Print one prediction in detail, as text or as a record."""
     from flagcore.report.explanation import notes_text, prediction_text
     from flagcore.report.text import values_text
@@ -169,7 +176,7 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
         options.show(f"{heading}\n")
-    options.show("\n\n".join(filter(None, [prediction_text(record), notes_text(record.get("notes", ()))])))
+    options.show("\n\n".join(filter(None, [prediction_text(record, labels), notes_text(record.get("notes", ()))])))
 
 
 def _is_pipe(file: str) -> bool:

@@ -10,7 +10,7 @@ from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import Components, Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task
@@ -106,13 +106,22 @@ class Workload(SearchSpace, Predictor, Runner, Protocol):
 
 @runtime_checkable
 class Prober(Protocol):
-    """Optional: one device plays single ranks of a world of any size."""
+    """Optional: one device plays single ranks of a world of any size.
+
+    The times of its predictions have the parts `compute_s` and `optimizer_s`.
+    """
+
+    work_parts: Collection[str]
+    """The parts of a step, `compute_s` among them, in which a stage works. `pp_bubble_s` grows with them."""
 
     def ready_to_probe(self, spec: Spec) -> None:
         """Return if probes of `spec` can run here. Raises SpecError or NoDevice with what is missing."""
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one global rank of the candidate in `columns`, which have one row."""
+
+    def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
+        """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row."""
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
         """Return the global ranks to probe, in order: those that predict the candidate best."""
@@ -130,6 +139,9 @@ class Prober(Protocol):
 @runtime_checkable
 class Breakdown(Protocol):
     """Optional: weights and memory by component of the model."""
+
+    labels: Labels
+    """Names of components and of measured parts of a step in reports."""
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return parameters and bytes by component for one pipeline stage of each row."""
@@ -166,6 +178,14 @@ class InstalledVersion(Protocol):
 
     def installed_version(self, spec: Spec) -> str:
         """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be queried."""
+
+
+@runtime_checkable
+class Packaged(Protocol):
+    """Optional: an engine whose name is not in that of its distribution."""
+
+    distribution: str
+    """The distribution whose version is the engine's release; empty: the one of `Runner.modules` with its name."""
 
 
 @runtime_checkable
@@ -219,6 +239,11 @@ def memory_components(workload: Workload, task: Task, columns: Columns, stages: 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
     """Return `Breakdown.parts`, nothing for an engine without."""
     return workload.parts(task) if isinstance(workload, Breakdown) else ()
+
+
+def labels_of(workload: Workload) -> Labels:
+    """Return `Breakdown.labels`, none for an engine without."""
+    return workload.labels if isinstance(workload, Breakdown) else Labels()
 
 
 def untested_reason(workload: Workload) -> str:

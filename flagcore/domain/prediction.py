@@ -181,6 +181,20 @@ class ModelPart:
     layers: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Names that reports use for figures of an engine.
+
+    `components` are the names of the components of a layer, in the order of reports. `measured_parts` are those of the
+    parts of a step that `metrics.json` of its trials has. `memory_line` is the line with which the engine itself logs
+    its memory, a format of `static_mb`, `activation_mb` and `total_mb`; empty: none.
+    """
+
+    components: Mapping[str, str] = field(default_factory=dict)
+    measured_parts: Mapping[str, str] = field(default_factory=dict)
+    memory_line: str = ""
+
+
 Components: TypeAlias = "Mapping[str, Mapping[str, FloatArray]]"
 """For each component of the model its figures by name, one element a candidate."""
 

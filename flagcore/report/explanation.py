@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flagcore.domain.prediction import Labels
 from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import N_, _
 from flagcore.report.formats import shown, table
 from flagcore.report.names import NAMES
-from flagcore.stages.predict import LIMITS
+from flagcore.stages import predict
 
-COMPONENTS, HEADINGS = NAMES["components"], NAMES["component_memory"]
-PARTS = NAMES["parts"] | LIMITS
+HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
 """The peak minus the components: temporaries such as those of the optimizer or, if negative, what is freed by then."""
 
@@ -25,16 +25,16 @@ VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unkno
 
 def part_name(part: str) -> str:
     """Return the name of a part of a step, or of a request."""
-    return PARTS.get(part, part)
+    return NAMES["parts"].get(part) or predict.part_name(part)
 
 
-def prediction_text(record: Mapping[str, Any]) -> str:
-    """Return a prediction with the parts of its model, memory and time as text."""
+def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
+    """Return a prediction with the parts of its model, memory and time as text, with the names of its engine."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
         return served_text(record)
-    return "\n\n".join([model_text(record["model"]), memory_text(record["memory"]), time_text(record)])
+    return "\n\n".join([model_text(record["model"]), memory_text(record["memory"], labels), time_text(record)])
 
 
 def served_text(record: Mapping[str, Any]) -> str:
@@ -88,7 +88,7 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
     return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
 
 
-def memory_text(memory: Mapping[str, Any]) -> str:
+def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
     """Return the memory of the fullest stage by component, and its totals.
 
     Components add up to static memory and activations, which need not coexist. `OTHER` is the difference to the peak,
@@ -96,7 +96,7 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
-    named = [(COMPONENTS.get(name, name), components[name]) for name in by_component(components)]
+    named = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
     static, activation = memory["static_gib"], memory["activation_gib"]
     rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
     totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
@@ -109,13 +109,15 @@ def memory_text(memory: Mapping[str, Any]) -> str:
         for name, part in [*named, (_(OTHER), rest), (_("Total"), totals)]
     ]
     capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    line = labels.memory_line.format(
+        static_mb=static * 1024, activation_mb=activation * 1024, total_mb=(static + activation) * 1024
+    )
     return "\n".join(
         [
             _("Memory of a device of pipeline stage {number} (fullest):", number=memory["worst_stage"]),
             table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
             "",
-            f"Theoretical memory footprints: weight and optimizer={static * 1024:.2f} MB, "
-            f"activation={activation * 1024:.2f} MB, total={(static + activation) * 1024:.2f} MB",
+            *([line] if line else []),
             _(
                 "Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used}{capacity} GiB ({verdict})",
                 peak=f"{memory['peak_allocated_gib']:.2f}",
@@ -128,9 +130,9 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     )
 
 
-def by_component(names: Iterable[str]) -> list[str]:
+def by_component(names: Iterable[str], labels: Labels) -> list[str]:
     """Return the names of components in the order of reports, unknown ones last."""
-    order = {name: place for place, name in enumerate(COMPONENTS)}
+    order = {name: place for place, name in enumerate(labels.components)}
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -13,20 +14,18 @@ from flagcore.domain.probe import Probe, RankMeasurement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Trial, TrialState
 
-BUSY = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
-"""The parts of a step in which a stage works; the bubble is waiting for others to do so, and grows with them."""
-
 PROBED = (0.97, 1.2)
 """Bounds of measured parts as shares of their probe: the 10th and 90th percentiles of 34 ranks of real worlds, on
 shared cores (docs/probe.md); the same for every device, until others are measured."""
 
 
-def combine(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
+def combine(prediction: Prediction, probe: Probe, memory: MemoryModel, work_parts: Collection[str]) -> Prediction:
     """Return `prediction` with the probed memory, compute and optimizer, and modelled communication and bubble.
 
+    `work_parts` are those of the Prober; the bubble is waiting for other stages, and grows with them.
     The rank that needs most decides about memory, the slowest about time. Nothing changes where nothing was measured.
     """
-    return _memory(_time(prediction, probe), probe, memory)
+    return _memory(_time(prediction, probe, work_parts), probe, memory)
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
@@ -59,7 +58,7 @@ def _used(rank: RankMeasurement, memory: MemoryModel) -> tuple[float, float]:
     return reserved, max(shown, float(rank.device_used_bytes))
 
 
-def _time(prediction: Prediction, probe: Probe) -> Prediction:
+def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
     before = prediction.time_s
     total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if not probe.measured or total is None or low is None or high is None:
@@ -68,9 +67,11 @@ def _time(prediction: Prediction, probe: Probe) -> Prediction:
         "compute_s": max(rank.compute_time_s for rank in probe.measured),
         "optimizer_s": max(rank.optimizer_time_s for rank in probe.measured),
     }
-    busy = sum(before[name] for name in BUSY)
+    busy = sum(before.get(name, 0.0) for name in work_parts)
     slower = (busy - before["compute_s"] + probed["compute_s"]) / busy if busy else 1.0
-    after = {**before, "pp_bubble_s": before["pp_bubble_s"] * slower, **probed}
+    after = {**before, **probed}
+    if "pp_bubble_s" in before:
+        after["pp_bubble_s"] *= slower
     known = sum(probed.values())
     step = sum(after.values())
     return replace(

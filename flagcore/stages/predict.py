@@ -19,7 +19,8 @@ from flagcore.i18n import N_
 CHUNK = 1 << 16
 GIB = 2**30
 
-LIMITS = {
+PART_NAMES = {
+    "compute_s": N_("compute"),
     "tp_comm_s": N_("tensor parallel"),
     "cp_comm_s": N_("context parallel"),
     "ep_comm_s": N_("expert parallel"),
@@ -28,7 +29,7 @@ LIMITS = {
     "dp_comm_exposed_s": N_("gradient exchange"),
     "optimizer_s": N_("optimizer"),
 }
-"""What the parts of a step are called where they limit it."""
+"""Names of the parts of a training step in job records. An engine may have others."""
 LIMIT_SHARE = 0.1
 """A part of a step limits a candidate if it is the largest besides compute and takes this share of it or more."""
 FULL_SHARE = 0.9
@@ -68,12 +69,17 @@ def predict_components(
     return found
 
 
+def part_name(part: str) -> str:
+    """Return the name of a part of a step."""
+    return PART_NAMES.get(part) or part.removesuffix("_s").replace("_", " ")
+
+
 def limit(prediction: Prediction) -> str:
     """Return what limits a candidate whose time is known: a part of its step, memory, or else compute."""
-    parts = {name: seconds for name, seconds in prediction.time_s.items() if name in LIMITS}
+    parts = {name: seconds for name, seconds in prediction.time_s.items() if name != "compute_s"}
     largest = max(parts, key=lambda name: parts[name], default=None)
     if largest is not None and parts[largest] >= LIMIT_SHARE * (prediction.step_time_s or 0.0):
-        return LIMITS[largest]
+        return part_name(largest)
     full = FULL_SHARE * (prediction.capacity_bytes or float("inf"))
     return "memory" if prediction.device_used_bytes >= full else "compute"
 

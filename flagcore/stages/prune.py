@@ -25,7 +25,7 @@ DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
 LEARNED = {
     DOES_NOT_FIT: "its predicted memory is more than a device has",
     NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
-    DOES_AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
+    DOES_AS_MUCH_WORK: "a trial was measured, and this one does at least the same work",
 }
 """Messages of the rules of this stage."""
 

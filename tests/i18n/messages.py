@@ -50,7 +50,7 @@ CLICK = (
 )
 """Messages of click itself."""
 
-PLAIN = {"components", "short_rates", "short_latencies"}
+PLAIN = {"short_rates", "short_latencies"}
 """Names that are the same in all languages."""
 
 Message = str | tuple[str, ...]

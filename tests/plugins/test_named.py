@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from flagcore import plugins
+from flagcore.api.hardware import calibration
+from flagcore.contracts import Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
-from flagcore.plugins import STRATEGIES, WORKLOADS, names, strategy, workload
+from flagcore.plugins import STRATEGIES, WORKLOADS, load_plugins, names, strategy, workload
+from flagcore.problem import engine_version
+from tests import small
 
 Install = Callable[..., None]
 
@@ -80,3 +86,24 @@ def test_an_engine_does_the_work_that_a_spec_asks_for_or_is_refused() -> None:
     with pytest.raises(SpecError, match=r"train\.engine = 'vllm' is an engine that serves"):
         plugins.workload_of(train)
     assert plugins.workload_of(replace(serve, engine="vllm")).name == "vllm"
+
+
+def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) -> None:
+    *_, before = calibration._target(load_plugins())
+    source = "import copy\nfrom flagcore.engines.megatron import WORKLOAD\nWORKLOAD = copy.copy(WORKLOAD)\n"
+    install("flagcore-acme", {"acme": "flagcore_acme:WORKLOAD"}, {"flagcore_acme": source}, group=WORKLOADS)
+    assert names(WORKLOADS)[0] == "acme"
+    *_, engine = calibration._target(load_plugins())
+    assert engine == before
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "version"),
+    [("trt", "tensorrt-llm", "1.0"), ("trt", "", None), ("tensorrtllm", "", "1.0"), ("trt", "not-installed", None)],
+)
+def test_release_is_that_of_the_named_distribution(
+    install: Install, name: str, distribution: str, version: str | None
+) -> None:
+    install("tensorrt-llm", {})
+    engine = SimpleNamespace(name=name, modules={"tensorrt_llm": "tensorrt-llm>=1"}, distribution=distribution)
+    assert engine_version(small.task().spec, cast("Workload", engine)) == version

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flagcore.domain.prediction import Labels
+from flagcore.engines.megatron.predict import LABELS
 from flagcore.report.explanation import prediction_text
 
 RECORD: dict[str, Any] = {
@@ -35,7 +37,7 @@ RECORD: dict[str, Any] = {
 
 
 def test_model_memory_and_time_are_reported_in_full() -> None:
-    text = prediction_text(RECORD)
+    text = prediction_text(RECORD, LABELS)
     lines = [line.split() for line in text.splitlines()]
     assert ["MLP", "0.2000", "3", "0.6000"] in lines
     assert ["Total", "0.7000"] in lines
@@ -50,17 +52,18 @@ def test_model_memory_and_time_are_reported_in_full() -> None:
 
 def test_what_is_not_known_is_reported() -> None:
     memory = {key: value for key, value in RECORD["memory"].items() if key not in ("fits", "capacity_gib")}
-    text = prediction_text({"memory": memory, "model": RECORD["model"]})
+    text = prediction_text({"memory": memory, "model": RECORD["model"]}, Labels())
     assert "Time: unknown" in text
     assert "capacity unknown" in text
-    assert prediction_text({"status": "unknown", "reason": "no such chip"}) == "unknown: no such chip"
+    assert "Theoretical" not in text
+    assert prediction_text({"status": "unknown", "reason": "no such chip"}, Labels()) == "unknown: no such chip"
 
 
 def test_the_table_of_memory_adds_up_to_the_peak_whatever_is_gone_by_then() -> None:
     components = {"embedding": {"params": 1e6, "weights_gib": 3.0, "optimizer_gib": 5.0, "activation_gib": 4.0}}
     for peak, rest in ((12.0, "0.000"), (11.75, "-0.250"), (14.5, "2.500")):
         memory = RECORD["memory"] | {"components": components, "peak_allocated_gib": peak}
-        rows = [line.split() for line in prediction_text(RECORD | {"memory": memory}).splitlines()]
+        rows = [line.split() for line in prediction_text(RECORD | {"memory": memory}, LABELS).splitlines()]
         assert ["other", "0", "0.000", "0.000", rest] in rows
         assert ["Total", "1,000,000", "3.000", "5.000", f"{peak - 8:.3f}"] in rows
 
@@ -83,7 +86,7 @@ SERVED: dict[str, Any] = {
 
 
 def test_a_server_is_reported_in_words_and_units() -> None:
-    text = prediction_text(SERVED)
+    text = prediction_text(SERVED, Labels())
     assert "~1,500 output tokens/s" in text
     assert "Mean time of a request: ~1 s" in text
     assert ["queue", "0.5", "50.0%", "waiting"] in [line.split()[:4] for line in text.splitlines()]

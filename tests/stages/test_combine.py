@@ -64,6 +64,9 @@ RANK = RankPrediction(
 )
 
 
+WORK = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+
+
 def probe(*measured: RankMeasurement, failed: TrialState | None = None) -> Probe:
     ranks = [RankProbe(rank=m.stage, state=TrialState.MEASURED, predicted=RANK, measured=m) for m in measured]
     if failed is not None:
@@ -72,7 +75,7 @@ def probe(*measured: RankMeasurement, failed: TrialState | None = None) -> Probe
 
 
 def test_rank_that_needs_most_decides_about_memory() -> None:
-    found = combine(PREDICTED, probe(LAST, FIRST), MEMORY)
+    found = combine(PREDICTED, probe(LAST, FIRST), MEMORY, WORK)
     assert found.worst_stage == 0
     assert found.static_bytes == 22e9
     assert found.activation_bytes == 38e9
@@ -82,31 +85,31 @@ def test_rank_that_needs_most_decides_about_memory() -> None:
 
 
 def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
-    assert combine(PREDICTED, probe(FIRST), MEMORY).device_used_bytes == 63e9
+    assert combine(PREDICTED, probe(FIRST), MEMORY, WORK).device_used_bytes == 63e9
     shown = replace(FIRST, device_used_bytes=70_000_000_000)
-    assert combine(PREDICTED, probe(shown), MEMORY).device_used_bytes == 70e9
+    assert combine(PREDICTED, probe(shown), MEMORY, WORK).device_used_bytes == 70e9
 
 
 def test_candidate_that_was_believed_to_fit_does_not_when_its_probe_needs_more() -> None:
     much = replace(FIRST, reserved_bytes=79_500_000_000)
-    assert combine(PREDICTED, probe(much), MEMORY).fits is False
+    assert combine(PREDICTED, probe(much), MEMORY, WORK).fits is False
 
 
 def test_allocator_is_modelled_where_there_is_none() -> None:
     plain = replace(FIRST, reserved_bytes=None, device_used_bytes=0)
-    found = combine(PREDICTED, probe(plain), MEMORY)
+    found = combine(PREDICTED, probe(plain), MEMORY, WORK)
     assert found.reserved_bytes == pytest.approx(66e9)
     assert found.device_used_bytes == pytest.approx(67e9)
 
 
 def test_memory_that_ran_out_rules_a_candidate_out() -> None:
-    found = combine(PREDICTED, probe(FIRST, failed=TrialState.OUT_OF_MEMORY), MEMORY)
+    found = combine(PREDICTED, probe(FIRST, failed=TrialState.OUT_OF_MEMORY), MEMORY, WORK)
     assert found.fits is False
     assert found.device_used_bytes >= 80e9
 
 
 def test_slowest_rank_decides_about_time_and_communication_stays_modelled() -> None:
-    found = combine(PREDICTED, probe(FIRST, LAST), MEMORY)
+    found = combine(PREDICTED, probe(FIRST, LAST), MEMORY, WORK)
     assert found.time_s["compute_s"] == 3.25
     assert found.time_s["optimizer_s"] == 0.1
     assert found.time_s["tp_comm_s"] == 0.5
@@ -117,7 +120,7 @@ def test_slowest_rank_decides_about_time_and_communication_stays_modelled() -> N
 def test_interval_is_narrow_where_all_was_measured() -> None:
     none = dict.fromkeys(PREDICTED.time_s, 0.0)
     bare = replace(PREDICTED, step_time_s=2.2, time_s={**none, "compute_s": 2.0, "optimizer_s": 0.2})
-    found = combine(bare, probe(FIRST), MEMORY)
+    found = combine(bare, probe(FIRST), MEMORY, WORK)
     assert found.step_time_s == pytest.approx(2.6)
     assert found.low_s is not None
     assert found.high_s is not None
@@ -125,11 +128,11 @@ def test_interval_is_narrow_where_all_was_measured() -> None:
 
 
 def test_nothing_changes_where_nothing_was_measured() -> None:
-    assert combine(PREDICTED, probe(failed=TrialState.FAILED), MEMORY) == PREDICTED
+    assert combine(PREDICTED, probe(failed=TrialState.FAILED), MEMORY, WORK) == PREDICTED
 
 
 def test_time_that_no_one_can_predict_stays_unknown() -> None:
     unknown = replace(PREDICTED, step_time_s=None, low_s=None, high_s=None, time_s={})
-    found = combine(unknown, probe(FIRST), MEMORY)
+    found = combine(unknown, probe(FIRST), MEMORY, WORK)
     assert found.step_time_s is None
     assert found.peak_allocated_bytes == 60e9

@@ -14,7 +14,7 @@ from flagcore.domain.prediction import Prediction
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.stages import predict as predict_module
 from flagcore.stages.build import build
-from flagcore.stages.predict import LIMITS, limit, predict, record
+from flagcore.stages.predict import PART_NAMES, limit, predict, record
 from tests import small
 
 
@@ -35,6 +35,9 @@ def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: floa
         worst_stage=0,
         model_flops=1.0,
     )
+
+
+LIMITS = {part: name for part, name in PART_NAMES.items() if part != "compute_s"} | {"host_offload_s": "host offload"}
 
 
 @pytest.mark.parametrize("part", LIMITS)

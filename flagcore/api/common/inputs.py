@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import InstalledVersion, KeyWarnings, Workload, untested_reason
+from flagcore.contracts import InstalledVersion, KeyWarnings, Workload, labels_of, untested_reason
 from flagcore.domain.chip import Support
 from flagcore.domain.knob import Knob, Knobs
+from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
@@ -103,16 +104,33 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 
     Plugins are asked for `used` knobs that the engine lacks, those `without` some, or none of them for None.
     """
-    sections = (data.get(kind) for kind in ("train", "serve"))
-    engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
-    engine = engine[0] if isinstance(engine, list) and engine else engine
-    knobs = {}
-    if isinstance(engine, str):
+    engine, knobs = _engine_name(data), {}
+    if engine is not None:
         with suppress(FlagError, KeyError):
             knobs = {knob.name: knob for knob in engines()[engine].knobs}
         if without is not None and set(used) - knobs.keys():
             knobs |= {knob.name: knob for knob in load_plugins(without).knobs_on_any_chip(engine)}
     return knobs
+
+
+def labels_of_spec(data: Mapping[str, Any]) -> Labels:
+    """Return the labels of the engine of a spec or job record; none for an engine that is not installed here.
+
+    The engine of a job record without one is the first that trains.
+    """
+    known = engines()
+    with suppress(FlagError, KeyError, StopIteration):
+        name = _engine_name(data) or next(name for name, engine in known.items() if engine.kind == "train")
+        return labels_of(known[name])
+    return Labels()
+
+
+def _engine_name(data: Mapping[str, Any]) -> str | None:
+    """Return the name of a spec's engine, of several the first; None without one."""
+    sections = (data.get(kind) for kind in ("train", "serve"))
+    engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
+    engine = engine[0] if isinstance(engine, list) and engine else engine
+    return engine if isinstance(engine, str) else None
 
 
 LOG = logging.getLogger("flagcore")

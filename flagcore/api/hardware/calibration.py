@@ -169,11 +169,12 @@ def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, .
     """
     found = loaded.devices()
     known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
-    trains = next((name for name in plugins.names(plugins.WORKLOADS) if plugins.kind_of(name) == "train"), "")
+    engines = tuple(plugins.engines())  # those of flagcore first
+    trains = next((name for name in engines if plugins.kind_of(name) == "train"), "")
     if all(loaded.engine_support(chip, trains).shared_devices for chip in known) and (strange := uncatalogued(loaded)):
         return (*strange, trains)
     reasons = []
-    for engine in plugins.names(plugins.WORKLOADS):
+    for engine in engines:
         chip = best_chip(found, loaded, engine)
         support = loaded.engine_support(chip, engine)
         if support.device_type is not None and support.distributed_backend is not None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
-from flagcore.contracts import Platform, Workload, model_parts
+from flagcore.contracts import Platform, Workload, labels_of, model_parts
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
+from flagcore.domain.prediction import Labels
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
@@ -32,7 +33,7 @@ class Estimate(Notebook):
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
     the candidates without a predicted time, and `no_time` says why; `runs` says what would run them, `notes` what
-    plugins say of engine and chip. `knobs` are those of the task.
+    plugins say of engine and chip. `knobs` are those of the task, `labels` the engine's.
     """
 
     chip: str
@@ -46,6 +47,7 @@ class Estimate(Notebook):
     runs: str = ""
     notes: tuple[str, ...] = ()
     knobs: Knobs = field(default_factory=dict)
+    labels: Labels = field(default_factory=Labels)
 
     def __repr__(self) -> str:
         best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
@@ -93,6 +95,7 @@ def estimate(
         runs=_runs(task),
         notes=plugin_notes(problem.platform),
         knobs=problem.knobs,
+        labels=labels_of(workload),
     )
 
 

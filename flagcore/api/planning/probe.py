@@ -13,7 +13,7 @@ from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.context import read_spec
 from flagcore.api.common.inputs import loaded_plugins, warn_about_problem
-from flagcore.contracts import require_prober
+from flagcore.contracts import Prober, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
@@ -67,7 +67,8 @@ def probe(
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
     workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
-    require_prober(workload).ready_to_probe(spec)
+    prober = require_prober(workload)
+    prober.ready_to_probe(spec)
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
@@ -100,7 +101,7 @@ def probe(
             last = found[-1][1].ranks[-1]
             why = f"{state_name(last.state.value)}: {last.reason}"
             raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
-        return [_probed_record(problem, *pair) for pair in found]
+        return [_probed_record(problem, prober, *pair) for pair in found]
 
 
 def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
@@ -124,7 +125,7 @@ def _reporter(on_rank: Callable[[str], object] | None, candidate: str, world: in
     return report
 
 
-def _probed_record(problem: Problem, candidate: Candidate, probed: Probe) -> Probed:
+def _probed_record(problem: Problem, prober: Prober, candidate: Candidate, probed: Probe) -> Probed:
     task, memory = problem.platform.task, problem.platform.costs.memory
     row = problem.space.find(candidate)
     assert row is not None, "every candidate that is probed is in the space"
@@ -132,7 +133,7 @@ def _probed_record(problem: Problem, candidate: Candidate, probed: Probe) -> Pro
     return Probed(
         candidate=candidate.as_dict(),
         predicted=record(task, prediction),
-        combined=record(task, combine(prediction, probed, memory)),
+        combined=record(task, combine(prediction, probed, memory, prober.work_parts)),
         ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,

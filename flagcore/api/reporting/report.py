@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from flagcore.api.common.context import Snapshot, load_snapshot, run_home
-from flagcore.api.common.inputs import knobs_of_spec, warn
+from flagcore.api.common.inputs import knobs_of_spec, labels_of_spec, warn
 from flagcore.api.common.runs import SPEC, count_trials, ended_trials, read_run
-from flagcore.contracts import Workload
+from flagcore.contracts import Workload, labels_of
 from flagcore.domain.plan import summarize
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.trial import ESTIMATE
@@ -60,7 +60,12 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         best = ending.plan.best.candidate if ending.plan.best else None
         found = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
-        rest: dict[str, Any] = {"folder": run_dir, "called": str(run_dir), "knobs": ending.plan.knobs}
+        rest: dict[str, Any] = {
+            "folder": run_dir,
+            "called": str(run_dir),
+            "knobs": ending.plan.knobs,
+            "labels": labels_of(workload),
+        }
         return as_html(page(RunData.redacted(data, found, _secrets(run_dir), **rest)))
 
     return _is_written(run_dir, made)
@@ -111,7 +116,8 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    return RunData.redacted(found, usable, secrets, folder=home, called=str(folder), notes=shown_notes, knobs=knobs)
+    rest: dict[str, Any] = {"folder": home, "called": str(folder), "notes": shown_notes}
+    return RunData.redacted(found, usable, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:

@@ -6,11 +6,12 @@ optimizer takes more. Sequence parallelism adds a buffer, which may exceed its s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import PruningRule, Workload
+from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -66,6 +67,7 @@ class Megatron:
     def rules(self, task: Task) -> tuple[Rule, ...]:
         return (*legality.rules(task), *setting_rules.setting_rules(task))
 
+    labels = prediction.LABELS
     predict = staticmethod(prediction.predict)
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
@@ -81,6 +83,8 @@ class Megatron:
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
     ready_to_probe = staticmethod(launching.ready_to_probe)
+    work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+    stage_ranks = staticmethod(probing.stage_ranks)
     probe_ranks = staticmethod(probing.probe_ranks)
     probe_launch = staticmethod(launching.probe_launch)
 
@@ -159,4 +163,8 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-WORKLOAD: Workload = Megatron()
+class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Protocol):
+    """What Megatron implements, for mypy."""
+
+
+WORKLOAD: _Capabilities = Megatron()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.prediction import ModelPart, Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command
@@ -21,6 +21,7 @@ from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.split import Split
 from flagcore.engines.megatron.time import step
 from flagcore.engines.megatron.time.step import rank_time, step_time
+from flagcore.i18n import N_
 
 BLOCK_ROWS = 1 << 15
 """Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
@@ -166,6 +167,28 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
         model_flops=model_flops(train),
     )
 
+
+LABELS = Labels(
+    components={
+        "embedding": "Embedding",
+        "qkv_proj": "QKV Proj",
+        "core_attention": "Core Attn",
+        "out_proj": "Out Proj",
+        "ffn": "FFN Up&Down",
+        "router": "Router",
+        "experts": "Experts",
+        "shared_experts": "Shared Experts",
+        "norms": "Layernorms",
+        "mtp": "MTP Module",
+        "output_head": "Output",
+    },
+    measured_parts={"forward_backward_s": N_("forward and backward, s"), "optimizer_s": N_("optimizer, s")},
+    memory_line=(
+        "Theoretical memory footprints: weight and optimizer={static_mb:.2f} MB, "
+        "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"
+    ),
+)
+"""The line is that of Megatron-LM's own report of memory."""
 
 _EXPERTS = ("experts", "shared_experts", "router")
 

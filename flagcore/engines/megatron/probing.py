@@ -10,12 +10,19 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.probe import RankMeasurement
+from flagcore.domain.space import Columns
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import columns
 from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import layout_of, rank_figures, training
 from flagcore.engines.megatron.reading import NOT_AS_AGREED
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
+
+
+def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:
+    """Return the first rank of each stage: stages come last in Megatron's order of ranks."""
+    stages = int(columns["pipeline_model_parallel_size"][0])
+    return tuple(stage * (task.cluster.devices // stages) for stage in range(stages))
 
 
 def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:

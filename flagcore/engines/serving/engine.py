@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, PruningRule
+from flagcore.contracts import Costs, InstalledVersion, JobRecords, Packaged, Platform, PruningRule, Untested, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -39,6 +40,10 @@ from flagcore.engines.serving.settings import GRAPH_TOKENS, Fetch, PublishedRuns
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.engines.serving.trial.job import Instance
 from flagcore.errors import SpecError
+
+
+class ServingWorkload(Workload, JobRecords, InstalledVersion, Packaged, Untested, Protocol):
+    """What every serving engine implements."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,6 +84,8 @@ class Engine:
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
     """Returns the largest batch that the engine captures as a graph."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)
+    distribution: str = ""
+    """The distribution of the engine if it does not have the engine's name."""
     untested: str = ""
     """Why figures of this engine are less certain than others; empty: it was run and measured."""
     kind: str = "serve"

@@ -13,7 +13,6 @@ from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell,
 from flagcore.report.page.charts import COLOURS, points, rows_layout
 from flagcore.report.page.run import Record, RunData, number
 from flagcore.report.text import knob_of, state_name, value_text, values_text
-from flagcore.stages.predict import LIMITS
 
 MAX_CHANGES = 8
 """The most changes to list."""
@@ -43,7 +42,7 @@ def _limit(predicted: Record) -> _Limit:
     name = predicted.get("limit")
     if name == "memory":
         return _Limit("memory", "memory.device_used_gib", _("~in use, GiB"))
-    part = "compute_s" if name == "compute" else next((key for key, text in LIMITS.items() if text == name), None)
+    part = next((key for key in predicted.get("time", {}) if part_name(key) == name), None)
     return (
         _Limit(str(name), f"time.{part}", f"~{_(part_name(part))}, s") if part else _Limit("", "step_time_s.value", "")
     )

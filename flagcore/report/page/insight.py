@@ -50,13 +50,12 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     platform, task = problem.platform, problem.platform.task
     columns = problem.space.columns(np.array([row]))
     as_set = engine_task(task, effects_of_row(task, columns))
-    count = int(columns.get("pipeline_model_parallel_size", np.ones(1))[0])
     found = []
     if not isinstance(workload, Prober):
         return []
-    for stage in range(count):
+    for stage, first in enumerate(workload.stage_ranks(as_set, columns)):
         parts = memory_components(workload, as_set, columns, np.array([stage]), platform.costs)
-        rank = workload.rank(as_set, columns, stage * (task.cluster.devices // count), platform.costs)
+        rank = workload.rank(as_set, columns, first, platform.costs)
         found.append(
             {
                 "stage": stage,

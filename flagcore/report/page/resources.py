@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from flagcore.domain.prediction import Labels
 from flagcore.i18n import N_, _
-from flagcore.report.explanation import COMPONENTS, HEADINGS, by_component, part_name
+from flagcore.report.explanation import HEADINGS, by_component, part_name
 from flagcore.report.formats import lookup, shown
 from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
@@ -17,8 +18,6 @@ from flagcore.report.page.run import Record, RunData, number
 LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
 """The key of a level in a measurement, where it is another."""
-MEASURED_PARTS = NAMES["measured_parts"]
-"""The parts of a step that the trial program measures on its first rank."""
 GIB = 2**30
 
 
@@ -30,7 +29,7 @@ def memory(run: RunData) -> Section | None:
     stages = run.insight.get("stages") or []
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
-        blocks += [_by_component(run, stages, predicted), _components(stages)]
+        blocks += [_by_component(run, stages, predicted), _components(stages, run.labels)]
     blocks.append(_levels(run.best, stages, predicted))
     if run.serves and predicted:
         parts = [
@@ -43,8 +42,8 @@ def memory(run: RunData) -> Section | None:
 def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> Chart:
     names = [_("stage {number}", number=stage["stage"]) for stage in stages]
     traces = [
-        bars(COMPONENTS.get(part, part), place, [_size(stage, part) for stage in stages], names, width=0.5)
-        for place, part in enumerate(_parts(stages))
+        bars(run.labels.components.get(part, part), place, [_size(stage, part) for stage in stages], names, width=0.5)
+        for place, part in enumerate(_parts(stages, run.labels))
     ]
     measured = _measured_by_stage(run, len(stages))
     for place, (level, text) in enumerate(LEVELS.items()):
@@ -64,28 +63,28 @@ def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> 
         traces=tuple(traces),
         layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
         | {"height": 320 + 46 * len(stages)},
-        table=_by_stage(stages, measured),
+        table=_by_stage(stages, measured, run.labels),
     )
 
 
-def _by_stage(stages: Sequence[Record], measured: Sequence[Mapping[str, float]]) -> Table:
-    parts = _parts(stages)
+def _by_stage(stages: Sequence[Record], measured: Sequence[Mapping[str, float]], labels: Labels) -> Table:
+    parts = _parts(stages, labels)
     rows = []
     for stage, figures in zip(stages, measured, strict=True):
         sizes = [cell(_size(stage, part)) for part in parts]
         levels = [cell(stage[level]) for level in LEVELS]
         rows.append([cell(stage["stage"]), *sizes, *levels, *(cell(figures.get(level)) for level in LEVELS)])
-    headings = [_("stage"), *(f"~{COMPONENTS.get(part, part)}" for part in parts)]
+    headings = [_("stage"), *(f"~{labels.components.get(part, part)}" for part in parts)]
     headings += [f"~{_(text)}" for text in LEVELS.values()]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
     caption = _("GiB per device of each stage. Components need not coexist, so they may not add up to the peak")
     return table(caption, headings, rows)
 
 
-def _components(stages: Sequence[Record]) -> Table:
+def _components(stages: Sequence[Record], labels: Labels) -> Table:
     keys = [key for key in HEADINGS if any(key in part for stage in stages for part in stage["components"].values())]
     rows = [
-        [cell(stage["stage"]), COMPONENTS.get(name, name), *(cell(part.get(key)) for key in keys)]
+        [cell(stage["stage"]), labels.components.get(name, name), *(cell(part.get(key)) for key in keys)]
         for stage in stages
         for name, part in stage["components"].items()
     ]
@@ -125,8 +124,8 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
     return found
 
 
-def _parts(stages: Sequence[Record]) -> list[str]:
-    return by_component(dict.fromkeys(name for stage in stages for name in stage["components"]))
+def _parts(stages: Sequence[Record], labels: Labels) -> list[str]:
+    return by_component(dict.fromkeys(name for stage in stages for name in stage["components"]), labels)
 
 
 def _size(stage: Record, part: str) -> float:
@@ -144,7 +143,7 @@ def step_time(run: RunData) -> Section | None:
     blocks: list[Block] = [_step_parts(predicted)]
     measured = [[name, *figures] for name, trial in trials.items() if (figures := _measured(run, trial))]
     if measured:
-        headings = [_("trial"), *(_(text) for text in MEASURED_PARTS.values()), _("step s")]
+        headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
         blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured))
     return Section(anchor="step", title=_("Step time"), blocks=tuple(blocks))
 
@@ -189,10 +188,12 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
 def _measured(run: RunData, trial: Record) -> list[Any]:
     """Return the medians of the measured parts of a step, over the steps after warm-up; empty without them."""
     count, steps = lookup(trial, "measured.step_time_s.n"), run.metrics(trial).get("steps")
-    if not count or not isinstance(steps, list) or trial["fidelity"] != "run":
+    if not count or not isinstance(steps, list) or trial["fidelity"] != "run" or not run.labels.measured_parts:
         return []
     counted = [step for step in steps if isinstance(step, Mapping)][-count:]
-    figures = [[each for step in counted if (each := number(step.get(key))) is not None] for key in MEASURED_PARTS]
+    figures = [
+        [each for step in counted if (each := number(step.get(key))) is not None] for key in run.labels.measured_parts
+    ]
     if not counted or any(len(values) < len(counted) for values in figures):
         return []
     return [*(cell(median(values)) for values in figures), cell(lookup(trial, "measured.step_time_s.median"))]

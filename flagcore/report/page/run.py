@@ -14,6 +14,7 @@ from typing import Any
 
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
+from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
@@ -36,7 +37,8 @@ class RunData:
     """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
 
     `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings
-    that come first. `secrets` are values that must not be shown. `knobs` are those of the task.
+    that come first. `secrets` are values that must not be shown. `knobs` are those of the task,
+    `labels` those of its engine.
     """
 
     result: Record
@@ -46,6 +48,7 @@ class RunData:
     notes: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     knobs: Knobs = field(default_factory=dict)
+    labels: Labels = field(default_factory=Labels)
 
     @classmethod
     def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:

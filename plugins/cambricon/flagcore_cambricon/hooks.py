@@ -19,4 +19,6 @@ class CambriconPlugin(VendorPlugin):
         return x8_topology(group, tool_output("cnmon", "topo", "-m")) if group.chip.name == "MLU370-X8" else None
 
 
-plugin = CambriconPlugin(package="flagcore_cambricon", vendor="cambricon", detector=DETECTOR, memory=memory_of)
+plugin: VendorPlugin = CambriconPlugin(
+    package="flagcore_cambricon", vendor="cambricon", detector=DETECTOR, memory=memory_of
+)

@@ -42,4 +42,4 @@ class MachineReading:
         return {"memory_used_bytes": psutil.virtual_memory().used, "load_average": os.getloadavg()[0]}
 
 
-plugin = CpuPlugin(package="flagcore_cpu", vendor="cpu", memory=memory_of)
+plugin: VendorPlugin = CpuPlugin(package="flagcore_cpu", vendor="cpu", memory=memory_of)

@@ -43,4 +43,4 @@ def _island(group: NodeGroup) -> int:
     return island_size(group, tool_output("mx-smi", "topo", "-m"))
 
 
-plugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=memory_of)
+plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=memory_of)

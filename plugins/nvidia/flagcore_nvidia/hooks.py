@@ -6,4 +6,4 @@ from flagcore.vendorkit.plugin import VendorPlugin
 from flagcore_nvidia.discover import DETECTOR
 from flagcore_nvidia.memory import memory_of
 
-plugin = VendorPlugin(package="flagcore_nvidia", vendor="nvidia", detector=DETECTOR, memory=memory_of)
+plugin: VendorPlugin = VendorPlugin(package="flagcore_nvidia", vendor="nvidia", detector=DETECTOR, memory=memory_of)

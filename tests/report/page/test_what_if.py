@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.problem import Problem
 from flagcore.report.page import insight as what_if_module
 from flagcore.report.page.insight import insight, what_if
@@ -82,6 +82,14 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
     assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
     assert all(rule in told["says"] for rule in problem.space.illegal)
     assert all(fact["kind"] for chip in told["chips"] for fact in chip["facts"])
+
+
+def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
+    class Staged(Megatron):
+        stage_ranks = staticmethod(lambda task, columns: (0, 2))
+
+    told = insight(problem, Staged(), problem.baseline)
+    assert [(stage["stage"], stage["rank"]) for stage in told["stages"]] == [(0, 0), (1, 2)]
 
 
 def test_without_a_best_rules_and_chips_are_reported_all_the_same(problem: Problem) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, Merge, Rule
@@ -21,7 +20,7 @@ from flagcore.engines.serving.common import heterogeneous, knobs, metrics, progr
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest
 from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
@@ -252,7 +251,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: Workload = Engine(
+WORKLOAD: ServingWorkload = Engine(
     name="llamacpp",
     where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
@@ -20,7 +19,7 @@ from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.lmdeploy import knobs as own
 from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
 from flagcore.engines.serving.load.result import GENERATE
@@ -143,7 +142,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: Workload = Engine(
+WORKLOAD: ServingWorkload = Engine(
     name="lmdeploy",
     where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,

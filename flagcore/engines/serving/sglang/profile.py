@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
@@ -21,7 +20,7 @@ from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest
 from flagcore.engines.serving.common.knobs import or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import PORT, Fetch, PublishedRuns
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
@@ -174,7 +173,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: Workload = Engine(
+WORKLOAD: ServingWorkload = Engine(
     name="sglang",
     where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,

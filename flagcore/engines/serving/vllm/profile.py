@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
@@ -18,7 +17,7 @@ from flagcore.engines.serving.common import heterogeneous, knobs, metrics, progr
 from flagcore.engines.serving.common.command_line import written
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.settings import GRAPH_TOKENS, PORT, Fetch, PublishedRuns
 from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.vllm import knobs as own
@@ -188,7 +187,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     )
 
 
-WORKLOAD: Workload = Engine(
+WORKLOAD: ServingWorkload = Engine(
     name="vllm",
     where=f"{__name__}:WORKLOAD",
     program=own.PROGRAM,

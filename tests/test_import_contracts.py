@@ -1,0 +1,47 @@
+"""The import contracts of pyproject.toml cover every package and module of flagcore."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flagcore
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOMS = {f"flagcore.{each.name}" for each in pkgutil.iter_modules(flagcore.__path__)}
+VENDORS = "a vendor knows hooks, vendorkit, contracts, domain, errors, files and physics only"
+MICROBENCH = "the micro-benchmark is started, never imported"
+
+
+@pytest.fixture(scope="module")
+def contracts() -> dict[str, dict[str, Any]]:
+    file = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    listed = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    return {contract["name"]: contract for contract in listed}
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "exceptions"),
+    [
+        ("the core knows no vendor", "source_modules", ""),
+        ("the core knows no engine and no importer", "source_modules", "engines importers testing"),
+        (VENDORS, "forbidden_modules", "hooks vendorkit contracts domain errors files physics"),
+        ("only the store and the strategies know optuna", "source_modules", ""),
+        ("only the trial program and the micro-benchmark know torch", "source_modules", ""),
+        (MICROBENCH, "source_modules", "microbench"),
+    ],
+)
+def test_contract_covers_every_room(
+    contracts: dict[str, dict[str, Any]], name: str, field: str, exceptions: str
+) -> None:
+    listed = set(contracts[name][field])
+    expected = {"flagcore"} if "flagcore" in listed else ROOMS - {f"flagcore.{each}" for each in exceptions.split()}
+    assert listed == expected
