@@ -142,7 +142,7 @@ def read(path: Path) -> Calibration:
         calibration: Calibration = build(Calibration, data, str(path))
         return calibration
     except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "measure again with `flag calibrate`, or delete the file"
+        fix = "run `flag calibrate`, or delete the file"
         raise RunError(f"{path} is not a calibration that can be read ({error}); {fix}") from None
 
 

@@ -65,7 +65,7 @@ def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
     patterns = tuple(data(Sequence[FailurePattern], answer))
     for pattern in patterns:
         if not pattern.state.failed:
-            raise BadPlugin(f"answered the pattern {pattern.pattern!r} for {pattern.state.value}, which is no failure")
+            raise BadPlugin(f"returned the pattern {pattern.pattern!r} for {pattern.state.value}, not a failure")
         try:
             re.compile(pattern.pattern)
         except re.error as error:

@@ -156,7 +156,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
     if serve.weights is not None and not Path(serve.weights).is_file():
         fix = "give a GGUF file, or leave it out"
-        raise spec_error("serve.weights", "is no file", value=serve.weights, fix=fix)
+        raise spec_error("serve.weights", "is not a file", value=serve.weights, fix=fix)
     rate = serve.request_rate
     load = Load(
         **serve.model_dump(include={"input_len", "output_len", "prefix_len", "range_ratio", "concurrency"}),
@@ -222,7 +222,7 @@ def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long only its start, which is no JSON."""
+    """Yield the lines of a file; of one that is too long only its start, which is not JSON."""
     while line := stream.readline(LONGEST_LINE):
         rest = line
         while rest and not rest.endswith(b"\n"):
@@ -240,7 +240,8 @@ def _record(line: bytes, where: str) -> Line:
         problem = f"is longer than {LONGEST_LINE >> 20} MiB" if len(line) >= LONGEST_LINE else str(error)
         return spec_error(where, problem, fix=fix)
     if not isinstance(record, dict):
-        return spec_error(where, f"is no JSON object, but of type {type(record).__name__}", fix=fix)
+        kind = "a list" if isinstance(record, list) else "a single value"
+        return spec_error(where, f"must be a JSON object, not {kind}", fix=fix)
     if not isinstance(record.get("id"), str):
-        return spec_error(where, "has no id that is text", fix="give each record its own id, as text")
+        return spec_error(where, "id must be a string", fix="give each record a unique id")
     return record

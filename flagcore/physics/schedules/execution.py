@@ -108,7 +108,7 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
                     continue
                 break
         if left == before:
-            raise ValueError("the passes wait for each other")
+            raise ValueError("deadlock in the schedule")
     return [each for mine in done for each in mine]
 
 
