@@ -71,7 +71,7 @@ class Calibrations:
         """Return the readable calibrations with their files, newest first. Raises RunError for the folder."""
         return self._read()[0]
 
-    def unreadable(self) -> tuple[tuple[Path, RunError], ...]:
+    def skipped_files(self) -> tuple[tuple[Path, RunError], ...]:
         """Return the unreadable files with the reasons. Raises RunError for the folder."""
         return self._read()[1]
 

@@ -30,7 +30,7 @@ class MemoryModel(Protocol):
 class AttentionShape:
     """Sizes of causal attention on one device, of a batch of sequences of equal length. The fields broadcast.
 
-    Training has as many `queries` as `keys`. An engine that serves asks the same of its steps: a prompt, or a piece of
+    Training has as many `queries` as `keys`. A serving engine asks the same of its steps: a prompt, or a piece of
     one, is `queries` at the end of the `keys` that are then cached; decoding is one query on a context of `keys`,
     `batch` sequences at once, whose keys and values are read from the cache, in pages or in one piece. Sequences of
     several lengths are several elements.

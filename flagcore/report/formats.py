@@ -127,10 +127,10 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[in
     """Narrow the widest columns until the sum is `most` or every column has its minimum width."""
     result = list(widths)
     while sum(result) > most:
-        spare = [place for place, width in enumerate(result) if width > least[place]]
-        if not spare:
+        shrinkable = [place for place, width in enumerate(result) if width > least[place]]
+        if not shrinkable:
             return result
-        result[max(spare, key=lambda place: result[place])] -= 1
+        result[max(shrinkable, key=lambda place: result[place])] -= 1
     return result
 
 

@@ -108,7 +108,9 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
         data["train"] = {"engine": default, **data["train"]}
         name = data["train"]["engine"]
         knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
-    _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
+    _reject_misplaced_keys(
+        line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
+    )
     record = checked(_record_of(knobs), data)
     devices = _devices(record.cluster)
     if record.rank is not None and record.rank >= devices:
@@ -146,7 +148,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     known = engines[engine].knobs if isinstance(engine, str) and engine in engines else ()
     knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
-    _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
+    _reject_misplaced_keys(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
         data["serve"] = {**serve, "precision": "nvfp4"}
     record = checked(_ServeRecord, data)
@@ -177,8 +179,8 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     )
 
 
-def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
-    """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's.
+def _reject_misplaced_keys(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
+    """Raise SpecError for a misspelled or misplaced key of a record: further keys describe the source.
 
     `belongs` has the key of the record under which a name belongs.
     """

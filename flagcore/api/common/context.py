@@ -93,7 +93,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
-    stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
+    stored = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), stored)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:

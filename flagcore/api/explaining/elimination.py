@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.common.candidate_parser import as_candidate, values_of
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.runs import RESULT, Run, unreadable
+from flagcore.api.common.runs import RESULT, Run, unreadable_error
 from flagcore.api.explaining.neighbors import differing
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
@@ -79,8 +79,12 @@ def state_of(
     taught = _taught(snapshot, row)
     wanted = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
-        return RAN, [*(_ended(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)], taught
-    probed = [_ended(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
+        return (
+            RAN,
+            [*(_termination_reason(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
+            taught,
+        )
+    probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
     if taught:
         return REMOVED, [*probed, *(_why_removed(snapshot, each, row, predicted) for each in taught)], taught
     return OPEN, [*probed, *_why_open(snapshot, row)], []
@@ -95,7 +99,7 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     ]
 
 
-def _ended(snapshot: Snapshot, trial: Trial) -> str:
+def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
     """Return how a trial ended: what it measured, beside the best, or why it did not."""
     what = _("probe") if trial.fidelity == PROBE else _("trial")
     role = "imported" if trial.source else trial.role.value
@@ -248,5 +252,5 @@ def _saved_counts(run: Run) -> Counts | None:
         if not counts.balanced:
             raise ValueError("its counts do not add up")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise unreadable(run.folder / RESULT, error) from None
+        raise unreadable_error(run.folder / RESULT, error) from None
     return counts

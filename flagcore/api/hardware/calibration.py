@@ -99,7 +99,7 @@ def calibrate(
 def calibrations() -> list[dict[str, Any]]:
     """Return a record for each saved calibration, and warn of files that cannot be read. Raises RunError."""
     saved = Calibrations.of_user()
-    warn(error for _, error in saved.unreadable())
+    warn(error for _, error in saved.skipped_files())
     return [
         {
             "chip": each.chip,

@@ -97,7 +97,7 @@ def _save(
     """Write the trials into a run's folder, and what they measured for other runs if that is wanted."""
     directory.open()
     try:
-        known = directory.known()
+        known = directory.identity()
         url = known["fixed"].get("storage") if known else None
         run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective

@@ -122,7 +122,7 @@ class _EngineRun:
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
-        known = None if self.new else self.directory.known()
+        known = None if self.new else self.directory.identity()
         if known is None:
             return self.spec.baseline
         fixed = known["fixed"]

@@ -100,7 +100,7 @@ def _learned(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) 
     """Learn from times that are the device's, and from bounds where the model is above them; None from nothing."""
     rows = sheet.rows(kind, precision)
     if kind == "elementwise":
-        moved, seconds = rows.known.sizes[:, 0], rows.known.seconds
+        moved, seconds = rows.exact.sizes[:, 0], rows.exact.seconds
         residuals = np.log(seconds / roofline.memory_seconds(moved))
         return learned_line(MEMORY_AXIS, moved, residuals) if moved.size and np.isfinite(residuals).all() else None
     if kind == "gemm":
