@@ -28,9 +28,10 @@ from flagcore.report.formats import Notebook
 from flagcore.report.text import funnel, repeats_text, role_text, state_name
 from flagcore.stages.prune import needed_share
 
-ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
-"""What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
-ran; it may be tried."""
+ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
+RAN, OPEN = N_("ran"), N_("open")
+"""States of a candidate: a rule of the engine forbids it; the spec does not list it; a rule removed it; it ran; it may
+be tried."""
 LEGAL = {
     True: N_("it would be legal, and fit"),
     False: N_("it would be legal, but not fit"),
