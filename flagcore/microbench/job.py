@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """`kind`, `backend`, `preload`: torch's device and collectives, and modules to import first.
+    """`kind`, `backend`, `preload`: torch device, collectives, and modules to import first.
 
     One process runs for each of `devices`. If they are `shared`, all measure each kernel at the same time, because ranks
     in training also share the machine, with `threads` each. `precisions` are those of the chip's facts;
