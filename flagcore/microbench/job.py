@@ -12,7 +12,7 @@ from typing import Any
 class Job:
     """`kind`, `backend`, `preload`: torch device, collectives, and modules to import first.
 
-    One process runs for each of `devices`. If they are `shared`, all measure each kernel at the same time, because ranks
+    One process runs for each of `devices`. If they are `shared`, all measure each kernel at once, because ranks
     in training also share the machine, with `threads` each. `precisions` are those of the chip's facts;
     `memory_bytes` is the limit of a process, `seconds` that of the whole job. Results go to the file `output`.
     """
