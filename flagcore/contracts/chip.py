@@ -93,7 +93,7 @@ class CollectiveCosts(Protocol):
         """
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the share (0 to 1) of a device's compute that a running collective takes from kernels beside it."""
+        """Return the share (0 to 1) of a device's compute that a running collective takes from concurrent kernels."""
 
 
 class Telemetry(Protocol):
@@ -104,7 +104,7 @@ class Telemetry(Protocol):
 
 
 class PruningRule(Protocol):
-    """A vendor's or user's knowledge of what is not worth trying. `name` is counted, `message` is shown."""
+    """A vendor's or user's rule for candidates that are not worth a trial. `name` is counted, `message` is shown."""
 
     name: str
     message: str

@@ -148,7 +148,7 @@ def rivals(search_state: SearchState) -> tuple[Trial, ...]:
 
 
 def contenders(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return what is run again, in order: baseline, best and rivals; empty if only one is left."""
+    """Return the candidates to repeat, in order: baseline, best and rivals; empty if only one is left."""
     if search_state.best is None:
         return ()
     known = search_state.baseline

@@ -78,7 +78,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What the user wrote, before any hardware is looked at. `work` is what is done: train or serve."""
+    """The user's input, before hardware is detected. `work` is the job: train or serve."""
 
     model: Model
     cluster: ClusterSpec

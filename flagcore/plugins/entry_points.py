@@ -20,7 +20,7 @@ IMPORTERS = "flagcore.importers"
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return what is installed under `group`, sorted, whether it can be loaded or not."""
+    """Return the names of the entry points in `group`, sorted, loadable or not."""
     return tuple(sorted(installed(group).points))
 
 

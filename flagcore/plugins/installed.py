@@ -57,7 +57,7 @@ class Installed:
 
 
 def installed(group: str) -> Installed:
-    """Return what is installed under `group`. As in an import, the first distribution of a name on the path counts."""
+    """Return the entry points in `group`. As in an import, the first distribution of a name on the path counts."""
     points: dict[str, list[EntryPoint]] = {}
     skipped, seen = [], set()
     for distribution in distributions():
@@ -131,7 +131,7 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
+    """Redirect stdout to stderr, also of native code: stdout carries only results."""
     copy = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
         sys.stdout.flush()

@@ -88,7 +88,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
         printed = file.read().decode("utf-8", "replace").strip()
     changes = changed(state, process_state())
     if threading.active_count() > threads:
-        changes.append("threads, of which it leaves one running")
+        changes.append("threads: one is left running")
     return {"seconds": seconds, "printed": printed, "changed": changes, "raised": raised}
 
 

@@ -1,4 +1,4 @@
-"""Read a run's folder: what was tried, what is best, and the error of predictions."""
+"""Read a run's folder: its trials, its best trial, and the error of predictions."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _overlap(a: _Side, b: _Side) -> bool:
 
 
 def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
-    """Return what differs between two tasks beside the candidates, `key: a -> b`."""
+    """Return the differences of two tasks, without the candidates, as `key: a -> b`."""
     if a is b:
         return ()
     tasks: list[object] = []

@@ -101,7 +101,7 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
 
 
 def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
-    """Return how a trial ended: what it measured, beside the best, or why it did not."""
+    """Return how a trial ended: its measurement compared with the best, or why there is none."""
     what = _("probe") if trial.fidelity == PROBE else _("trial")
     role = "imported" if trial.source else trial.role.value
     line = f"{what} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"

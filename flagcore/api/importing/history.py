@@ -94,7 +94,7 @@ def _save(
     *,
     experience: bool,
 ) -> tuple[Trial, ...]:
-    """Write the trials into a run's folder, and what they measured for other runs if that is wanted."""
+    """Write the trials into a run's folder, and optionally their measurements for other runs."""
     directory.open()
     try:
         known = directory.identity()
@@ -117,7 +117,7 @@ def _save(
 
 
 class _Rows:
-    """Turns rows into trials; what is wrong with a row goes to `notes`."""
+    """Converts rows to trials; problems of a row go to `notes`."""
 
     def __init__(self, problem: Problem, workload: Workload, source: str, role: Role, title: str) -> None:
         self.problem, self.workload, self.source, self.role = problem, workload, source, role

@@ -47,7 +47,7 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
 
 PROBE_STRATEGY = "learned"
-"""The strategy that chooses what is probed before the first run."""
+"""The strategy that chooses candidates to probe before the first run."""
 
 
 def tune(

@@ -90,7 +90,7 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
 
 
 def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, str], FloatArray]) -> float:
-    """Return by how much attention took longer than modelled, in the precision that training uses first."""
+    """Return the ratio of measured to modelled attention time, in the usual precision of training."""
     for precision in ("bf16", "fp16", "fp32"):
         rows = _larger_half(
             sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
