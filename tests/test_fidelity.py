@@ -312,6 +312,7 @@ def test_a_search_by_probes_has_none_before_it(bench: Bench) -> None:
     assert not plan.probes
 
 
+@pytest.mark.timeout(60)  # a loop that probes the same candidate again never ends
 def test_probed_candidates_may_still_run(bench: Bench) -> None:
     plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
     assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import pytest
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.store import OptunaStore, RunDirectory
+from flagcore.store import OptunaStore, RunDirectory, stored_trials
 from tests import small
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {
@@ -50,7 +51,7 @@ def store(path: Path, **options: str) -> OptunaStore:
 
 
 def planned(candidate: Candidate, role: Role = Role.SEARCH, **fields: Any) -> Trial:
-    return Trial(number=0, candidate=candidate, role=role, state=TrialState.RUNNING, **fields)
+    return Trial(**{"number": 0, "candidate": candidate, "role": role, "state": TrialState.RUNNING, **fields})
 
 
 def run(into: OptunaStore, micro_batch_size: int = 1, state: TrialState = TrialState.MEASURED) -> Trial:
@@ -69,6 +70,24 @@ def test_what_was_finished_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert [trial.number for trial in kept] == [0, 1, 2]
     assert Path(first.folder(kept[1])) == tmp_path / "trials" / "1"
     assert Path(first.folder(kept[1])).is_dir()
+
+
+def test_an_imported_trial_is_read_back_with_its_source(tmp_path: Path) -> None:
+    imported = planned(candidate(), state=TrialState.MEASURED, measurement=MEASURED, source="history.csv")
+    stored = store(tmp_path).add(imported)
+    assert store(tmp_path).trials() == (stored,)
+    assert stored.source == "history.csv"
+
+
+def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) -> None:
+    assert stored_trials(tmp_path, "run") == ()
+    kept = run(store(tmp_path))
+    before = (tmp_path / "journal.log").read_bytes()
+    assert stored_trials(tmp_path, "run") == (kept,)
+    assert stored_trials(tmp_path, "another") == ()
+    assert (tmp_path / "journal.log").read_bytes() == before
+    with pytest.raises(RunError):
+        stored_trials(tmp_path, "run", f"sqlite:///{tmp_path}/none.db")
 
 
 def test_notes_of_the_search_are_read_back_also_from_older_journals(tmp_path: Path) -> None:
@@ -165,14 +184,17 @@ def test_optunas_own_tools_see_the_objective(tmp_path: Path, objective: str, bes
     run(ours)
     run(ours, 2, TrialState.FAILED)
     run(ours, 4, TrialState.STOPPED)
+    slower = replace(MEASURED, step_time_s=4.0, tokens_per_second_per_device=256.0)
+    ours.add(planned(candidate(8), state=TrialState.MEASURED, measurement=slower))
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal.log"))
     study = optuna.load_study(study_name="run", storage=optuna.storages.JournalStorage(backend))
     assert study.best_value == best
     assert study.best_params == {"micro_batch_size": 1, "sequence_parallel": False, "recompute_method": None}
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "PRUNED"]
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE"]
 
 
 WRITER = """
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -312,12 +334,31 @@ def _write_to_full_disk(path: Path) -> None:
     kept.begin(planned(small.candidate()))
 
 
-def test_a_trial_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path) -> None:
-    run(store(tmp_path))
+@pytest.mark.parametrize(
+    ("state", "old", "new"),
+    [
+        (TrialState.MEASURED, '"state":"measured"', '"state":"weird"'),
+        (TrialState.STOPPED, '"state":"stopped"', '"state":"measured"'),  # without a measurement
+        (TrialState.MEASURED, '"step_time_s":2.0', '"step_time_s":NaN'),
+    ],
+)
+def test_a_trial_that_was_tampered_with_is_refused_in_one_line(
+    state: TrialState, old: str, new: str, tmp_path: Path
+) -> None:
+    run(store(tmp_path), state=state)
     journal = tmp_path / "journal.log"
-    journal.write_text(journal.read_text().replace('"state":"measured"', '"state":"weird"'))
-    with pytest.raises(RunError, match=r"weird.*--new"):
+    text = journal.read_text()
+    assert old in text
+    journal.write_text(text.replace(old, new))
+    with pytest.raises(RunError) as caught:
         store(tmp_path)
+    assert "--new" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_identity_with_a_secret_is_for_its_owner_alone(held: RunDirectory) -> None:
+    held.claim({}, {"command": ["serve", "--api-key", "s3cr3tv4lu3"]})
+    assert stat.S_IMODE((held.path / "task.json").stat().st_mode) == 0o600
 
 
 def test_new_follows_a_link_to_the_run(tmp_path: Path) -> None:

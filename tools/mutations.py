@@ -2,7 +2,7 @@
 
 `python tools/mutations.py [NAME ...]` plants all faults of `mutations.yaml`, or those named. Each is a text that
 stands once in a file, what replaces it, and the tests that should fail then. Exits 1 if a fault goes unnoticed, if its
-tests fail without it, or if its text is no longer there.
+tests fail without it, or if its text or one of its tests is no longer there.
 """
 
 from __future__ import annotations
@@ -37,25 +37,34 @@ class Mutation:
     tests: list[str]
 
     def is_current(self) -> bool:
-        """Return whether the text that the fault replaces stands once in its file."""
+        """Return whether the text that the fault replaces stands once in its file, and its tests exist."""
         path = ROOT / self.file
-        return path.is_file() and path.read_text(encoding="utf-8").count(self.old) == 1
+        if not path.is_file() or path.read_text(encoding="utf-8").count(self.old) != 1:
+            return False
+        return all(test_exists(test) for test in self.tests)
 
 
 def main() -> None:
     """Plant the faults and print a line on each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a fault of the table (default: all)")
-    parser.add_argument("--check", action="store_true", help="only check that the texts of the table are there")
+    parser.add_argument("--check", action="store_true", help="only check that texts and tests of the table are there")
     arguments = parser.parse_args()
     table = [Mutation(**row) for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
     chosen = [each for each in table if not arguments.names or each.name in arguments.names]
     stale = [each for each in chosen if not each.is_current()]
     for each in stale:
-        print(f"stale      {each.name}: its text does not stand once in {each.file}")
+        print(f"stale      {each.name}: its text does not stand once in {each.file}, or a test of it is gone")
     unnoticed = [] if arguments.check else list(survivors(each for each in chosen if each not in stale))
     print(f"{len(chosen)} faults, {len(unnoticed)} unnoticed, {len(stale)} stale")
     sys.exit(1 if unnoticed or stale else 0)
+
+
+def test_exists(test: str) -> bool:
+    """Return whether a folder, a file or a single test, `FILE::NAME`, exists."""
+    path, _, name = test.partition("::")
+    place = ROOT / path
+    return place.exists() and (not name or f"def {name}(" in place.read_text(encoding="utf-8"))
 
 
 def survivors(mutations: Iterable[Mutation]) -> Iterable[Mutation]:

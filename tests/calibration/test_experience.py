@@ -42,6 +42,7 @@ def test_measured_trials_are_found_again_by_chip_and_engine(kept: Experience) ->
     (record,) = kept.records(chip, engine)
     assert (record["id"], record["measured"]["step_time_s"]) == ("one/0", 2.0)
     assert list(kept.records(chip, "another")) == []
+    assert list(kept.records(replace(chip, name="another", aliases=("another",)), engine)) == []
     assert list(kept.records(chip, engine, but="one")) == []
 
 

@@ -97,6 +97,14 @@ def test_when_nothing_works_it_ends_early() -> None:
     )
     memory = [replace(trial(n, None), state=TrialState.OUT_OF_MEMORY) for n in range(5)]
     assert stop_reason(replace(CONTROL, max_trials=99), search_state(*memory), 0.0) is None
+    one_worked = (trial(0), *(trial(n, None) for n in range(1, 6)))
+    assert stop_reason(replace(CONTROL, max_trials=99), search_state(*one_worked), 0.0) is None
+
+
+def test_imported_trials_have_used_up_nothing() -> None:
+    imported = [replace(trial(n), source="history.csv") for n in range(4)]
+    assert stop_reason(CONTROL, search_state(*imported), 0.0) is None
+    assert seconds_left(CONTROL, search_state(*imported), 50, 0.0) is None
 
 
 @pytest.mark.parametrize(("elapsed", "seconds"), [(0.0, 30.0), (90.0, 10.0), (100.0, 1.0), (500.0, 1.0)])

@@ -16,6 +16,7 @@ from flagcore.domain.search_state import (
     drift,
     drifted,
     next_repeat,
+    noise,
     rivals,
     significant,
 )
@@ -77,6 +78,25 @@ def test_noisy_steps_make_more_rivals() -> None:
     assert rivals(learn(known)) == ()
     known[1] = trial(1, "a", 100.0, spread=0.08)
     assert names(rivals(learn(known))) == ["b"]
+
+
+def test_the_noise_of_runs_is_half_of_what_they_differ_by() -> None:
+    assert noise([trial(0, "a", 90.0), trial(1, "a", 100.0), trial(2, "a", 110.0)]) == pytest.approx(0.1)
+
+
+def test_what_breaks_a_limit_is_no_rival() -> None:
+    slow = trial(2, "b", 99.5)
+    assert slow.measurement is not None
+    broken = replace(slow, measurement=replace(slow.measurement, broken=("ttft_s.p99 is 2 s, over 1 s",)))
+    known = first(base=50.0, a=100.0)
+    assert names(rivals(learn([*known, slow]))) == ["b"]
+    assert rivals(learn([*known, broken])) == ()
+
+
+def test_a_baseline_that_failed_is_not_run_again() -> None:
+    base, *others = first(base=50.0, a=100.0, b=99.5)
+    failed = replace(base, state=TrialState.OUT_OF_MEMORY, measurement=None)
+    assert names(contenders(learn([failed, *others]))) == ["a", "b"]
 
 
 def test_however_noisy_its_steps_a_much_slower_one_is_distinguished() -> None:

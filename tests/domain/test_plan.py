@@ -49,27 +49,33 @@ def test_a_measured_time_is_reported_over_what_was_predicted_and_believed() -> N
     assert measured_over(replace(one, measurement=None), "predicted") is None
 
 
+NO_RULES: dict[str, object] = {"illegal": {}, "pruned": {}}
+PLAN = Plan(
+    chip="x",
+    devices=1,
+    objective="step_time_s",
+    counts=Counts(**dict.fromkeys(Counts.__slots__, 0) | NO_RULES),
+    trials=(),
+    repeats=(),
+    baseline=None,
+    best=None,
+    gains=(),
+    stopped_because="",
+)
+
+
+def test_the_gain_is_the_lowest_of_the_rounds() -> None:
+    assert replace(PLAN, gains=(0.5, 0.3, 0.4)).gain == 0.3
+    assert PLAN.gain is None
+
+
 def test_predictions_before_and_after_are_compared_over_the_same_trials() -> None:
-    plan = Plan(
-        chip="x",
-        devices=1,
-        objective="step_time_s",
-        counts=Counts(**dict.fromkeys(Counts.__slots__, 0) | NO_RULES),
-        trials=(told(4.0, None), told(0.5, 1.25), told(2.0, 0.8), told(None, 0.1)),
-        repeats=(),
-        baseline=None,
-        best=None,
-        gains=(),
-        stopped_because="",
-    )
+    plan = replace(PLAN, trials=(told(4.0, None), told(0.5, 1.25), told(2.0, 0.8), told(None, 0.1)))
     assert plan.prediction_error is not None
     assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.prediction_error.trials == 2
     unlearned = replace(plan, trials=(told(4.0, None),))
     assert unlearned.prediction_error is None
-
-
-NO_RULES: dict[str, object] = {"illegal": {}, "pruned": {}}
 
 
 def test_what_joined_late_is_compared_with_the_baseline_of_its_own_time() -> None:

@@ -191,6 +191,13 @@ def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
     assert (ended.code, ended.ended_by) == (-9, "disk")
 
 
+def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = guard.Disk(str(tmp_path), 1 << 30)
+    assert not disk.full()
+    monkeypatch.setattr(guard, "free_disk_bytes", lambda folder: guard.FREE_DISK_FLOOR_BYTES - 1)
+    assert disk.full()
+
+
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     argv = ("/bin/sh", "-c", "sleep 60 & exec sleep 60")
     launch = Launch(argv=argv, folder=str(tmp_path), environment=marked.environment)
@@ -300,9 +307,10 @@ def test_two_trials_do_not_hold_each_others_pipes(tmp_path: Path) -> None:
 
 
 def test_ended_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before, ended = len(os.listdir("/proc/self/fd")), []
     for name in "abc":
-        LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))).wait(5)
+        ended.append(LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))))
+        ended[-1].wait(5)
         with pytest.raises(LaunchError):
             LAUNCHER.start(Launch(argv=("/no/such/program",), folder=str(tmp_path / name)))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -7,7 +7,7 @@ import pytest
 
 from flagcore.domain.experience import Observed
 from flagcore.domain.space import FloatArray
-from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.prior import MEMORY, TIME, Points, covariance, variance
 from flagcore.learning.ratios import Ratios
 from tests.strategies.contexts import SPACE, predictions, search_context
 
@@ -65,3 +65,24 @@ def test_before_anything_is_measured_the_prediction_is_believed(scales: object) 
     belief = Ratios(Observed.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
     assert belief.mean == pytest.approx(0.0)
     assert (belief.deviation > scales.chip).all()  # type: ignore[attr-defined]
+
+
+def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
+    here = Points.of(ALL, np.zeros(len(SPACE)))
+    there = Points.of(ALL, np.ones(len(SPACE)))
+    within, between = covariance(TIME, here, here), covariance(TIME, here, there)
+    assert np.diag(within) == pytest.approx(variance(TIME, here))
+    shared = TIME.part_of_task**2 * (here.parts**2).sum(axis=1)
+    assert np.diag(within - between) == pytest.approx(TIME.task**2 + TIME.own**2 + shared)
+    assert np.linalg.eigvalsh(within).min() > -1e-9
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
+    def believed(noise: float) -> float:
+        row = ROWS[:1]
+        once = Observed(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
+        return float(Ratios(once, ALL, TIME).of(ALL.take(row)).mean[0])
+
+    assert believed(0.01) == pytest.approx(believed(0.0), rel=0.01)
+    assert believed(0.3) < 0.7 * believed(0.01)

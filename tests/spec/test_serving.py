@@ -45,6 +45,18 @@ def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], k
     assert refused.value.key == key
 
 
+def test_a_users_own_client_has_one_load_point_and_a_report_in_its_own_folder() -> None:
+    client = {"command": ["client", "{port}"], "report": "report.json"}
+    assert serve({"concurrency": [8]}, client=client).report == "report.json"
+    for profile, changed, key in (
+        ({"concurrency": [1, 8]}, client, "serve.client"),
+        ({"concurrency": 8}, {**client, "report": "../report.json"}, "serve.client.report"),
+    ):
+        with pytest.raises(SpecError) as refused:
+            serve(profile, client=changed)
+        assert refused.value.key == key
+
+
 def test_limits_are_named_as_figures_are() -> None:
     assert serve(slo={"ttft_s": {"p99": 1.0, "mean": 0.5}}).slo == {"ttft_s.mean": 0.5, "ttft_s.p99": 1.0}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from flagcore.domain.search_state import speed
 from flagcore.domain.trial import Role
 from flagcore.stages.learn import learn
 from tests.serving import trial
@@ -24,3 +27,16 @@ def test_a_candidate_that_breaks_a_limit_in_half_of_its_runs_is_not_the_best() -
     assert learn((trial(0, 100.0), SLOW_RATIO, again)).best == trial(0, 100.0)
     twice = trial(4, 150.0, ttft=0.8, role=Role.REPEAT, slots=2)
     assert learn((trial(0, 100.0), SLOW_RATIO, again, twice)).best == SLOW_RATIO
+
+
+def test_an_imported_run_does_not_count_beside_runs_of_flagcore() -> None:
+    imported = replace(trial(1, 200.0), source="history.csv")
+    assert learn((imported,)).speed_of(imported.candidate) == speed(imported)
+    again = replace(trial(2, 100.0, role=Role.REPEAT), candidate=imported.candidate)
+    assert learn((imported, again)).speed_of(imported.candidate) == speed(again)
+
+
+def test_a_run_of_flagcore_takes_the_place_of_an_imported_one() -> None:
+    imported = replace(trial(1, 200.0), source="history.csv")
+    own = replace(trial(2, 100.0), candidate=imported.candidate)
+    assert learn((imported, own)).trials == (own,)

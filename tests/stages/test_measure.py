@@ -15,6 +15,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
+from flagcore.domain.secrets import REDACTED
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
@@ -148,6 +149,14 @@ def test_binary_logs_make_a_printable_reason_of_one_short_line(tmp_path: Path) -
     assert len(done.reason or "") < 400
 
 
+def test_a_secret_of_the_environment_is_not_in_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_TOKEN", "plain-words-7")
+    (tmp_path / "stderr.log").write_text("login as plain-words-7 failed\n")
+    reason = measured(Ran(ended(1)), tmp_path).reason or ""
+    assert "plain-words-7" not in reason
+    assert REDACTED in reason
+
+
 def test_a_reason_is_short_however_long_the_line() -> None:
     state, reason = classify(ended(1), "ValueError: " + "x" * 100_000, WORKLOAD.failure_patterns())
     assert state is TrialState.INVALID
@@ -230,6 +239,16 @@ class Reader:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def test_devices_are_read_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 0.0, 0.5, 1.1, 1.1, 1.6))
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: next(clock))
+    reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
+    done = measured(Ran(ended(), polls=4), tmp_path, platform=small.platform(TASK, telemetry=(reader,)))
+    assert done.measurement is not None
+    assert done.measurement.telemetry["power_watts"] == 150.0
+    assert len(reader.samples) == 2
 
 
 def test_telemetry_is_averaged_and_a_reader_that_raises_affects_no_other(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,3 +78,20 @@ def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
     assert mfu(small.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
     assert mfu(small.CHIP) == pytest.approx(16 * 45 / 4 / 900)
     assert mfu(small.CHIP, bare) is None
+
+
+def test_a_record_has_memory_in_gib_and_rates_whose_bounds_are_those_of_the_time_swapped() -> None:
+    task = small.task()
+    tokens = task.spec.train.global_batch_size * task.spec.train.seq_length / task.cluster.devices
+    figures = dataclasses.replace(
+        prediction(used=3.0 * 2**30, capacity=4.0 * 2**30, compute_s=2.0), low_s=1.0, high_s=4.0, model_flops=8e12
+    )
+    data: Any = record(task, figures)
+    memory = data["memory"]
+    assert (memory["device_used_gib"], memory["capacity_gib"], memory["fits"]) == (3.0, 4.0, True)
+    assert data["step_time_s"] == {"value": 2.0, "low": 1.0, "high": 4.0}
+    assert data["tokens_per_second_per_device"] == {"value": tokens / 2, "low": tokens / 4, "high": tokens}
+    assert data["model_tflops_per_device"] == pytest.approx(4 / task.cluster.devices)
+    unknown: Any = record(task, dataclasses.replace(figures, step_time_s=None, capacity_bytes=None, fits=None))
+    assert "capacity_gib" not in unknown["memory"]
+    assert unknown.keys() == {"memory"}

@@ -11,7 +11,16 @@ from flagcore.domain.experience import Observed, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
-from flagcore.learning.trials import LEAST_NOISE, PROBE_NOISE, observed_memory, observed_times, whole_seconds
+from flagcore.learning.trials import (
+    BEYOND,
+    FARTHEST,
+    LEAST_NOISE,
+    PARTIAL_NOISE,
+    PROBE_NOISE,
+    observed_memory,
+    observed_times,
+    whole_seconds,
+)
 from flagcore.strategies.learned import STRATEGY
 from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
 
@@ -110,6 +119,28 @@ def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
     assert np.exp(memory.log_ratio[0]) == pytest.approx(2.0)
     assert len(memory) == 2
     assert memory.log_ratio[1] >= 0.5
+
+
+def test_a_trial_that_was_ended_early_or_whose_steps_spread_is_less_sure() -> None:
+    known = predictions()
+    whole, cut, rough = (ran(row, float(known.step_time_s[row]), row) for row in range(3))
+    assert cut.measurement is not None
+    assert rough.measurement is not None
+    cut = replace(cut, state=TrialState.STOPPED, measurement=replace(cut.measurement, partial=True))
+    spread = 0.4 * rough.measurement.step_time_s
+    rough = replace(rough, measurement=replace(rough.measurement, spread_s=spread))
+    noise = observed_times(search_context(known, [whole, cut, rough])).noise
+    assert noise.tolist() == pytest.approx([LEAST_NOISE, PARTIAL_NOISE, 0.4 / np.sqrt(4)])
+
+
+def test_a_trial_without_memory_needed_a_little_more_than_there_is_but_not_far_more_than_predicted() -> None:
+    known = predictions()
+    row = int(np.argmax(known.device_used_bytes))
+    bounds = []
+    for share in (0.9, 0.01):
+        tight = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
+        bounds.append(observed_memory(search_context(tight, [ran(row, None, 0)])).log_ratio[0])
+    assert bounds == pytest.approx([BEYOND - np.log(0.9), FARTHEST])
 
 
 def test_before_any_run_probes_decide_what_is_the_fastest() -> None:

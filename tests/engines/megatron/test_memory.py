@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
 from flagcore.engines.megatron.memory.states import split_parameters
@@ -16,6 +17,7 @@ from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options, StageLayers
 from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.physics.device_memory import PlainMemory
+from tests import small
 from tests.engines.megatron.candidates import (
     DEEPSEEK_16B,
     LLAMA,
@@ -116,6 +118,14 @@ def test_plain_memory_distinguishes_allocated_reserved_and_used() -> None:
     assert model.capacity_bytes() == 80e9
     np.testing.assert_allclose(reserved, 11e9)
     np.testing.assert_allclose(model.device_used_bytes(reserved), 12e9)
+
+
+def test_the_budget_of_a_cluster_comes_before_the_memory_of_its_chip() -> None:
+    group = NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=4)
+    assert PlainMemory.of(group).capacity_bytes() == 80e9
+    assert PlainMemory.of(dataclasses.replace(group, memory_bytes=4 << 30)).capacity_bytes() == 4 << 30
+    unknown = dataclasses.replace(group, chip=dataclasses.replace(small.CHIP, memory_bytes=None))
+    assert PlainMemory.of(unknown).capacity_bytes() is None
 
 
 def kept_in_a_layer(model: Model, **work: Any) -> float:

@@ -49,6 +49,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "the sizes make up the devices": ("world_size", {DP: 1, TP: 2}, {DP: 2, TP: 2}, {}),
     "context parallelism counts among the devices": ("world_size", {DP: 4, CP: 2}, {DP: 2, CP: 2}, {}),
     "the batch is split evenly": ("global_batch_size", {MBS: 3}, {MBS: 2}, {}),
+    "the batch is split over the replicas": (
+        "global_batch_size",
+        {MBS: 4},
+        {MBS: 2},
+        {"devices": 4, "global_batch_size": 8},
+    ),
     "heads are split evenly": ("attention_heads", {TP: 3}, {TP: 4}, {"devices": 12}),
     "groups are split or copied": ("query_groups", {TP: 4}, {TP: 3}, WIDE_TASK),
     "groups may be fewer than the tensor devices": ("query_groups", {TP: 4}, {TP: 12}, WIDE_TASK),

@@ -1,0 +1,38 @@
+"""Figures of servers and objectives: names, groups and directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
+from flagcore.domain.serving import nested
+from flagcore.domain.trial import Measurement
+
+
+def test_statistics_of_a_latency_are_grouped() -> None:
+    figures = {"ttft_s.mean": 1.0, "requests_per_s": 2.0, "ttft_s.p99": 3.0}
+    assert nested(figures) == {"ttft_s": {"mean": 1.0, "p99": 3.0}, "requests_per_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("objective", "name", "rate"),
+    [
+        ("output_tokens_per_s", "output_tokens_per_s", True),
+        ("ttft_s", "ttft_s.mean", False),
+        ("tpot_s.p99",) * 2 + (False,),
+    ],
+)
+def test_an_objective_in_seconds_and_back(objective: str, name: str, rate: bool) -> None:
+    assert figure_name(objective) == name
+    assert is_rate(objective) is rate
+    assert seconds(objective, 4.0) == (0.25 if rate else 4.0)
+    assert objective_value(objective, seconds(objective, 4.0)) == 4.0
+
+
+def test_the_rate_of_training_is_scaled_from_a_measurement() -> None:
+    measured = Measurement(step_times_s=(2.0,), step_time_s=2.0, spread_s=0.0, tokens_per_second_per_device=100.0)
+    assert objective_value("tokens_per_second_per_device", 1.0, measured) == 200.0
+    assert objective_value("tokens_per_second_per_device", 1.0, replace(measured, step_time_s=4.0)) == 400.0
+    assert is_rate("tokens_per_second_per_device")
