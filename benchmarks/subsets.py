@@ -22,12 +22,12 @@ def subsets(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
     for many in sorted(set(devices)):
         found[f"{many} devices"] = [sweep for sweep, own in zip(sweeps, devices, strict=True) if own == many]
     for draw in range(DRAWS):
-        fewer = [_fewer(sweep, [draw, place]) for place, sweep in enumerate(sweeps)]
+        fewer = [_subset(sweep, [draw, place]) for place, sweep in enumerate(sweeps)]
         found[f"{SHARE:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
     return {name: some for name, some in found.items() if some}
 
 
-def _fewer(sweep: Sweep, seed: list[int]) -> Sweep:
+def _subset(sweep: Sweep, seed: list[int]) -> Sweep:
     size = len(sweep.seconds)
     chosen = np.random.default_rng(seed).choice(size, max(1, round(SHARE * size)), replace=False)
     return taken(sweep, np.sort(chosen))

@@ -56,29 +56,29 @@ class ChipHooks:
     def flagcore_devices(self) -> Sequence[Device] | None:
         """Return the devices of this vendor on this machine, in the order of their indices; None or empty if none.
 
-        Memory in bytes. Called once a command; must not take longer than a few seconds, import a framework
+        Memory in bytes. Called once per command; must not take longer than a few seconds, import a framework
         or create a context on a device. A missing tool or driver means no devices, not an error.
         """
 
     @hookspec
     def flagcore_chips(self) -> Sequence[Chip] | None:
-        """Return the chips of this plugin, whether devices of them are here or not. Called once a command.
+        """Return the chips of this plugin, whether devices of them are here or not. Called once per command.
 
         SI units, each figure with its source; what was neither published nor measured is left out.
         """
 
     @hookspec
     def flagcore_maturity(self) -> Maturity | None:
-        """Return how well founded the plugin's facts are: run on devices, checked on transcripts, or from documents.
+        """Return the maturity of the plugin's data: run on devices, checked on transcripts, or from documents.
 
-        Shown by `flag plugins list`, in full as JSON. Called once a command that lists plugins.
+        Shown by `flag plugins list`, in full as JSON. Called once per command that lists plugins.
         """
 
     @hookspec(firstresult=True)
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         """Return the levels over which the devices of `group` communicate, or None to derive them from the chip.
 
-        Bytes per second in one direction, seconds. Called once a task.
+        Bytes per second in one direction, seconds. Called once per task.
         """
 
 
@@ -89,7 +89,7 @@ class CostHooks:
     def flagcore_memory_model(self, group: NodeGroup, engine: str, kind: str) -> MemoryModel | None:
         """Return how a device of `group` spends memory under `engine`, or None if the chip is not yours.
 
-        Bytes per device. Called once a task, never per candidate. Without an answer the core assumes the
+        Bytes per device. Called once per task, never per candidate. Without an answer the core assumes the
         device's memory, 1.2 GB of context and 1% of fragmentation.
         """
 
@@ -97,7 +97,7 @@ class CostHooks:
     def flagcore_kernel_costs(self, chip: Chip, engine: str, kind: str) -> KernelCosts | None:
         """Return measured or modelled kernel times, or None for a roofline from the chip's facts.
 
-        Seconds; NaN for an unknown shape, for which the roofline is used. Called once a task; the object is
+        Seconds; NaN for an unknown shape, for which the roofline is used. Called once per task; the object is
         called with columns.
         """
 
@@ -106,7 +106,7 @@ class CostHooks:
         """Return measured curves, or an object with its own times, or None for the topology's latency and bandwidth.
 
         Seconds; NaN for what is unknown, for which the topology is used. Curves hold among neighbouring devices;
-        the core puts them on the topology. Called once a task; an object is called with columns.
+        the core puts them on the topology. Called once per task; an object is called with columns.
         """
 
 
@@ -119,7 +119,7 @@ class EngineHooks:
     ) -> EngineSupport | None:
         """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
 
-        `engine_version` is that of the spec, else the installed one; None if unknown. Called once a task. If all
+        `engine_version` is that of the spec, else the installed one; None if unknown. Called once per task. If all
         plugins return None, support is unknown: the engine can be predicted, but not run.
         """
 
@@ -128,7 +128,7 @@ class EngineHooks:
         """Return additional knobs of `engine` on `chip`, or None.
 
         A spec's space may name them. All answers are joined; of two knobs of one name the first counts, and a name of
-        the engine's own knobs is refused. Called once a task.
+        the engine's own knobs is refused. Called once per task.
         """
 
     @hookspec
@@ -140,22 +140,22 @@ class EngineHooks:
         `task` has the number of nodes; None: the question is about the chip alone.
 
         All answers are joined. Of two values for one variable that of the plugin called first wins, so an add-on
-        overrides the chip's own plugin; the spec's `envs` override both. Called once a task.
+        overrides the chip's own plugin; the spec's `envs` override both. Called once per task.
         """
 
     @hookspec
     def flagcore_pruning_rules(self, task: Task) -> Sequence[PruningRule] | None:
-        """Return rules that say which candidates of `task` are not worth a trial, or None. Called once a task.
+        """Return rules for candidates of `task` that are not worth a trial, or None. Called once per task.
 
-        A rule sees the candidates in pieces, and judges each by itself. One that raises while it prunes is dropped
-        for the run, with a warning.
+        A rule receives the candidates in blocks, and decides on each independently. A rule that raises is dropped for
+        the run, with a warning.
         """
 
     @hookspec
     def flagcore_prepare_launch(self, launch: Launch, task: Task) -> Launch | None:
-        """Return `launch` changed (a wrapper before argv, a variable, a limit), or None. Called once a trial.
+        """Return `launch` changed (a wrapper before argv, a variable, a limit), or None. Called once per trial.
 
-        Each plugin sees what the one before returned. Here the chip's own plugin is asked first, so that an
+        Each plugin receives the result of the previous one. The chip's own plugin is called first, so that an
         add-on has the last word. An exception fails this trial only.
         """
 
@@ -167,15 +167,15 @@ class TrialHooks:
     def flagcore_failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None
     ) -> Sequence[FailurePattern] | None:
-        """Return log patterns that say why a trial failed, or None if the chip is not yours. Called once a task.
+        """Return log patterns of failures, or None if the chip is not yours. Called once per task.
 
-        Patterns of memory that ran out are tried first, then the others in order, the engine's own last; the
+        Patterns for out of memory are tried first, then the others in order, the engine's own last; the
         first that matches any line decides.
         """
 
     @hookspec(firstresult=True)
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        """Return something that reads `device` about once a second during a trial, or None. Called once a device.
+        """Return something that reads `device` about once a second during a trial, or None. Called once per device.
 
         Names end in their units: `memory_used_bytes`, `power_watts`. A reading that raises ends the telemetry of
         that device, not the trial.

@@ -259,10 +259,10 @@ def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(held: RunDirec
 
 def test_the_same_task_continues_under_its_name_and_with_what_was_fixed(held: RunDirectory) -> None:
     task = {"spec": {"train": {"seq_length": 128}}}
-    assert held.known() is None
+    assert held.identity() is None
     name = held.claim(task, {"baseline": {"micro_batch_size": 1}})
     assert held.claim(task, {"baseline": {"micro_batch_size": 2}}) == name
-    assert held.known() == {"run": name, "task": task, "fixed": {"baseline": {"micro_batch_size": 1}}}
+    assert held.identity() == {"run": name, "task": task, "fixed": {"baseline": {"micro_batch_size": 1}}}
     other = RunDirectory(held.path.with_name("other"))
     other.open()
     assert other.claim(task, {}) != name

@@ -16,11 +16,11 @@ from flagcore.vendorkit.cost_file import Reading, read_kernel
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
-    """Return the kernel times of `chip`; times that were not measured follow `curve`. Raises RunError for a bad row."""
+    """Return the kernel times of `chip`; others follow `curve`. Raises RunError for an invalid row."""
     try:
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
     except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f"the calibration of {calibration.chip} has a bad row: {error!r}; measure again") from None
+        raise _invalid_row(calibration, error) from None
     return KernelTable.of(Roofline(chip=chip, curve=curve), KernelSheet(kernels))
 
 
@@ -36,15 +36,19 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
                 where = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
                 where[float(row["bytes"])] = float(row["us"]) * 1e-6
     except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f"the calibration of {calibration.chip} has a bad row: {error!r}; measure again") from None
+        raise _invalid_row(calibration, error) from None
     try:
         curves = tuple(_curve(kind, ranks, found) for (kind, ranks), found in points.items())
         return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
     except ValueError as error:
-        raise RunError(f"the calibration of {calibration.chip}: {error}; measure again") from None
+        raise RunError(f"the calibration of {calibration.chip}: {error}; run `flag calibrate`") from None
 
 
 def _curve(kind: str, ranks: int, found: Mapping[float, float]) -> CollectiveCurve:
     sizes = tuple(sorted(found))
     seconds = tuple(min(found[larger] for larger in sizes if larger >= size) for size in sizes)
     return CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds)
+
+
+def _invalid_row(calibration: Calibration, error: Exception) -> RunError:
+    return RunError(f"the calibration of {calibration.chip} has an invalid row: {error!r}; run `flag calibrate`")

@@ -71,7 +71,7 @@ class Calibrations:
         """Return the readable calibrations with their files, newest first. Raises RunError for the folder."""
         return self._read()[0]
 
-    def unreadable(self) -> tuple[tuple[Path, RunError], ...]:
+    def skipped_files(self) -> tuple[tuple[Path, RunError], ...]:
         """Return the unreadable files with the reasons. Raises RunError for the folder."""
         return self._read()[1]
 
@@ -142,7 +142,7 @@ def read(path: Path) -> Calibration:
         calibration: Calibration = build(Calibration, data, str(path))
         return calibration
     except (SpecError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "measure again with `flag calibrate`, or delete the file"
+        fix = "run `flag calibrate`, or delete the file"
         raise RunError(f"{path} is not a calibration that can be read ({error}); {fix}") from None
 
 

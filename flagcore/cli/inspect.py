@@ -33,7 +33,7 @@ def schema_command() -> None:
 @click.command("doctor")
 @options.output
 def doctor_command(form: str) -> None:
-    """Check the installation: what is missing for which engine, and how to fix it."""
+    """Check the installation: what each engine lacks, and how to fix it."""
     from flagcore import api
 
     options.show_records(api.doctor(), form, options.columns("doctor"))

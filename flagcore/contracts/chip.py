@@ -30,7 +30,7 @@ class MemoryModel(Protocol):
 class AttentionShape:
     """Sizes of causal attention on one device, of a batch of sequences of equal length. The fields broadcast.
 
-    Training has as many `queries` as `keys`. An engine that serves asks the same of its steps: a prompt, or a piece of
+    Training has as many `queries` as `keys`. A serving engine asks the same of its steps: a prompt, or a piece of
     one, is `queries` at the end of the `keys` that are then cached; decoding is one query on a context of `keys`,
     `batch` sequences at once, whose keys and values are read from the cache, in pages or in one piece. Sequences of
     several lengths are several elements.
@@ -93,7 +93,7 @@ class CollectiveCosts(Protocol):
         """
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the share (0 to 1) of a device's compute that a running collective takes from kernels beside it."""
+        """Return the share (0 to 1) of a device's compute that a running collective takes from concurrent kernels."""
 
 
 class Telemetry(Protocol):
@@ -104,7 +104,7 @@ class Telemetry(Protocol):
 
 
 class PruningRule(Protocol):
-    """A vendor's or user's knowledge of what is not worth trying. `name` is counted, `message` is shown."""
+    """A vendor's or user's rule for candidates that are not worth a trial. `name` is counted, `message` is shown."""
 
     name: str
     message: str

@@ -19,7 +19,7 @@ from flagcore.errors import SpecError
 
 
 class SearchSpace(Protocol):
-    """The knobs of an engine, their legal values, and what is known about them without measuring."""
+    """The knobs of an engine, their legal values, and their order without measurements."""
 
     knobs: tuple[Knob, ...]
     """All options that specs and job records may set."""
@@ -37,13 +37,13 @@ class SearchSpace(Protocol):
         """Return columns of one row from knob values, the same columns for all. Raises SpecError for a wrong value."""
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        """Return what is legal but never worth a trial, on any chip."""
+        """Return rules for legal candidates that are never worth a trial, on any chip."""
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows need at least as much memory as `candidate` whatever the model: one order a knob."""
+        """Return which rows need at least as much memory as `candidate` for any model: one order per knob."""
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows take at least as long as `candidate` whatever the model: one order a knob."""
+        """Return which rows take at least as long as `candidate` for any model: one order per knob."""
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the few values among which an expert would choose without measuring."""
@@ -59,7 +59,7 @@ class Predictor(Protocol):
         """Return memory and time for whole columns. Extra knobs of job records may be among them."""
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return what the speed of kernels depends on in each row, whatever the model: logarithms to base 2.
+        """Return the sizes that determine the speed of kernels in each row: logarithms to base 2.
 
         Errors of predictions are learned over them, so they should be few and mean the same in every task.
         """

@@ -98,7 +98,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One option of an engine: what it is, which values it takes, and how it is set."""
+    """One option of an engine: its meaning, its values, and how it is set."""
 
     name: str
     help: str = ""

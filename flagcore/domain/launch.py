@@ -87,11 +87,17 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
         for line in lines:
             if re.search(known.pattern, line):
-                return known.state, line[:LONGEST_REASON] + (f" ({known.advice})" if known.advice else "")
+                return known.state, _without(known.state, line) + (f" ({known.advice})" if known.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
     how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
     return TrialState.FAILED, f"{how}; last line: {last}"
+
+
+def _without(state: TrialState, line: str) -> str:
+    """Return a line as a reason, without the name of the state that it starts with."""
+    name, colon, rest = line[:LONGEST_REASON].partition(": ")
+    return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
 
 
 def _printable(line: str) -> str:

@@ -148,7 +148,7 @@ def rivals(search_state: SearchState) -> tuple[Trial, ...]:
 
 
 def contenders(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return what is run again, in order: baseline, best and rivals; empty if only one is left."""
+    """Return the candidates to repeat, in order: baseline, best and rivals; empty if only one is left."""
     if search_state.best is None:
         return ()
     known = search_state.baseline
@@ -196,7 +196,7 @@ FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> str | None:
     """Return why the search stops, or None. Time is reserved for repeats and for one more trial."""
-    trials = _ended(search_state)
+    trials = _completed_trials(search_state)
     if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
         return Message("the first {count} trials all failed", count=len(trials))
     if len(trials) >= control.max_trials:
@@ -221,7 +221,7 @@ def seconds_left(control: Control, search_state: SearchState, candidates: int, e
 
     None before the first trial.
     """
-    trials = _ended(search_state)
+    trials = _completed_trials(search_state)
     if not trials:
         return None
     pace = sum(trial.duration_s for trial in trials) / len(trials)
@@ -244,5 +244,5 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
     return control.max_time is None or elapsed + trial.duration_s <= control.max_time
 
 
-def _ended(search_state: SearchState) -> list[Trial]:
+def _completed_trials(search_state: SearchState) -> list[Trial]:
     return [trial for trial in search_state.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]

@@ -85,7 +85,10 @@ def redact_data(data: Any, known: Collection[str] = ()) -> Any:
         if all(isinstance(each, str) for each in data):
             return list(redact_arguments(data, known))
         return [redact_data(each, known) for each in data]
-    return redact_text(data, known) if isinstance(data, str) else data
+    if not isinstance(data, str):
+        return data
+    redacted = redact_text(data, known)
+    return data if redacted == data else redacted  # an unchanged Message can still be translated
 
 
 def redact_arguments(words: Sequence[str], known: Collection[str] = ()) -> Iterator[str]:

@@ -23,8 +23,8 @@ SettingValue: TypeAlias = KnobValue | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What hardware is wanted. None means: what discovery finds. `groups` are node groups of different chips, in the
-    order of ranks, instead of all the rest.
+    """The requested hardware. None: the detected one. `groups` are node groups of different chips, in the
+    order of ranks, instead of all other fields.
     """
 
     chip: str = AUTO
@@ -78,7 +78,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What the user wrote, before any hardware is looked at. `work` is what is done: train or serve."""
+    """The user's input, before hardware is detected. `work` is the job: train or serve."""
 
     model: Model
     cluster: ClusterSpec

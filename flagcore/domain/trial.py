@@ -122,4 +122,4 @@ NOTES: Mapping[str, Callable[[Any], Any]] = {
     "believed": dict,
     "search_ended": str,
 }
-"""Fields that the search sets when a trial begins, and their types. `result.json` has them beside the prediction."""
+"""Fields that the search sets when a trial begins, and their types. `result.json` has them next to the prediction."""

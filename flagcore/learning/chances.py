@@ -1,4 +1,4 @@
-"""The chances of a trial: that it does not fail, keeps the limits of its task, fits, and is faster than the best."""
+"""Probabilities of a trial: not to fail, to meet the limits, to fit, and to be faster than the best."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flagcore.learning.trials import observed_figure, seen
 ENDED = (TrialState.MEASURED, TrialState.STOPPED)
 
 AT_FAULT, AT_REST = 0.001, 0.2
-"""What is known of a value of a knob before any trial, as trials that it failed and trials that it did not."""
+"""Beta prior of a knob's value, as counts of trials that failed and that did not."""
 
 ROUNDS = 50
-"""Of expectation and maximisation."""
+"""Iterations of expectation-maximization."""
 
 
 def chance_to_end(context: SearchContext, rows: IntArray) -> FloatArray:
-    """Return the chance that a trial of each row comes to its end, if it fits. 1 while none has failed.
+    """Return the probability that a trial of each row ends, if it fits. 1 until a trial has failed.
 
-    Each value of a knob, and something that all trials share, fails a trial with its own chance, whatever the
-    others do (a noisy or; Pearl 1988). The chances are those of expectation-maximisation with a beta prior: of a trial
-    that failed those values are suspected that no trial ended with.
+    Each value of a knob, and a cause common to all trials, fails a trial independently (noisy-OR; Pearl 1988). The
+    probabilities are estimated by expectation-maximization with a beta prior: a failure is attributed to those values
+    with which no trial has ended.
     """
     broken = np.array([row for trial, row in seen(context) if trial.state in FAILED_STATES], dtype=np.int64)
     if not broken.size:
@@ -49,7 +49,7 @@ def chance_to_end(context: SearchContext, rows: IntArray) -> FloatArray:
 
 
 def _values(context: SearchContext, rows: IntArray) -> tuple[IntArray, int]:
-    """Return a number for each value that a row has, a column a knob and one for what all share; and how many."""
+    """Return an index for each value of a row, one column per knob and one for the common cause, and their number."""
     numbers, count = [np.zeros(rows.size, dtype=np.int64)], 1
     for column in context.space.columns(rows).values():
         codes, place = np.unique(column, return_inverse=True)
@@ -60,13 +60,13 @@ def _values(context: SearchContext, rows: IntArray) -> tuple[IntArray, int]:
 
 
 LEAST = 1e-9
-"""Seconds: predicted figures below it count as it."""
+"""Lower bound of predicted figures, in seconds."""
 
 
 def chance_to_keep(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
-    """Return the chance that each row keeps all limits, as if they were independent; 1 where nothing is predicted.
+    """Return the probability that each row meets all limits, assumed independent; 1 without a prediction.
 
-    `found` are the features of `rows`. A figure's error is learned as that of the time is.
+    `found` are the features of `rows`. The error of a figure is learned like that of the time.
     """
     chance = np.ones(rows.size)
     for name, limit in context.task.spec.limits.items():
@@ -80,9 +80,9 @@ def chance_to_keep(context: SearchContext, rows: IntArray, found: Features) -> F
 
 
 def expected_gain(log_predicted: FloatArray, ratio: Belief, best: float) -> FloatArray:
-    """Return by how much each candidate is expected to be faster than `best`, as a share (expected improvement).
+    """Return the expected improvement of each candidate over `best`, as a share (Jones et al. 1998).
 
-    All are logarithms of seconds; `ratio` is what is believed of the prediction's error (Jones et al. 1998).
+    All are logarithms of seconds; `ratio` is the posterior of the prediction's error.
     """
     spread = np.maximum(ratio.deviations, 1e-9)
     z = (best - log_predicted - ratio.means) / spread
@@ -94,12 +94,11 @@ def expected_gain(log_predicted: FloatArray, ratio: Belief, best: float) -> Floa
 def chance_to_gain(
     log_times: FloatArray, fits: FloatArray, ends: FloatArray, best: float, least: float
 ) -> tuple[float, float]:
-    """Return the chance that any candidate works and is faster than `best` by more than `least`, and how far it may be.
+    """Return the probability that any candidate works and is faster than `best` by more than `least`, and the gain.
 
-    `log_times` are draws, a row each, of all candidates together. `fits` are the chances that each fits, whatever the
-    others do; `ends` those that it does not fail otherwise: what fails the likeliest, fails with the less likely.
-    The second figure is the gain, as a share, that is reached with a chance of 5%; 0 if there is none. Always the same
-    answer.
+    `log_times` are joint draws of all candidates, one per row. `fits` are the independent probabilities of each to
+    fit; `ends` those not to fail otherwise, fully correlated: with a candidate, all less reliable ones fail.
+    The gain is the share that is exceeded with a probability of 5%; 0 if there is none. Deterministic.
     """
     rng = np.random.default_rng(1)
     works = (rng.random(log_times.shape) < fits) & (rng.random((len(log_times), 1)) < ends)
@@ -109,14 +108,14 @@ def chance_to_gain(
 
 
 SURE = 1.6448536269514722
-"""Standard deviations below the mean: with a chance of 95% a candidate needs more."""
+"""The 95% quantile of the standard normal distribution."""
 
 
 def least_share(ratios: Sequence[float]) -> float:
-    """Return the share of its predicted memory that any candidate is believed to need at least.
+    """Return the lower bound (95%) of a candidate's needed memory, as a share of the predicted one.
 
-    `ratios` are logarithms of used over predicted memory of trials that ran. 1 before any: a prediction stands until
-    something was measured. The ratio common to all is normal, with the variances of `MEMORY`.
+    `ratios` are logarithms of used over predicted memory of trials that ran. 1 before the first one. The common
+    ratio is normal, with the variances of `MEMORY`.
     """
     if not ratios:
         return 1.0

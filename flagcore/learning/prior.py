@@ -1,8 +1,8 @@
-"""What is believed of the error of predictions before anything is measured: widths, lengths, and a covariance.
+"""The prior of the error of predictions: scales, length scales, and a covariance.
 
-The prior is of physics: a factor common to a chip, one of a task, one of each part of the step (so that slow links
-show wherever they weigh) and of each part in one task, a smooth function of the sizes that kernels see and one of each
-knob, for each task one of all its knobs together, and an error of each candidate's own.
+The error is the sum of one factor per chip, per task, per part of the step (so that slow links affect all candidates
+that use them) and per part and task, of smooth functions of kernel sizes and of each knob, of one of all knobs for each
+task, and of an independent error per candidate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flagcore.domain.space import FloatArray, IntArray
 class Scales:
     """Standard deviations of the logarithm of measured over predicted, and lengths in factors of two.
 
-    `part_of_task` is by how much more a part differs in one task. `row` is a candidate's own error, as first believed.
+    `part_of_task` is the additional deviation of a part in one task, `row` the prior error of a single candidate.
     """
 
     chip: float
@@ -35,15 +35,15 @@ class Scales:
 
 
 TIME = Scales(chip=0.25, task=0.10, part=0.15, part_of_task=0.05, size=0.15, knob=0.03, own=0.05, row=0.03)
-"""Of step times: those of published runs that were not fitted (bias 5 to 20% a source, 7 to 10% within one)."""
+"""Of step times, from published runs that were not fitted (bias of a source 5 to 20%, within a source 7 to 10%)."""
 
 MEMORY = Scales(chip=0.10, task=0.03, part=0.0, part_of_task=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
-"""Of memory in use: within 2 to 4% where a chip's context is known, more where it is guessed."""
+"""Of memory in use: 2 to 4% if the size of a chip's context is known, more if it is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Candidates as matrices, a row each: `task` is a column, the others have a column a feature."""
+    """Candidates as matrices with one row each: `task` is one column, the others have one column per feature."""
 
     task: FloatArray
     parts: FloatArray
@@ -52,7 +52,7 @@ class Points:
 
     @classmethod
     def of(cls, features: Features, task: IntArray | FloatArray) -> Points:
-        """Return candidates of one task or several."""
+        """Return candidates of one or several tasks."""
         count = len(features)
         groups = (list(group.values()) for group in (features.parts, features.sizes, features.knobs))
         matrices = (np.stack(columns, axis=1) if columns else np.zeros((count, 0)) for columns in groups)
@@ -67,7 +67,7 @@ class Points:
 
 
 def covariance(scales: Scales, here: Points, there: Points) -> FloatArray:
-    """Return the covariance of each of `here` with each of `there`, their own errors left out."""
+    """Return the covariance of each of `here` with each of `there`, without their independent errors."""
     same = here.task == there.task.T
     found: FloatArray = scales.chip**2 + scales.task**2 * same
     if here.parts.shape[1] and scales.part:
@@ -95,7 +95,7 @@ def _near(here: FloatArray, there: FloatArray, length: float) -> FloatArray:
 
 
 def _near_along_each(here: FloatArray, there: FloatArray, length: float) -> FloatArray:
-    """Return the sum over columns of exp(-d^2 / 2 length^2). A knob has few values, so that products do."""
+    """Return the sum over columns of exp(-d^2 / 2 length^2). A knob has few values, so matrix products suffice."""
     left, right = [], []
     for column in np.concatenate((here, there)).T:
         values, place = np.unique(column, return_inverse=True)

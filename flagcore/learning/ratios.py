@@ -1,8 +1,8 @@
-"""A Gaussian process over the logarithm of measured over predicted: what is believed of candidates that did not run.
+"""A Gaussian process over the logarithm of measured over predicted figures.
 
-How rough the errors are is not known before, and what earlier runs teach may not hold for the task at hand: so several
-processes stand side by side, each with another error of candidates' own, with and without the past. They count by how
-well they predicted the trials of the task (Bayesian model averaging; Hoeting et al. 1999).
+The independent error of candidates is unknown in advance, and earlier runs may not apply to the current task. So there
+are several processes, one per size of that error, with and without earlier runs. They are weighted by how well they
+predicted the trials of the task (Bayesian model averaging; Hoeting et al. 1999).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from flagcore.domain.space import FloatArray
 from flagcore.learning.prior import Points, Scales, covariance, variance
 
 TRUST = 4.0
-"""How many measurements the prior's own widths weigh against: after as many, widths follow the measurements half."""
+"""Weight of the prior's scale, in measurements: after as many, prior and measurements count equally."""
 
 ROUGHER, CHANCES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
-"""The error of a candidate's own is so many times that of the prior, with these chances before anything is measured."""
+"""Factors on the prior's independent error of a candidate, and their prior probabilities."""
 
-PAST_HOLDS = 0.97
-"""The chance that what earlier runs teach holds for the task at hand, before trials put it to the test."""
+PRIOR_VALIDITY = 0.97
+"""Prior probability that earlier runs apply to the current task."""
 
 NEGLIGIBLE = 1e-3
-"""A process with a smaller chance is left out."""
+"""Processes with a smaller probability are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """What each process believes of the logarithm of the ratio: means and standard deviations, a row a process and a
-    column a candidate, and the processes' chances."""
+    """Posterior of the logarithm of the ratio: means and standard deviations (processes, candidates), and the
+    probabilities of the processes."""
 
     chances: FloatArray
     means: FloatArray
@@ -42,13 +42,13 @@ class Belief:
 
     @property
     def mean(self) -> FloatArray:
-        """Over all processes."""
+        """Of the mixture of all processes."""
         mean: FloatArray = self.chances @ self.means
         return mean
 
     @property
     def deviation(self) -> FloatArray:
-        """Over all processes."""
+        """Of the mixture of all processes."""
         square = self.chances @ (self.deviations**2 + self.means**2)
         deviation: FloatArray = np.sqrt(np.maximum(square - self.mean**2, 0.0))
         return deviation
@@ -56,10 +56,9 @@ class Belief:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Measurements with the Cholesky root of their covariance, and its inverse times what was measured.
+    """Measurements with the Cholesky root of their covariance, and its inverse times the measured values.
 
-    `wider` is by how much all variances are scaled after them, `likely` the logarithm of
-    how likely they are, but for what is the same of all processes.
+    `wider` is the posterior scale of all variances, `likely` the log-likelihood up to a constant.
     """
 
     root: FloatArray
@@ -69,10 +68,10 @@ class _Fit:
 
     @classmethod
     def of(cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0) -> _Fit:
-        """Fit what was `measured` about 0, with variances of `noise`. `wide` is the scale before.
+        """Fit `measured` about 0, with variances `noise`. `wide` is the prior scale.
 
-        The scale is not known, but as if TRUST measurements had roots it (a Student distribution): so errors that are
-        rough and small are not ruled out at once. What is believed after them is never surer than the prior.
+        The scale is unknown, with a prior worth TRUST measurements (a Student distribution). The posterior scale is
+        never below the prior's.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
         weights = cho_solve((root, True), measured)
@@ -85,9 +84,9 @@ class _Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """What is believed of the task before its trials: the prior, or what the past makes of it.
+    """The prior of a task before its trials, with or without earlier runs.
 
-    `rough` are the logarithms of the chances of ROUGHER.
+    `rough` are the log-probabilities of ROUGHER.
     """
 
     scales: Scales
@@ -97,7 +96,7 @@ class _Ground:
     fit: _Fit | None = None
 
     def about(self, points: Points) -> tuple[FloatArray, FloatArray]:
-        """Return the mean of `points`, and a root of the part of their covariance that the past explains."""
+        """Return the mean of `points`, and a root of the part of their covariance that earlier runs explain."""
         if self.past is None or self.fit is None:
             return np.zeros(len(points)), np.zeros((0, len(points)))
         cross = covariance(self.scales, self.past, points)
@@ -106,7 +105,7 @@ class _Ground:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A ground with the trials of the task, if the error of candidates' own is `row`."""
+    """A `_Ground` with the trials of the task, for an independent error `row` of candidates."""
 
     ground: _Ground
     fit: _Fit
@@ -115,14 +114,14 @@ class _Process:
 
 
 class Ratios:
-    """What measurements let us believe of candidates of the task at hand, task 0 of `observed`.
+    """Posterior of the ratios of candidates of the current task, task 0 of `observed`.
 
-    Widths of each process are scaled by how far the trials of the task are from what it expected, as in a Student
-    process (Shah et al. 2014), so that a model that is badly off is not trusted.
+    The variances of each process are scaled by the errors of its predictions, as in a Student process (Shah et al.
+    2014), so that a wrong model gets wide intervals.
     """
 
     def __init__(self, observed: Observed, rows: Features, scales: Scales) -> None:
-        """Learn from `observed`. What is asked later has the same features as `rows`."""
+        """Learn from `observed`. Later queries have the same features as `rows`."""
         like = rows.take(np.zeros(0, dtype=np.int64))
         self._names = Features.join((observed.features, like)) if len(observed) else like
         points = Points.of(self._names, observed.task)
@@ -134,7 +133,7 @@ class Ratios:
         self._processes = _processes(scales, grounds, self._own, observed.log_ratio[own], observed.noise[own])
 
     def of(self, rows: Features) -> Belief:
-        """Return what is believed of each of `rows`."""
+        """Return the posterior of each of `rows`."""
         asked = self._asked(rows)
         alone = variance(self._scales, asked)
         means, deviations = [], []
@@ -146,7 +145,7 @@ class Ratios:
         return Belief(chances, np.stack(means), np.stack(deviations))
 
     def drawn(self, rows: Features, count: int) -> FloatArray:
-        """Return about `count` draws of the ratios' logarithms of `rows` together; always the same ones."""
+        """Return about `count` joint draws of the logarithms of the ratios of `rows`. Deterministic."""
         asked, rng = self._asked(rows), np.random.default_rng(0)
         alone = covariance(self._scales, asked, asked)
         draws = []
@@ -161,7 +160,7 @@ class Ratios:
         return np.concatenate(draws)
 
     def _posteriors(self, asked: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
-        """Yield of each process the mean of what is asked, and the roots of what is known of its covariance."""
+        """Yield the mean of `asked` for each process, and roots of the explained part of the covariance."""
         prior = covariance(self._scales, self._own, asked)
         about = {}
         for process in self._processes:
@@ -178,7 +177,7 @@ class Ratios:
 
 
 def _grounds(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> list[_Ground]:
-    """Return the ground on which the past does not hold, and the one on which it does."""
+    """Return the prior without and with earlier runs."""
     shared = covariance(scales, past, past)
     fits = [_Fit.of(shared, noise**2 + (times * scales.row) ** 2, measured) for times in ROUGHER]
     likely = np.log(CHANCES) + [fit.likely for fit in fits]
@@ -186,15 +185,15 @@ def _grounds(scales: Scales, past: Points, measured: FloatArray, noise: FloatArr
     best = fits[int(np.argmax(likely))]
     as_rough = np.logaddexp(np.log(CHANCES), likely) - np.log(2.0)
     return [
-        _Ground(scales, 1.0 - PAST_HOLDS, np.log(CHANCES)),
-        _Ground(scales, PAST_HOLDS, as_rough, past, best),
+        _Ground(scales, 1.0 - PRIOR_VALIDITY, np.log(CHANCES)),
+        _Ground(scales, PRIOR_VALIDITY, as_rough, past, best),
     ]
 
 
 def _processes(
     scales: Scales, grounds: list[_Ground], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return every ground with every error of candidates' own, by how well they predicted what was measured."""
+    """Return the processes of all grounds and errors, weighted by their likelihood."""
     prior, found, likely = covariance(scales, own, own), [], []
     for ground in grounds:
         middle, root = ground.about(own)

@@ -1,4 +1,4 @@
-"""From the trials of a run to observed ratios of measured to predicted, and to the cost of the next trial."""
+"""Observed ratios of measured to predicted figures, and the expected duration of trials."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from flagcore.learning.prior import MEMORY, TIME, Scales
 from flagcore.learning.ratios import Ratios
 
 LEAST_NOISE = 0.01
-"""Relative noise of a step time that is repeated a minute later, at the least."""
+"""Minimum relative noise of a step time."""
 
 PARTIAL_NOISE = 0.05
-"""Of one whose trial was ended early."""
+"""Noise of a trial that was stopped early."""
 
 PROBE_NOISE = 0.05
-"""Of one that was probed where trials run: its communication is modelled, and no other rank disturbs it."""
+"""Noise of a probe: its communication is modelled, and no other rank runs."""
 
 MEMORY_NOISE = 0.01
 
 FIGURE_NOISE = 0.1
-"""Of a latency's statistic: the slowest of a hundred requests differs so much between two runs of one load."""
+"""Noise of a latency: the slowest of a hundred requests differs this much between two runs of one load."""
 
 BEYOND, FARTHEST = 0.02, 0.5
-"""How much more than the capacity a trial that ran out of memory is taken to have needed, at the least; and how much
-more than predicted at the most, or longer than believed: beyond, something else went wrong. Logarithms."""
+"""Logarithms: the assumed minimum excess over the capacity of a trial out of memory, and the maximum excess over the
+prediction, beyond which a failure has another cause."""
 
 
 def observed_times(context: SearchContext) -> Observed:
-    """Return measured over predicted step times. Without a prediction the ratio is to a second.
+    """Return measured over predicted step times. Without a prediction the ratio is to one second.
 
-    What a trial measured that failed, or ran other values than it was to, is ignored. One that timed out is a bound:
-    its steps took at least what the limit left for each of them. It counts as that, or as what is believed of it
-    without, whichever is the larger; one that would have to be much slower than believed hung, and is no bound.
+    Failed and invalid trials are ignored. A timed-out trial is a lower bound: the time limit divided by its steps, or
+    the expected time if that is longer. A trial that would be much slower than expected hung, and is ignored.
     """
     found = [(trial, row) for trial, row in seen(context) if _timed(trial)]
     rows = np.array([row for _, row in found], dtype=np.int64)
@@ -72,7 +71,7 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
 
 
 def overhead_seconds(context: SearchContext) -> float:
-    """Return what trials took beside their steps, the median of those that ran to their end; 0 before any did."""
+    """Return the median time of finished trials outside their steps; 0 before the first one."""
     steps = context.task.spec.control.train_iters
     ended = [trial for trial in context.trials if trial.state is TrialState.MEASURED and trial.measurement]
     beside = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
@@ -82,8 +81,8 @@ def overhead_seconds(context: SearchContext) -> float:
 def observed_memory(context: SearchContext) -> Observed:
     """Return measured over predicted memory in use.
 
-    A trial that ran out of memory is a bound: it counts as what is believed of it without, or the capacity and
-    a little more, whichever is the larger.
+    A trial that ran out of memory is a lower bound: it counts as the expected need, or as slightly more than the
+    capacity if that is larger.
     """
     predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
     ran = [(trial, row) for trial, row in seen(context) if trial.state is TrialState.MEASURED]
@@ -119,14 +118,14 @@ def _observed_values(
 
 
 def unit_where_unknown(context: SearchContext) -> FloatArray:
-    """Return the predicted step times; where none is known, one second for all, so that only trials decide."""
+    """Return the predicted step times, the median for unknown ones; one second for all if none is known."""
     step = context.predictions.step_time_s
     known = np.isfinite(step)
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
 def _expected(context: SearchContext, past: Observed, known: Observed, rows: IntArray, scales: Scales) -> FloatArray:
-    """Return what is believed of some rows without what is but a bound of them."""
+    """Return the posterior means of `rows` from exact observations only."""
     asked = context.features(rows)
     return Ratios(Observed.join((past, known)), asked, scales).of(asked).mean
 
@@ -157,14 +156,14 @@ def _noise(measured: Measurement | None) -> float:
 
 
 def _used(measured: Measurement | None) -> float:
-    """Return the memory that a trial used, on the same scale as what is predicted, or 0."""
+    """Return the memory that a trial used, comparable to the prediction, or 0."""
     return float(measured.device_used_bytes or 0) if measured and not measured.partial else 0.0
 
 
 def whole_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
-    """Return the seconds of a trial that runs to its end: what trials took beside their steps, and the steps.
+    """Return the seconds of a complete trial: the overhead of trials, and the steps.
 
-    A probe runs few micro-batches, whatever the step: all cost the same, 1 while none was measured.
+    All probes take the same time, 1 before the first one, because they run few micro-batches.
     """
     if context.task.spec.control.fidelity == PROBE:
         return np.full_like(log_time, _median(context, (TrialState.MEASURED,)) or 1.0)
@@ -175,10 +174,10 @@ def whole_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
 def expected_seconds(
     context: SearchContext, log_time: FloatArray, whole: FloatArray, fits: FloatArray, ends: FloatArray
 ) -> FloatArray:
-    """Return the seconds of a trial, weighed by the chances that it fits and that it ends.
+    """Return the expected seconds of a trial, from the probabilities that it fits and that it ends.
 
-    One that fails takes as long as those that failed in the same way, the median of them; before any, what trials take
-    beside their steps, and a step.
+    A failing trial takes the median time of trials that failed in the same way; before the first one, the overhead
+    and one step.
     """
     short = overhead_seconds(context) + np.exp(log_time) if context.task.spec.control.fidelity != PROBE else whole
     out = _median(context, (TrialState.OUT_OF_MEMORY,)) or short

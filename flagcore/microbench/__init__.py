@@ -1,4 +1,4 @@
-"""The program of `flag calibrate`: measures kernels and collectives with torch, in processes of its own.
+"""The program of `flag calibrate`: measures kernels and collectives with torch, in separate processes.
 
-Started as `python -m flagcore.microbench JOB.json`. Nothing else of flagcore imports it.
+Started as `python -m flagcore.microbench JOB.json`. No other part of flagcore imports it.
 """

@@ -1,4 +1,4 @@
-"""Entry point: `python -m flagcore.microbench JOB.json`. Exit codes as of a trial: 0 measured, 3 out of memory."""
+"""Entry point: `python -m flagcore.microbench JOB.json`. Exit codes of a trial: 0 measured, 3 out of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.microbench.job import Job, load
 
 
 def main(arguments: list[str]) -> int:
-    """Measure what the job named on the command line asks for, and return the exit code."""
+    """Run the job named on the command line, and return the exit code."""
     job = load(Path(arguments[0]))
     warnings.filterwarnings("ignore")  # torch renames its collectives; the old names work in all versions
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
@@ -32,7 +32,7 @@ def _import(job: Job) -> None:
 
 
 def _work(job: Job, number: int, listener: socket.socket) -> int:
-    """Be process `number`; returns the exit code, having explained a failure on stderr."""
+    """Run process `number`, and return the exit code. Failures are written to stderr."""
     try:
         _import(job)
         from flagcore.microbench.measurement import measure
@@ -44,7 +44,7 @@ def _work(job: Job, number: int, listener: socket.socket) -> int:
 
 
 def _report(error: BaseException) -> int:
-    """Write a failure to stderr, running out of memory in its first line, and return the exit code."""
+    """Write a failure to stderr (out of memory in the first line), and return the exit code."""
     code = OUT_OF_MEMORY if ran_out_of_memory(error) else 1
     if code == OUT_OF_MEMORY:
         print(f"out of memory: {' '.join(str(error).splitlines()[:1])}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Times one thing after another, in step with the processes on the other devices."""
+"""Times calls one after another, synchronized with the processes on the other devices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 SAMPLE_SECONDS = 1e-3
-"""A sample is as many calls as take this long, so that the clock's own time does not show."""
+"""Minimum seconds of a sample of calls, so that timer overhead is negligible."""
 
 MOST_SAMPLES, LEAST_SAMPLES = 25, 3
 
 QUIET = 0.1
-"""The quantile of samples that is a call's own time: what disturbs it only ever makes it slower."""
+"""The quantile of samples that is taken as a call's time: disturbances only make it slower."""
 
 QUEUE = 200
-"""Calls that the host may be ahead of an accelerator."""
+"""Maximum calls by which the host may be ahead of an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Timing:
 
 
 class Bench:
-    """Times calls on one device. All processes must ask for the same timings, in the same order and time."""
+    """Times calls on one device. All processes must make the same timings in the same order."""
 
     def __init__(self, kind: str, number: int, several: bool) -> None:
         self.cpu, self._several = kind == "cpu", several
@@ -54,7 +54,7 @@ class Bench:
         return time.perf_counter()
 
     def agree(self, value: float) -> float:
-        """Return the largest value that any process has."""
+        """Return the largest value of all processes."""
         if not self._several:
             return value
         shared = torch.tensor([value], dtype=torch.float32, device=self.device)
@@ -62,10 +62,10 @@ class Bench:
         return float(shared.item())
 
     def time(self, call: Callable[[], object], seconds: float, *, alone: bool = True) -> Timing:
-        """Return the time of `call` on the slowest device, found within about `seconds`.
+        """Return the time of `call` on the slowest device, measured for about `seconds`.
 
-        On an accelerator that is the device's own time, not the host's. A kernel `alone` on one core, in which no
-        other process takes part, takes that core's time, whatever else the machine does meanwhile.
+        On an accelerator it is the time of the device, not of the host. A kernel `alone` on one core, without other
+        processes, is measured in processor time, so other load does not count.
         """
         call()
         once = self.agree(self._host(call, 1))
@@ -83,7 +83,7 @@ class Bench:
         return Timing(self.agree(found[int(QUIET * len(found))]), spread / middle, samples)
 
     def host_time(self, call: Callable[[], object], calls: int) -> Timing:
-        """Return the processor time that the host takes to launch `call`; the device may still be at work."""
+        """Return the host's processor time to launch `call`; the device may still be busy."""
         call()
         found = []
         for _ in range(LEAST_SAMPLES):
@@ -113,7 +113,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _device(self, call: Callable[[], object], calls: int) -> float:
-        """Return the seconds of `calls` calls by the device's clock, the host being ahead of it from the start."""
+        """Return the seconds of `calls` calls by the device's clock, with the host ahead of it."""
         if not hasattr(self._module, "Event"):
             return self._host(call, calls)
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
@@ -127,7 +127,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _host_ahead(self) -> Iterator[None]:
-        """Keep the device busy for some milliseconds, in which the host launches what is to be timed."""
+        """Keep the device busy for some milliseconds, while the host launches the timed calls."""
         if self._filler is None:
             self._filler = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
         for _ in range(QUEUE):

@@ -1,4 +1,4 @@
-"""Collectives among 2, 4, 8 ... neighbouring devices, all groups at work at the same time, as in training."""
+"""Collectives among 2, 4, 8 ... neighbouring devices, with all groups active at the same time, as in training."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 BYTES = tuple(2.0**power for power in range(10, 29, 2))
 WORK_SIDE = 384
 GRADIENTS = 4 << 20
-"""Bytes from which on a tensor is taken for gradients, in fp32."""
+"""Minimum bytes of a tensor of gradients, in fp32."""
 
 
 def sizes(devices: int) -> tuple[int, ...]:
-    """Return the group sizes to measure: powers of two that divide the devices, and all of them."""
+    """Return the group sizes to measure: powers of two that divide the number of devices, and that number."""
     return tuple(
         sorted({2**power for power in range(1, 12) if devices % 2**power == 0} | {devices}) if devices > 1 else ()
     )
 
 
 def collectives(bench: Bench, devices: int, ranks: int, most_bytes: float) -> list[Item]:
-    """Return all kinds among `ranks` devices, by the bytes of the whole tensor."""
+    """Return all collectives among `ranks` devices, by the bytes of the whole tensor."""
     groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, devices, ranks)]
     group = groups[dist.get_rank() // ranks]
     items = []
@@ -40,7 +40,7 @@ def collectives(bench: Bench, devices: int, ranks: int, most_bytes: float) -> li
 
 
 def between_kernels(items: list[Item]) -> list[Item]:
-    """Return `items` with `work` before each: who computes and talks by turns wakes up late and waits for others."""
+    """Return `items` with `work` before each: alternating compute and communication delays ranks."""
 
     def behind_work(make: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
         def made() -> Callable[[], object]:
@@ -59,7 +59,7 @@ def work() -> Callable[[], object]:
 
 
 def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
-    """Return a call of one collective whose whole tensor has `size` bytes: small ones in bf16, as activations are."""
+    """Return a call of one collective whose whole tensor has `size` bytes: small ones in bf16, like activations."""
     dtype = torch.bfloat16 if size < GRADIENTS else torch.float32
     whole = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
     part = torch.zeros(whole.numel() // ranks, dtype=dtype, device=device)
@@ -76,7 +76,7 @@ def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> 
 
 
 def _half_of_there_and_back(whole: torch.Tensor, group: Any) -> Callable[[], object]:
-    """Return a call that sends a message one way; in every second call the way back."""
+    """Return a call that sends a message, in alternating directions."""
     me, first = dist.get_rank(), dist.get_global_rank(group, 0)
     peer, state = dist.get_global_rank(group, 1) if me == first else first, {"sends": me == first}
 

@@ -1,4 +1,4 @@
-"""What the program is asked to measure. Plain data; nothing here imports torch."""
+"""The job of the program, as plain data without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """`kind`, `backend` and `preload` are torch's device, its collectives, and what to import before the first tensor.
+    """`kind`, `backend`, `preload`: torch device, collectives, and modules to import first.
 
-    One process runs for each of `devices`. Where they are `shared`, all measure each kernel at the same time, because
-    in training, too, each has its part of the machine only, and `threads` as a rank would have. `precisions` are those
-    of the chip's facts; `memory_bytes` is what a process may use; `seconds` is the time for all of it. Results go to
-    `output`, a file.
+    One process runs for each of `devices`. If they are `shared`, all measure each kernel at once, because ranks
+    in training also share the machine, with `threads` each. `precisions` are those of the chip's facts;
+    `memory_bytes` is the limit of a process, `seconds` that of the whole job. Results go to the file `output`.
     """
 
     kind: str

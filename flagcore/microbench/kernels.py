@@ -30,20 +30,20 @@ MOVED = {
     "accumulate": (1, 2, 2.0**26),
 }
 """Tensors of the 16-bit format (or of fp32 where there is none) and of fp32 that an element-wise kernel reads and
-writes, and the most bytes of it in training: an activation function works on activations, an accumulation on
-weights, and the largest are the optimizer's. A cast fills an fp32 tensor, an accumulation adds to one."""
+writes, and its maximum bytes in training: activation functions process activations, accumulations weights, and the
+largest kernels are the optimizer's. A cast fills an fp32 tensor, an accumulation adds to one."""
 NOISE = (1 << 16) + 1
 ROUNDS = 2
 
 LEAST_CALLS = 6
-"""Calls of an item that must fit into the time that is left."""
+"""Calls of an item that must fit into the remaining time."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Item:
-    """What is to be measured, how much work it is, and a function that makes the tensors and returns the call."""
+    """A kernel to measure, its amount of work, and a function that creates the tensors and returns the call."""
 
     row: Row
     work: float
@@ -51,10 +51,10 @@ class Item:
 
 
 def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = True) -> Iterator[Row]:
-    """Time the items within `seconds`, `alone` or not; what would take too long is left out.
+    """Time the items within `seconds`, `alone` or not; items that would take too long are skipped.
 
-    Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts. Few are
-    taken from all sizes first, then more, so that time that is too short leaves gaps and not an end.
+    Each is timed in two rounds, against disturbances of some seconds; the shorter time counts. A coarse selection of
+    sizes comes first, so a short time limit leaves gaps instead of missing large sizes.
     """
     items = sorted(items, key=lambda item: item.work)
     order = [place for first in (0, 4, 2, 6, 1, 5, 3, 7) for place in range(first, len(items), 8)]
@@ -72,7 +72,7 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
 
 
 def _expected(items: list[Item], found: dict[int, Timing], place: int) -> float:
-    """Return the seconds of an item from the nearest that was timed: in proportion to the work, if it is more."""
+    """Return the estimated seconds of an item from the nearest timed one, scaled with the work if it is more."""
     if not found:
         return 0.0
     nearest = min(found, key=lambda other: abs(other - place))
@@ -85,7 +85,7 @@ def record(timing: Timing) -> Row:
 
 
 def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
-    """Return whether the device does a small one of what is to be measured."""
+    """Return whether the device supports a small item of the kind."""
     try:
         make()()
         bench.synchronize()
@@ -95,7 +95,7 @@ def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
 
 
 def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
-    """Return products of the usual sizes in one precision; none where torch does not multiply in it."""
+    """Return products of the usual sizes in one precision; none if torch does not support it."""
     if not works(bench, partial(product, bench.device, 64, 64, 64, precision)):
         return []
     items = []
@@ -122,9 +122,9 @@ def product(device: torch.device, m: float, n: float, k: float, precision: str) 
 
 
 def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
-    """Return normal noise, as activations are: a chip's power, and so its clock, depends on the data.
+    """Return normal noise, like activations: a chip's power, and so its clock, depends on the data.
 
-    A stretch of it is repeated, because drawing all would take longer than what is to be timed.
+    A block of it is repeated, because drawing all values would take longer than the measurement.
     """
     count = math.prod(shape)
     stretch = torch.randn(NOISE, device=device, dtype=DTYPES[precision])
@@ -199,7 +199,7 @@ def moving(device: torch.device, name: str, count: int, precision: str) -> Calla
 
 
 def host_copies(bench: Bench) -> list[Item]:
-    """Return copies between the device and pinned host memory; none on a plain CPU."""
+    """Return copies between the device and pinned host memory; none on a CPU."""
     if bench.cpu:
         return []
 
@@ -222,7 +222,7 @@ MODULES = 200
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """A product with a backward pass of its own, as the layers of parallel frameworks have."""
+    """A product with a custom backward pass, like the layers of parallel frameworks."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is not f
 
 
 class _Scale(torch.nn.Module):  # type: ignore[misc]
-    """A module of one kernel, which does almost nothing."""
+    """A module with one tiny kernel."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One process: meet the others, measure, and write down what was found."""
+"""One process: join the others, measure, and write the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARES = {
     "host_copy": 0.03,
     "collectives": 0.3,
 }
-"""Of the time for all, what each kind of kernel gets."""
+"""Share of the time for each kind of kernel."""
 
 
 def measure(job: Job, number: int, listener: socket.socket) -> None:
@@ -69,7 +69,7 @@ def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
 
 
 def _precisions(bench: Bench, job: Job) -> tuple[str, ...]:
-    """Return the precisions to multiply in: fp16 like bf16 where both are known, fp32 twice only where it differs."""
+    """Return the precisions to measure: bf16 also counts for fp16, and a CPU has neither tf32 nor fp8."""
     known = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
     if "bf16" in known and "fp16" in known:
         known.remove("fp16")

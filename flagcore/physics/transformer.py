@@ -1,4 +1,4 @@
-"""Widths and weights of attention, whatever the engine."""
+"""Widths and weights of attention, for any engine."""
 
 from __future__ import annotations
 

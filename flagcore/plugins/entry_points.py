@@ -20,7 +20,7 @@ IMPORTERS = "flagcore.importers"
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return what is installed under `group`, sorted, whether it can be loaded or not."""
+    """Return the names of the entry points in `group`, sorted, loadable or not."""
     return tuple(sorted(installed(group).points))
 
 
@@ -41,8 +41,10 @@ def workload_of(work: TrainSpec | ServeSpec, among: Mapping[str, Workload] | Non
     kind = "serve" if isinstance(work, ServeSpec) else "train"
     found = among[work.engine] if among and work.engine in among else workload(work.engine, f"{kind}.engine")
     if found.kind != kind:
-        does = {"serve": "trains", "train": "serves"}[kind]
-        problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
+        if kind == "train":
+            problem, fix = "is a serving engine", "name a training engine, or write a serve section"
+        else:
+            problem, fix = "is a training engine", "name a serving engine, or write a train section"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
     return found
 

@@ -53,13 +53,13 @@ class Installed:
     """The entry points of one group by name (more than one: a clash), and the distributions that cannot be read."""
 
     points: dict[str, list[EntryPoint]]
-    unreadable: tuple[PluginFailure, ...]
+    skipped_files: tuple[PluginFailure, ...]
 
 
 def installed(group: str) -> Installed:
-    """Return what is installed under `group`. As in an import, the first distribution of a name on the path counts."""
+    """Return the entry points in `group`. As in an import, the first distribution of a name on the path counts."""
     points: dict[str, list[EntryPoint]] = {}
-    unreadable, seen = [], set()
+    skipped, seen = [], set()
     for distribution in distributions():
         try:
             if group not in (distribution.read_text("entry_points.txt") or ""):
@@ -72,8 +72,8 @@ def installed(group: str) -> Installed:
                 points.setdefault(point.name, []).append(point)
         except Exception as error:
             where = str(getattr(distribution, "_path", "?"))
-            unreadable.append(PluginFailure(name=where, distribution="", stage="discover", reason=one_line(error)))
-    return Installed(points=points, unreadable=tuple(unreadable))
+            skipped.append(PluginFailure(name=where, distribution="", stage="discover", reason=one_line(error)))
+    return Installed(points=points, skipped_files=tuple(skipped))
 
 
 def origin(point: EntryPoint) -> Distribution:
@@ -131,7 +131,7 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
+    """Redirect stdout to stderr, also of native code: stdout carries only results."""
     copy = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
         sys.stdout.flush()

@@ -271,7 +271,7 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     found = installed(GROUP)
     off = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
     off = {name.strip() for name in off} - {""}
-    failures = [*found.unreadable, *(_unknown(name, found.points) for name in sorted(off - set(found.points)))]
+    failures = [*found.skipped_files, *(_unknown(name, found.points) for name in sorted(off - set(found.points)))]
     plugins = []
     for name in sorted(set(found.points) - off):
         points = found.points[name]

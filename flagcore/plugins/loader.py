@@ -65,9 +65,9 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
             bare = [hook.removeprefix("flagcore_") for hook in HOOKS]
             near = get_close_matches(caller.name.removeprefix("flagcore_"), bare, n=1)
             hint = f"did you mean flagcore_{near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
-            raise BadPlugin(f"{caller.name} is no hook; {hint}")
+            raise BadPlugin(f"{caller.name} is not a hook; {hint}")
     if not callers:
-        raise BadPlugin("implements no hook; mark its functions with @hookimpl")
+        raise BadPlugin("implements no hooks; mark its functions with @hookimpl")
     return Plugin(
         name=name,
         distribution=distribution.metadata["Name"] if distribution else "",
@@ -103,7 +103,7 @@ def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:
     for name in old:
         renamed = hooks.RENAMED[name]
         if Version(__version__) >= Version(renamed.until):
-            raise BadPlugin(f"{name} is no hook since {renamed.until}; it is called {renamed.now}")
+            raise BadPlugin(f"{name} is not a hook since {renamed.until}; use {renamed.now}")
         if renamed.now in members:
             raise BadPlugin(f"has {name} and {renamed.now}, which are one hook; remove the first")
         members[renamed.now] = members.pop(name)

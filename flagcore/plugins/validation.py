@@ -65,7 +65,7 @@ def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
     patterns = tuple(data(Sequence[FailurePattern], answer))
     for pattern in patterns:
         if not pattern.state.failed:
-            raise BadPlugin(f"answered the pattern {pattern.pattern!r} for {pattern.state.value}, which is no failure")
+            raise BadPlugin(f"returned the pattern {pattern.pattern!r} for {pattern.state.value}, not a failure")
         try:
             re.compile(pattern.pattern)
         except re.error as error:
@@ -172,9 +172,7 @@ def check_protocol(protocol: Any, answer: object) -> Any:
     methods = [name for name, member in members.items() if not name.startswith("_") and callable(member)]
     missing = [name for name in methods if not callable(getattr(answer, name, None))]
     if missing:
-        raise BadPlugin(
-            f"answered {_short_repr(answer)}, which is no {protocol.__name__}: no method {', '.join(missing)}"
-        )
+        raise BadPlugin(f"answered {_short_repr(answer)}, not a {protocol.__name__}: no method {', '.join(missing)}")
     for name, kind in get_type_hints(protocol).items():
         data(kind, getattr(answer, name, None), f"{type(answer).__name__}.{name}")
     return answer

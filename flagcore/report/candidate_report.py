@@ -8,7 +8,7 @@ from typing import Any
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import lookup, shown, table
 from flagcore.report.names import NAMES
@@ -29,9 +29,11 @@ SAME = 1e-9
 
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     """Return the report of a candidate from the fields of `flagcore.CandidateReport`."""
-    name = account["name"][:1].upper() + account["name"][1:]
-    title = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'], knobs)}"
-    lines = [title, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]
+    place = _(
+        "{name} on {hardware}", name=_title(account["name"]), hardware=f"{account['devices']} x {account['chip']}"
+    )
+    title = f"{place}: {values_text(account['candidate'], knobs)}"
+    lines = [title, f"  {state_name(account['state'])}", *(f"  - {line}" for line in account["because"])]
     if account["typed"]:
         pairs = {knob: (asked, account["candidate"][knob]) for knob, asked in account["typed"].items()}
         taken = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
@@ -39,6 +41,15 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     return "\n".join(
         [*lines, *_predicted(account), *_believed(account), *_nearest(account, knobs), *_changes(account, knobs)]
     )
+
+
+def _title(name: str) -> str:
+    """Return the name of a candidate (a trial, a rank of the prediction, best, baseline) at the start of a line."""
+    kind, _space, number = name.partition(" ")
+    if number.isdecimal():
+        return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)
+    named = {"the candidate": N_("The candidate"), "best": N_("Best"), "baseline": N_("Baseline")}
+    return _(named[name]) if name in named else name[:1].upper() + name[1:]
 
 
 def seconds_text(objective: str, seconds: float) -> str:

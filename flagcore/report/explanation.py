@@ -143,19 +143,19 @@ def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
     """
     components, static, peak = memory.get("components", {}), memory["static_gib"], memory["peak_allocated_gib"]
     if "kv_cache_gib" in memory:
-        states = {"weights": static - memory["kv_cache_gib"], "cache": memory["kv_cache_gib"]}
+        states = {N_("weights"): static - memory["kv_cache_gib"], N_("cache"): memory["kv_cache_gib"]}
     elif components:
-        kinds = {key: name.removesuffix(" GiB") for key, name in HEADINGS.items() if key != "activation_gib"}
-        states = {name: sum(part.get(key, 0.0) for part in components.values()) for key, name in kinds.items()}
-        states["other states"] = static - sum(states.values())
+        names = NAMES["component_states"]
+        states = {name: sum(part.get(key, 0.0) for part in components.values()) for key, name in names.items()}
+        states[N_("other states")] = static - sum(states.values())
     else:
-        states = {"weights and optimizer": static}
+        states = {N_("weights and optimizer"): static}
     parts = {
         **states,
-        "activations": memory["activation_gib"],
+        N_("activations"): memory["activation_gib"],
         OTHER: peak - static - memory["activation_gib"],
-        "allocator": memory["reserved_gib"] - peak,
-        "context and libraries": memory["device_used_gib"] - memory["reserved_gib"],
+        N_("allocator"): memory["reserved_gib"] - peak,
+        N_("context and libraries"): memory["device_used_gib"] - memory["reserved_gib"],
     }
     return {name: gib for name, gib in parts.items() if abs(gib) >= MIN_SHOWN}
 

@@ -24,6 +24,10 @@ WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
 """The width that tables must fit, None for no limit."""
 
 
+WORDS = ("status", "maturity.word", "peak_source")
+"""Keys whose values are translated in tables."""
+
+
 def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> str:
     """Return `records` in `form`. `columns` maps the heading of a table or CSV column to a dotted key."""
     if form == "json":
@@ -37,7 +41,11 @@ def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([list(columns), *rows])
         return text.getvalue().rstrip("\n")
-    return table([_(heading) for heading in columns], [[shown(cell) for cell in row] for row in rows])
+    words = [key in WORDS for key in columns.values()]
+    cells = [
+        [_(str(cell)) if word and cell else shown(cell) for word, cell in zip(words, row, strict=True)] for row in rows
+    ]
+    return table([_(heading) for heading in columns], cells)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -127,10 +135,10 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[in
     """Narrow the widest columns until the sum is `most` or every column has its minimum width."""
     result = list(widths)
     while sum(result) > most:
-        spare = [place for place, width in enumerate(result) if width > least[place]]
-        if not spare:
+        shrinkable = [place for place, width in enumerate(result) if width > least[place]]
+        if not shrinkable:
             return result
-        result[max(spare, key=lambda place: result[place])] -= 1
+        result[max(shrinkable, key=lambda place: result[place])] -= 1
     return result
 
 

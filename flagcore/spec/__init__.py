@@ -1,6 +1,6 @@
 """The door for YAML and JSON: a file or plain data goes in, frozen dataclasses of `flagcore.domain` come out.
 
-Whatever is wrong with the input ends in one `SpecError` of one line. Importing this package is cheap: pydantic
+Invalid input raises `SpecError`, which lists all problems of a file. Importing this package is cheap: pydantic
 and yaml are imported with the first of its names.
 """
 

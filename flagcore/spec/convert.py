@@ -87,7 +87,8 @@ def _serving(data: dict[str, Any], file: str, base: Path) -> tuple[ServeDocument
     tuner, serve, engine = document.auto_tuner, document.serve, document.serve.engine
     if isinstance(engine, list):
         if len(engine) > 1:
-            problem, fix = _("are several, and this takes one"), _("give one of them; `flag tune` takes several")
+            problem = _("lists several engines; this command accepts one")
+            fix = _("name one of them; `flag tune` accepts several")
             raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
         engine = engine[0]
 
@@ -135,11 +136,11 @@ def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
 def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
     others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
     if others:
-        problem, fix = "is of a cluster of equal nodes, but groups are given", "give it to each group, or leave it out"
+        problem, fix = "cannot be combined with cluster.groups", "set it for each group, or leave it out"
         raise spec_error(("cluster", others[0]), problem, value=getattr(cluster, others[0]), fix=fix, file=file)
     for place, group in enumerate(groups):
         if group.chip == AUTO:
-            problem = "must name a chip: one machine cannot tell what the others have"
+            problem = "must name a chip: devices of other machines cannot be detected"
             raise spec_error(("cluster", "groups", place, "chip"), problem, value=AUTO, fix="name the chip", file=file)
     made = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
     devices = sum(group.nodes * (group.devices_per_node or 1) for group in made)

@@ -72,7 +72,7 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     if problem:
         raise error_of(problem, fix)
     if len(content) > MAX_BYTES:
-        raise error_of(_("is larger than {size} MiB", size=MAX_BYTES >> 20), _("it should be a few kilobytes"))
+        raise error_of(_("is larger than {size} MiB", size=MAX_BYTES >> 20), _("the file is too large"))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -166,9 +166,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = self.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
-                raise self.error(key_node, "has a key that is not text", fix="quote the key")
+                raise self.error(key_node, "keys must be strings", fix="quote the key")
             if key == "<<":
-                raise self.error(key_node, "has a merge key (<<), which is not supported", fix="write the keys out")
+                raise self.error(key_node, "has a merge key (<<), which is not supported", fix="expand the alias")
             if key in found:
                 raise self.error(key_node, f"gives the key {key[:60]!r} a second time", fix="keep one of them")
             found[key] = self.construct_object(value_node, deep=deep)

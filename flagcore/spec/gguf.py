@@ -21,7 +21,7 @@ _SIZES = {
 def shape(path: str) -> dict[str, Any]:
     """Return the keys of an inline shape for the model in `path`.
 
-    Raises SpecError where the file is no GGUF or lacks a size, NoDevice without the gguf package.
+    Raises SpecError where the file is not a GGUF file or lacks a size, NoDevice without the gguf package.
     """
     header = _header(path)
     found: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
@@ -116,5 +116,5 @@ def _header(path: str) -> _Header:
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        problem = f"is no GGUF file ({error})"
+        problem = f"is not a GGUF file ({error})"
     raise SpecError(key="model", value=path, problem=problem, fix="give a GGUF file")

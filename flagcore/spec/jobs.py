@@ -108,7 +108,9 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
         data["train"] = {"engine": default, **data["train"]}
         name = data["train"]["engine"]
         knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
-    _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
+    _reject_misplaced_keys(
+        line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")}
+    )
     record = checked(_record_of(knobs), data)
     devices = _devices(record.cluster)
     if record.rank is not None and record.rank >= devices:
@@ -146,7 +148,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     known = engines[engine].knobs if isinstance(engine, str) and engine in engines else ()
     knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
-    _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
+    _reject_misplaced_keys(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
         data["serve"] = {**serve, "precision": "nvfp4"}
     record = checked(_ServeRecord, data)
@@ -156,7 +158,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
     if serve.weights is not None and not Path(serve.weights).is_file():
         fix = "give a GGUF file, or leave it out"
-        raise spec_error("serve.weights", "is no file", value=serve.weights, fix=fix)
+        raise spec_error("serve.weights", "is not a file", value=serve.weights, fix=fix)
     rate = serve.request_rate
     load = Load(
         **serve.model_dump(include={"input_len", "output_len", "prefix_len", "range_ratio", "concurrency"}),
@@ -177,8 +179,8 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     )
 
 
-def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
-    """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's.
+def _reject_misplaced_keys(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
+    """Raise SpecError for a misspelled or misplaced key of a record: further keys describe the source.
 
     `belongs` has the key of the record under which a name belongs.
     """
@@ -222,7 +224,7 @@ def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long only its start, which is no JSON."""
+    """Yield the lines of a file; of one that is too long only its start, which is not JSON."""
     while line := stream.readline(LONGEST_LINE):
         rest = line
         while rest and not rest.endswith(b"\n"):
@@ -240,7 +242,8 @@ def _record(line: bytes, where: str) -> Line:
         problem = f"is longer than {LONGEST_LINE >> 20} MiB" if len(line) >= LONGEST_LINE else str(error)
         return spec_error(where, problem, fix=fix)
     if not isinstance(record, dict):
-        return spec_error(where, f"is no JSON object, but of type {type(record).__name__}", fix=fix)
+        kind = "a list" if isinstance(record, list) else "a single value"
+        return spec_error(where, f"must be a JSON object, not {kind}", fix=fix)
     if not isinstance(record.get("id"), str):
-        return spec_error(where, "has no id that is text", fix="give each record its own id, as text")
+        return spec_error(where, "id must be a string", fix="give each record a unique id")
     return record

@@ -39,7 +39,7 @@ def knobs_of(name: str, engines: Engines, key: str, file: str = "") -> tuple[Kno
         fix = _(DID_YOU_MEAN, name=", ".join(near)) if near else fix
         raise SpecError(key=key, value=name, problem=_("is not an installed engine"), fix=fix, file=file)
     if engines[name].kind != "train":
-        problem, fix = _("is an engine that serves"), _("give an engine that trains, or a section serve")
+        problem, fix = _("is a serving engine"), _("name a training engine, or write a serve section")
         raise SpecError(key=key, value=name, problem=problem, fix=fix, file=file)
     return engines[name].knobs
 

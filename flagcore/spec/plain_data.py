@@ -72,7 +72,7 @@ class _Copy:
 
     def key(self, key: object, path: KeyPath) -> str:
         if not isinstance(key, str):
-            raise self.error(path, f"has a key of type {type(key).__name__}", fix="keys must be text: quote it")
+            raise self.error(path, f"has a key of type {type(key).__name__}", fix="keys must be strings: quote it")
         if _UNPRINTABLE.search(key):
             raise self.error((*path, key), "has a control character in its name", fix="remove it")
         return key
@@ -90,7 +90,7 @@ class _Copy:
             return int(value)
         if isinstance(value, float):
             if not isfinite(value):
-                raise self.error(path, "must be a finite number", value=value, fix="write it out")
+                raise self.error(path, "must be a finite number", value=value, fix="use a finite number")
             return float(value)
         kind = type(value).__name__
         raise self.error(path, f"is of type {kind}", fix="use text, a number, true, false, null, a list or a mapping")

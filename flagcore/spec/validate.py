@@ -119,10 +119,10 @@ def _words_of(part: Schema) -> list[str]:
         return ["true", "false"]
     if kind == "string":
         if "examples" in part:
-            return [_("text such as {example}", example=part["examples"][0])]
+            return [_("a string such as {example}", example=part["examples"][0])]
         if "minLength" not in part:
-            return [_("text")]
-        return [_("text of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
+            return [_("a string")]
+        return [_("a string of {least} to {most} characters", least=part["minLength"], most=part["maxLength"])]
     return ["null" if kind == "null" else _("a mapping")]
 
 

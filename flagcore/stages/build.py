@@ -1,7 +1,7 @@
 """build: cross the knobs into a space of legal, distinct candidates.
 
-Knobs are crossed one at a time. A rule is applied as soon as its knobs have values, so what is illegal is
-gone before it multiplies; each row that goes is counted with all the combinations that it stands for.
+Knobs are crossed one at a time. A rule is applied as soon as its knobs have values, so illegal rows are removed
+early; each removed row is counted with all combinations that it represents.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CHUNK = 1 << 15
 MOST_ROWS = 20_000_000
 
 _OfRows: TypeAlias = "Callable[[IntArray], NDArray[Any]]"
-"""Returns an answer for each row, from the row's number."""
+"""A function from row numbers to one value per row."""
 
 
 def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:
-    """Return the space of `axes` under `rules` and `merges`, with the books of what went where.
+    """Return the space of `axes` under `rules` and `merges`, with the counts of illegal and merged combinations.
 
     Raises SpecError when the space is too large to hold.
     """
@@ -40,7 +40,7 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
-    """Return the canonical form of one candidate (columns of one row) and the rules that it breaks as it stands."""
+    """Return the canonical form of one candidate (columns of one row) and the rules that it breaks as given."""
     broken = [rule for rule in rules if bool(rule.broken(columns).any())]
     return canonical(columns, merges), broken
 
@@ -55,7 +55,7 @@ def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
 
 @dataclass(slots=True)
 class _Crossing:
-    """The rows so far, over the first `done` axes, and the books."""
+    """The rows over the first `done` axes, and the counts."""
 
     axes: tuple[Axis, ...]
     done: int = 0
@@ -65,7 +65,7 @@ class _Crossing:
     merged: int = 0
 
     def cross(self, rules: Sequence[Rule], merges: Sequence[Merge]) -> None:
-        """Give the next axis its values, then merge what is equal and drop what is illegal."""
+        """Cross the next axis, merge equal rows and drop illegal ones."""
         axis = self.axes[self.done]
         stride = prod(int(codes.size) for codes in self.codes)
         self.codes.append(_codes(axis))
@@ -100,7 +100,7 @@ class _Crossing:
         self.rows = rows
 
     def space(self) -> Space:
-        """Return the finished space. Rows are sorted, so that a candidate can be found in them."""
+        """Return the finished space. Rows are sorted for lookups."""
         return Space(
             axes=self.axes,
             codes=tuple(self.codes),
@@ -112,11 +112,11 @@ class _Crossing:
 
     @property
     def _remaining(self) -> int:
-        """How many combinations one row stands for."""
+        """The number of combinations that one row represents."""
         return prod(len(axis.values) for axis in self.axes[self.done :])
 
     def _lookup(self, knobs: Collection[str], answer: _OfRows, rows: int) -> _OfRows:
-        """Return `answer`, which depends on `knobs` alone, worked out once if they have fewer values than `rows`."""
+        """Return `answer`, which depends only on `knobs`, tabulated if they have fewer combinations than `rows`."""
         grid, stride = np.zeros(1, dtype=np.int64), 1
         places: dict[str, IntArray] = {}
         for axis, codes in zip(self.axes, self.codes, strict=False):
@@ -139,7 +139,7 @@ class _Crossing:
         return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.done]], knobs)
 
     def _shift(self, merge: Merge, rows: IntArray) -> IntArray:
-        """Return what `merge` adds to row numbers; a value that the axis lacks leaves its row as it is."""
+        """Return what `merge` adds to row numbers: 0 for a value that the axis lacks."""
         columns = merge.canonical(self._columns(rows, merge.knobs))
         if not set(merge.knobs).issuperset(columns):
             raise ValueError(f"merge {merge.name} gives {', '.join(columns)}, not only {', '.join(merge.knobs)}")
@@ -176,13 +176,13 @@ class _Crossing:
 
 
 def _codes(axis: Axis) -> IntArray:
-    """Return the codes of an axis: those that are crossed, then the others that a row may have."""
+    """Return the codes of an axis: the crossed ones, then the others that a row may have."""
     known = (*axis.values, axis.neutral, *axis.also)
     return np.array(list(dict.fromkeys(axis.encode(value) for value in known)), dtype=np.int64)
 
 
 def _distinct(rows: IntArray) -> IntArray:
-    """Return `np.unique(rows)`: sorted and compared, a tenth of the time that numpy's hash table takes."""
+    """Return `np.unique(rows)` by sorting, in a tenth of the time of numpy's hash table."""
     ordered = np.sort(rows)
     first = np.ones(ordered.shape, dtype=np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])

@@ -1,4 +1,4 @@
-"""discover: what hardware the task runs on, and all that plugins know about it."""
+"""discover: the hardware of the task, and the facts and cost models that plugins provide."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""What whole runs take over the core's roofline of a chip without measurements: the median, over published sources, of
+"""Ratio of complete runs to the core's roofline for a chip without measurements: the median, over published sources, of
 measured over predicted without fitted curves (0.94 to 1.7)."""
 
 
 def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) -> Platform:
-    """Return the platform of `spec`: the named chips, or the best one that is found on this machine.
+    """Return the platform of `spec`: the named chips, or the best one on this machine.
 
-    Every hook about chip, costs and engine is asked here, once for each node group; `engine_version` is the release of
-    the engine that runs, None if unknown. Knobs of plugins are those that all chips have. Raises NoDevice when
-    nothing is found, when no plugin knows a chip, or when the engine cannot run on it.
+    Calls every hook for chips, costs and engines once per node group. `engine_version` is the installed release of the
+    engine, None if unknown. Only knobs that all chips have are used. Raises NoDevice if no device is found, if no
+    plugin lists a chip, or if the engine cannot run on it.
     """
     engine, devices = spec.work.engine, plugins.devices()
     groups, supports = [], []
@@ -70,7 +70,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
 
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
-    """Return the plugins' cost models for `cluster`, and the core's own where they have none."""
+    """Return the plugins' cost models for `cluster`, and the core's where they have none."""
     first, *others = (_costs_of(group, plugins, engine) for group in cluster.groups)
     if not others:
         return first
@@ -94,7 +94,7 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
 
 
 def _between(cluster: Cluster, plugins: Plugins) -> Collectives:
-    """Return what messages between node groups take: the lowest rate and the longest latency of their networks."""
+    """Return the level between node groups: the lowest rate and the longest latency of their networks."""
     networks = [_network(group, plugins) for group in cluster.groups]
     slowest = Level(
         name="between groups",
@@ -107,15 +107,15 @@ def _between(cluster: Cluster, plugins: Plugins) -> Collectives:
 
 
 def _network(group: NodeGroup, plugins: Plugins) -> Level:
-    """Return the level over which a node of `group` talks to others, if there were enough of them to need it."""
+    """Return the level over which a node of `group` communicates with further nodes."""
     joined = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
     more = replace(group, nodes=max(group.nodes, joined // group.devices_per_node + 1))
     return (plugins.topology(more) or topology_of(more)).levels[-1]
 
 
 def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
-    """Return how many devices can each play a rank at once: 1 where they share memory and time, as a plain CPU's do,
-    and where a variable selects the devices that a trial sees.
+    """Return how many devices can run a probed rank at once: 1 if they share memory and time, as CPU devices do,
+    and if a variable selects the visible devices.
     """
     here = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
@@ -125,7 +125,7 @@ def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
 def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
     """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here.
 
-    `needed` is how many of them it takes, by default a node's.
+    `needed` is their number, by default that of a node.
     """
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     where = "serve" if isinstance(work, ServeSpec) else "train"
@@ -163,8 +163,8 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
 
 
 def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
-    """Return `spec` with the settings that plugins force, where it does not set them. flagcore's own trial program
-    takes no settings from them: it has no flags."""
+    """Return `spec` with the settings that plugins require, unless it sets them. flagcore's trial program
+    has no flags, and takes no such settings."""
     for forced in support.forced:
         where, _, name = forced.setting.partition(".")
         work = spec.work
@@ -178,7 +178,7 @@ def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
 
 
 def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
-    """Return how an engine runs on several chips at once: only as the user's own command starts it."""
+    """Return how an engine runs on several chips at once: only with a command of the user."""
     if len(supports) == 1:
         return supports[0]
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
@@ -201,9 +201,9 @@ def _named(name: str, key: str, plugins: Plugins) -> Chip:
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
-    """Return the chip that most devices here have; chips that are no plain CPU go first.
+    """Return the most common chip of the devices here, a CPU last.
 
-    Raises NoDevice if there is none, or only a plain CPU where a plugin could not detect its vendor's devices.
+    Raises NoDevice if there is none, or only a CPU while detection failed for an accelerator's plugin.
     """
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]

@@ -1,4 +1,4 @@
-"""launch: start one candidate for real, under its limits."""
+"""launch: start a trial of one candidate, with its limits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flagcore.domain.launch import Launch
 def launch(
     platform: Platform, workload: Workload, launcher: Launcher, candidate: Candidate, folder: str, seconds: float
 ) -> Running:
-    """Start a trial of `candidate` in `folder` and return it running.
+    """Start a trial of `candidate` in `folder`, and return it while it runs.
 
-    It is ended after `seconds`; where processes live in the machine's own memory, also when they outgrow
-    the cluster's budget. Raises FlagError if it cannot be started.
+    It is ended after `seconds`; on a CPU also if its processes exceed the cluster's memory budget. Raises FlagError
+    if it cannot be started.
     """
     planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)

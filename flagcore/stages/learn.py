@@ -1,4 +1,4 @@
-"""learn: what the trials so far have taught."""
+"""learn: the state of the search after the trials so far."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flagcore.domain.trial import RUN, Role, Trial, TrialState
 
 
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
-    """Return what finished trials teach a search of some fidelity.
+    """Return the state of a search of some fidelity after its finished trials.
 
-    A repeat refines a candidate, it is not another one. Trials of another fidelity settle no candidate, nor do imported
-    ones; a trial of the run replaces one of another tool.
+    A repeat updates the measurement of its candidate. Trials of another fidelity and imported trials do not count as
+    results of a candidate; a trial of the run replaces an imported one.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own = [trial for trial in trials if trial.fidelity == fidelity]

@@ -1,4 +1,4 @@
-"""legality: the axes, rules and merges of a task, those of plugins' knobs and refusals included."""
+"""legality: the axes, rules and merges of a task, including those from plugins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NoDevice
 
 JOB_KEYS = ("precision", "attention", "implementation")
-"""Keys of a job that a plugin may refuse values of."""
+"""Keys of a job whose values a plugin may reject."""
 SHARED = ("settings.", "engine_args.")
 """The prefixes of settings that all candidates share."""
 
@@ -28,7 +28,7 @@ _Setting: TypeAlias = tuple[str, KnobValue, int, Effect]
 
 
 def legality(task: Task, workload: Workload, support: EngineSupport | None = None) -> Legality:
-    """Return the axes, rules and merges of `task`: the engine's, those of plugins' knobs, and what plugins refuse.
+    """Return the axes, rules and merges of `task`: the engine's, those of plugins' knobs, and rejected values.
 
     Raises SpecError for a space that the engine cannot read.
     """
@@ -44,7 +44,7 @@ def legality(task: Task, workload: Workload, support: EngineSupport | None = Non
 
 
 def _releases(task: Task, workload: Workload, own: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield that a knob is neutral in releases of the engine that do not have it."""
+    """Yield rules that a knob is neutral in releases of the engine without it."""
     knobs = {knob.name: knob for knob in workload.knobs if not knob.available(task.spec.work.engine_version)}
     for axis in own:
         if knob := knobs.get(axis.knob):
@@ -62,10 +62,10 @@ def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
 
 
 def refusals(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = None) -> tuple[Rule, ...]:
-    """Return a rule for each thing that plugins report as broken on the chip: values of a knob, or of a key of `spec`.
+    """Return a rule for each value that plugins report as broken on the chip, of a knob or of a key of `spec`.
 
-    A word that the knob does not have is skipped: a plugin may cover more releases of an engine. Raises NoDevice for
-    what is neither a knob nor a key of a job.
+    A value that the knob does not have is skipped: a plugin may cover more releases of an engine. Raises NoDevice for
+    a name that is neither a knob nor a key of a job.
     """
     by_knob = {axis.knob: axis for axis in axes}
     rules = []
@@ -101,7 +101,7 @@ def _refused_knob(axis: Axis, refused: Refused) -> Rule:
 
 
 def _refused_job(first: Axis, name: str, key: str, value: object, broken: bool, reason: str) -> Rule:
-    """Return a rule that every candidate breaks, or none: all candidates share the key."""
+    """Return a rule that every candidate breaks, or none, because all candidates share the key."""
     return Rule(
         name=name,
         knobs=(first.knob,),
@@ -125,7 +125,7 @@ def _value_of(spec: Spec, key: str) -> object:
 
 
 def _requirements(task: Task, knob: Knob, own: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield what must hold where a knob is not neutral. A requirement on a knob that the engine lacks never holds."""
+    """Yield the requirements of knobs that are not neutral. One on a knob that the engine lacks is never met."""
     by_name, neutral = {axis.knob: axis for axis in own}, plugin_axis(task, knob).encode(knob.neutral)
     if knob.experts_only and task.spec.model.num_moe_experts is None:
         yield Rule(
@@ -168,7 +168,7 @@ def _settings(task: Task) -> list[_Setting]:
 
 
 def _with_settings(task: Task, rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Yield the engine's rules. The rule of a setting, which has its name, does not hold where a knob overrides it."""
+    """Yield the engine's rules. A rule named after a setting does not apply where a knob overrides that setting."""
     settings = _settings(task)
     for rule in rules:
         overrides = [(knob, code) for knob, _, code, effect in settings if rule.name in effect.settings]
@@ -179,7 +179,7 @@ def _with_settings(task: Task, rules: Sequence[Rule]) -> Iterator[Rule]:
 
 
 def _rules_of_settings(task: Task, workload: Workload, own: Sequence[Rule]) -> Iterator[Rule]:
-    """Yield the rules that the engine has only with the settings of an effect; they hold where it applies."""
+    """Yield the engine's rules that exist only with the settings of an effect, limited to where it applies."""
     known: Container[tuple[str, str]] = {(rule.name, rule.message) for rule in own}
     for knob, value, code, effect in _settings(task):
         for rule in workload.rules(engine_task(task, [effect])):

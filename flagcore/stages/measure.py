@@ -1,8 +1,8 @@
 """measure: wait for a trial, stop it early if it is too slow, and return its outcome.
 
-A trial is stopped early when, after its warm-up, at least two steps are done and the fastest of
-them took more than `EARLY_STOP_RATIO` times the best trial's median step: even if every further step were as fast
-as that one, it could not win. Its partial measurement is kept and marked.
+A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took more than
+`EARLY_STOP_RATIO` times the best trial's median step: even if all further steps were as fast, it would lose. Its
+partial measurement is stored as such.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.5
 MEMORY = "memory_used_bytes"
 """The name of memory in use in telemetry."""
 POWER_LIMIT = "power_limit_watts"
-"""The name of the power limit in telemetry: a setting, which has no peak."""
+"""The name of the power limit in telemetry. It is a setting without a peak."""
 MAX_SHARE_BEFORE = 0.1
 """If other programs used more than this share of the memory before a trial, readings are not the trial's own."""
 
@@ -36,10 +36,10 @@ MAX_SHARE_BEFORE = 0.1
 def measure(
     running: Running, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
 ) -> Trial:
-    """Wait for a running trial and return it finished, with a measurement or the reason why there is none.
+    """Wait for a running trial, and return it with a measurement or the reason of its failure.
 
-    `best` is the trial to beat (None: never end early). KeyboardInterrupt ends the trial's processes, and
-    passes.
+    `best` is the trial to beat (None: no early stop). KeyboardInterrupt ends the trial's processes, and
+    is re-raised.
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup = platform.task.spec.control.warmup_iters
@@ -61,9 +61,9 @@ def measure(
 
 
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
-    """Return a measurement with what was read of the devices meanwhile, and the names of those that stand out.
+    """Return a measurement with the telemetry of its devices, and the names of outliers.
 
-    Memory in use comes from them if the trial did not report it.
+    Memory in use comes from the telemetry if the trial did not report it.
     """
     by_device = {int(each["device"]): dict(each) for each in measured.devices}
     if not platform.support.shared_devices:  # else a reading is of the whole machine
@@ -98,7 +98,7 @@ def _outcome(
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:
-    """Return a trial that ran to its end as measured, unless what it measured is not what was asked for."""
+    """Return a finished trial as measured, unless it ran other values than requested."""
     measured, group = trial.measurement, platform.task.cluster.groups[0]
     assert measured is not None
     ranks = platform.support.shared_devices and isinstance(platform.task.spec.work, TrainSpec)
@@ -133,7 +133,7 @@ def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial) -> bool:
 
 
 def _early_stop_reason(partial: Measurement, best: Trial) -> str:
-    """Return why a trial that lost to `best` was ended early, with the numbers of the rule."""
+    """Return why a trial was stopped early, with the numbers of the rule."""
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
@@ -154,7 +154,7 @@ class _Readings:
         """The most memory that a device had in use at the first reading."""
 
     def take(self) -> None:
-        """Read every device, at most once a second; a reader that raises is not asked again."""
+        """Read every device, at most once a second; a reader that raises is not called again."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 1.0
@@ -180,7 +180,7 @@ class _Readings:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY, [])]
 
     def summary(self) -> dict[str, float]:
-        """Return mean figures by name, and `peak_` ones of all but settings, over all devices."""
+        """Return means by name, and peaks with the prefix `peak_` (none for settings), over all devices."""
         joined: dict[str, list[float]] = {}
         for samples in self._samples.values():
             for name, values in samples.items():
@@ -188,7 +188,7 @@ class _Readings:
         return _means_and_peaks(joined)
 
     def by_device(self) -> dict[int, dict[str, float]]:
-        """Return the same of each device, by its number on this machine."""
+        """Return the same for each device, by its index on this machine."""
         return {number: _means_and_peaks(samples) for number, samples in self._samples.items()}
 
 

@@ -1,4 +1,4 @@
-"""missing: which rates are unknown if a time cannot be predicted, and how to get them."""
+"""missing_costs: the unknown rates if a time cannot be predicted, and how to get them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN = "give cluster.nic_bytes_per_second"
 
 
 def no_time(task: Task, costs: Costs) -> str:
-    """Return why no time can be predicted for a task: each unknown rate, and how to get it."""
+    """Return why no time can be predicted for a task: unknown rates, and how to get them."""
     precision, unlisted, rates = task.spec.work.precision, list[str](), dict[str, list[str]]()
     for group, own in zip(task.cluster.groups, costs.groups, strict=False):
         known = _known_precisions(own)
@@ -48,7 +48,7 @@ def _known_precisions(costs: Costs) -> list[str]:
 
 
 def _other_precision(group: NodeGroup, known: list[str], precision: str) -> str:
-    """Return which precisions to use on a chip: calibration measures no others."""
+    """Return the usable precisions of a chip: those that calibration measures."""
     *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
     usable = f"{', '.join(others)} or {last}" if others else last
     return f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"

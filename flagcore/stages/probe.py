@@ -1,4 +1,4 @@
-"""probe: one device plays single ranks of a candidate, each in its own process."""
+"""probe: run single ranks of a candidate on one device, each in a separate process."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def probe(
 ) -> Probe:
     """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
 
-    Each has its own folder in `folder`; all together are ended after `seconds`. `on_rank` is called with each rank
-    before it starts. Ranks that ended well in the folders of `earlier` probes are not probed again. A rank that fails
-    is a result, and unless `to_the_end` the last one: those beside it are ended, and left out. Raises FlagError if one
-    cannot be started, and lets exceptions pass; either ends the processes.
+    Each has a folder in `folder`; all are ended after `seconds` in total. `on_rank` is called with each rank before it
+    starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. A failed rank is a result, and
+    the last one unless `to_the_end`: running ones are ended and dropped. Raises FlagError if one cannot be started.
+    Processes are ended on every exception.
     """
     task = platform.task
     prober, bare, own = require_prober(workload), engine_task(task), engine_candidate(task, candidate)
@@ -85,7 +85,7 @@ def probe(
 def _known(
     folders: Sequence[str], rank: int, predicted: RankPrediction, workload: Workload, platform: Platform
 ) -> RankProbe | None:
-    """Return what an earlier probe of a rank, in one of several folders, left when it ended well, or None."""
+    """Return the result of an earlier successful probe of a rank in one of several folders, or None."""
     for folder in folders:
         where = os.path.join(folder, f"rank-{rank}")
         with suppress(OSError, ValueError, KeyError, TypeError, FlagError):

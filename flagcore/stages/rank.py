@@ -1,4 +1,4 @@
-"""rank: which candidate is tried next."""
+"""rank: choose the next candidate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.i18n import N_
 
 
 def rank(strategy: Strategy, context: SearchContext) -> Choice:
-    """Return what to try next: an interrupted candidate, else the choice of `strategy`."""
+    """Return the next candidate: an interrupted one, else the choice of `strategy`."""
     if not context.open_rows.size:
         return Choice(row=None, because=N_("every candidate is settled"))
     for trial in context.trials:
@@ -35,7 +35,7 @@ def search_context(
     past: Past,
     seconds_left: float | None = None,
 ) -> SearchContext:
-    """Return what a strategy sees."""
+    """Return the input of a strategy."""
 
     def of_rows(rows: IntArray) -> Features:
         columns = space.columns(rows)
@@ -55,7 +55,7 @@ def search_context(
 
 
 def untried(space: Space, pruned: Pruned, search_state: SearchState) -> IntArray:
-    """Return the rows that no rule removed and no trial settled."""
+    """Return the rows without a trial that no rule removed."""
     settled = [row for candidate in search_state.settled if (row := space.find(candidate)) is not None]
     open_rows: IntArray = np.setdiff1d(pruned.open_rows, np.array(settled, dtype=np.int64), assume_unique=True)
     return open_rows

@@ -1,7 +1,4 @@
-"""A run's directory: who holds it, what it was started with, and its trials in optuna's journal.
-
-It does not know how a trial was run or ranked.
-"""
+"""A run's directory: its lock, its identity, and its trials in optuna's journal."""
 
 from flagcore.store.directory import RunDirectory
 from flagcore.store.trials import OptunaStore, stored_trials

@@ -1,4 +1,4 @@
-"""The run directory: one tuner at a time, one task for good."""
+"""The run directory: one process at a time, one task."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LOCK, IDENTITY = "run.lock", "task.json"
 
 
 class RunDirectory:
-    """A folder that one tuner holds. The lock is the kernel's: it ends with the process, however that ends."""
+    """A folder that one process holds. The lock is a kernel lock, so it ends with the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
 
     def open(self, *, new: bool = False) -> None:
-        """Make the folder and hold it; with `new`, an earlier run there is first moved aside, never deleted.
+        """Create and lock the folder; with `new`, an earlier run is moved aside, never deleted.
 
         Raises RunError if it cannot be written or another process holds it (the message says which).
         """
@@ -40,17 +40,15 @@ class RunDirectory:
             self._hold()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def known(self) -> dict[str, Any] | None:
-        """Return what an earlier call stored of this run (`run`, its own name, `task` and `fixed`), or None.
+    def identity(self) -> dict[str, Any] | None:
+        """Return the stored identity of this run (`run`, its unique name, `task` and `fixed`), or None.
 
-        Secrets of the task are left out: a new token does not make another task.
-
-        Raises RunError if that cannot be read.
+        Secrets of the task are left out, so a new token is still the same task. Raises RunError if it cannot be read.
         """
         file = self.path / IDENTITY
         try:
@@ -68,10 +66,10 @@ class RunDirectory:
     def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
         """Store the identity of this run, and return its unique name.
 
-        Both are plain JSON data: `task` must be the same in each call, `fixed` is that of the first.
+        Both are plain JSON data. `task` must be the same in each call; `fixed` is stored by the first call.
         Raises RunError with the difference if the folder belongs to another task.
         """
-        known = self.known()
+        known = self.identity()
         wanted = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
         if known is None:
             known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **wanted}
@@ -92,7 +90,7 @@ class RunDirectory:
         return str(known["run"])
 
     def _move_aside(self) -> None:
-        """Give the folder a name with the time in it, and a number where that is taken."""
+        """Rename the folder with a timestamp, and a number if the name is taken."""
         name = f"{self.path.resolve().name}.{time.strftime('%Y%m%d-%H%M%S')}"
         aside = self.path.resolve().with_name(name)
         number = 1
@@ -121,7 +119,7 @@ class RunDirectory:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write under `path` into a RunError of one line."""
+    """Convert errors of the system for `path` into a RunError."""
     try:
         yield
     except OSError as error:
@@ -136,13 +134,13 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def write(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file of a run as `flagcore.files.replace` does. Raises RunError."""
+    """Write a text file of a run with `flagcore.files.replace`. Raises RunError."""
     with writable(file):
         replace(file, text, private=private)
 
 
 def differences(old: object, new: object, key: str = "") -> Iterator[str]:
-    """Yield `key: old -> new` for each leaf in which two pieces of plain data differ."""
+    """Yield `key: old -> new` for each leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)

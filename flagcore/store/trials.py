@@ -1,4 +1,4 @@
-"""Trials as an optuna study: its journal is the truth, and optuna's tools can read it."""
+"""Trials as an optuna study. Its journal is the source of truth, and optuna's tools can read it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaS
 class OptunaStore:
     """The trials of one run. The process must hold the run directory: one writer at a time.
 
-    A trial is one journal entry when it begins and one, with everything in it, when it ends; the entry
-    that follows is for optuna's own tools. A trial that was running when its tuner was killed is closed
-    as interrupted when the store is opened again, and its candidate may be tried anew.
+    A trial is one journal entry when it starts and one with all its data when it ends; a third one is for optuna's
+    tools. A trial that was running when its process was killed becomes interrupted when the store is opened again,
+    and its candidate may be tried again.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OptunaStore:
     ) -> None:
         """Open or create the study called `run`; `choices` are all values that a knob can have in it.
 
-        It is stored in the journal of the folder `path`, or in the optuna storage that `url` names.
+        It is stored in the journal of the folder `path`, or in the optuna storage at `url`.
         """
         optuna.logging.set_verbosity(logging.ERROR)
         self._path, self._objective = path, objective
@@ -101,7 +101,7 @@ class OptunaStore:
         return trial
 
     def add(self, trial: Trial) -> Trial:
-        """Store a trial that ended elsewhere, and return it with its number and log here."""
+        """Store an imported trial, and return it with its number and log."""
         begun = self.begin(trial)
         stored = dataclasses.replace(trial, number=begun.number, log=begun.log)
         self.finish(stored)
@@ -118,7 +118,7 @@ class OptunaStore:
 
     @contextmanager
     def _errors_as_run_error(self) -> Iterator[None]:
-        """Turn whatever a storage, or a journal that was tampered with, gives into a RunError of one line."""
+        """Convert any error of a storage, or of a corrupt journal, into a RunError."""
         with writable(self._path):
             try:
                 yield
@@ -153,7 +153,7 @@ class OptunaStore:
 def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
     """Return every finished trial of the study called `run`, stored in the folder `path` or in the storage `url`.
 
-    Nothing is written, so the run may still go on. Empty before its first trial. Raises RunError.
+    Read-only, so the run may still be active. Empty before its first trial. Raises RunError.
     """
     optuna.logging.set_verbosity(logging.ERROR)
     file = path / JOURNAL
@@ -179,7 +179,7 @@ def _finished(study: optuna.Study) -> tuple[Trial, ...]:
 
 
 def _repair(file: Path) -> None:
-    """Drop the last line of a journal if a kill or a full disk cut it short, and its writer's lock."""
+    """Drop a truncated last line of a journal (after a kill or on a full disk), and its writer's lock."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():
         data = read_regular(file, most=1 << 40)

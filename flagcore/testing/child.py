@@ -53,7 +53,7 @@ def _records(name: str, folder: Path | None) -> Iterator[dict[str, str]]:
 
 
 def _subject(name: str, folder: Path | None) -> Subject:
-    """Import the plugin. Raises whatever the import raises."""
+    """Import the plugin. Raises the error of the import."""
     if folder is None:
         points = installed(GROUP).points[name]
         return Subject(name=name, hooks=load_only(points), distribution=points[0].dist)

@@ -37,7 +37,7 @@ class PluginConformance:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(self, subject: Subject, check: Check) -> None:
-        """Fail with what is wrong and what to do about it."""
+        """Fail with the problem and the fix."""
         (result,) = run_all([check], subject)
         if result.state == "skipped":
             pytest.skip(result.message)

@@ -55,7 +55,7 @@ def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Itera
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let nothing be logged meanwhile: what is tried here is meant to go wrong."""
+    """Suppress logging, because the checks cause errors on purpose."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -98,7 +98,7 @@ def ask(plugin: Subject) -> tuple[Device, ...]:
 
 
 def without_tools(plugin: Subject) -> tuple[Device, ...]:
-    """Return what is found without any tool: nothing, but on a machine with the vendor's own devices."""
+    """Return the devices found without any tool: none, except on a machine with the vendor's devices."""
     return plugin.once("without tools", lambda: devices(plugin))
 
 

@@ -91,7 +91,7 @@ def _checked(targets: Sequence[_Target]) -> list[Checked]:
                 argv += [str(each.folder)] if each.folder else []
                 quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
                 running.append(subprocess.Popen(argv, start_new_session=True, **quiet))
-            return [_ended(each, report, process) for (each, report), process in zip(started, running, strict=True)]
+            return [_finished(each, report, process) for (each, report), process in zip(started, running, strict=True)]
         finally:
             for process in running:
                 with suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ def _checked(targets: Sequence[_Target]) -> list[Checked]:
                 process.wait()
 
 
-def _ended(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
+def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
     """Return the results, and a failure of the check in which the process ended or hung."""
     exceeded = _exceeded(report, process)
     records = _read(report)

@@ -41,7 +41,7 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
     found: CollectiveFile = build(CollectiveFile, read_yaml(text, file), file)
     if found.same_as is not None:
         if found.curves:
-            raise SpecError(file=file, key="curves", problem="a file with same_as has no curves of its own")
+            raise SpecError(file=file, key="curves", problem="a file with same_as cannot have curves")
         return found.same_as.casefold()
     source = f"{found.source.kind}: {found.source.detail}"
     try:

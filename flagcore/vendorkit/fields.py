@@ -163,7 +163,7 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
     detail = others.pop(needed, None)
     if not isinstance(detail, str) or not detail.strip():
         other = "".join(f"; {name} belongs to the kind {each}" for each, name in SOURCE_KEYS.items() if name in others)
-        raise wrong(needed, f"must be text: the kind {kind} needs it", f"write {needed}: TEXT{other}")
+        raise wrong(needed, f"must be a string: the kind {kind} needs it", f"write {needed}: TEXT{other}")
     for name, value in others.items():
         if value is None:
             raise wrong(repr(name), "has no value", f'put a text with a comma in quotes: {needed}: "{detail}, {name}"')

@@ -18,7 +18,7 @@ EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": (
 
 @cache
 def read_maturity(package: str) -> Maturity | None:
-    """Return how well founded a plugin's facts are; None without a file. Raises SpecError for a bad file."""
+    """Return the maturity of a plugin's data; None without a file. Raises SpecError for a bad file."""
     content, file = read_file(package, FILE), f"{package}/{FILE}"
     if content is None:
         return None

@@ -50,7 +50,7 @@ def test_one_device_has_no_collectives() -> None:
 @pytest.mark.parametrize("row", [{"kernel": "gemm"}, {"kernel": "x", "us": 1}, {"collective": "send", "ranks": "two"}])
 def test_a_bad_row_is_reported(row: dict[str, object]) -> None:
     broken = replace(MADE, rows=(row,))
-    with pytest.raises(RunError, match="bad row"):
+    with pytest.raises(RunError, match=MADE.chip):
         kernel_table(broken, X1, Curve()) if "kernel" in row else collective_table(broken)
 
 
@@ -59,5 +59,5 @@ def test_a_bad_row_is_reported(row: dict[str, object]) -> None:
 )
 def test_a_collective_that_cannot_be_is_reported(wrong: dict[str, object]) -> None:
     row = {"collective": "all_reduce", "ranks": 2, "bytes": 1024, "us": 16.0, **wrong}
-    with pytest.raises(RunError, match=r"the calibration of X1.*measure again"):
+    with pytest.raises(RunError, match=MADE.chip):
         collective_table(replace(MADE, rows=(row,)))

@@ -70,9 +70,9 @@ def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
     [
         (
             "@hookimpl\ndef flagcore_device(): return []",
-            ["flagcore_device is no hook", "did you mean flagcore_devices?"],
+            ["flagcore_device ", "flagcore_devices?"],
         ),
-        ("@hookimpl\ndef flagcore_weather(): return []", ["flagcore_weather is no hook", "flagcore_telemetry"]),
+        ("@hookimpl\ndef flagcore_weather(): return []", ["flagcore_weather", "flagcore_telemetry"]),
         ("def flagcore_devices(): return []", ["flagcore_devices lacks @hookimpl"]),
         (
             "@hookimpl\ndef flagcore_environment(chip, motor): return {}",
@@ -255,7 +255,7 @@ def test_an_old_name_that_has_ended_leaves_the_plugin_out_and_reports_the_new_on
     renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="0.0.1")}
     monkeypatch.setattr(hooks, "RENAMED", renamed)
     found = load_with_good(install, OLD)
-    assert "flagcore_variables is no hook since 0.0.1; it is called flagcore_environment" in found.reason
+    assert all(part in found.reason for part in ("flagcore_variables", "0.0.1", "flagcore_environment"))
 
 
 def test_every_old_name_leads_to_a_hook_of_today() -> None:

@@ -57,8 +57,8 @@ TEXTS = {
     "half a surrogate": (b'a: "\\ud800"', "a", "control character"),
     "no character": (b'a: "\\UFFFFFFFF"', "the document", "names no character"),
     "control character in a key": (b'"\\u001b[31m": 1', "['\\x1b[31m']", "control character"),
-    "number as a key": (b"1: 2", "line 1, column 1", "not text"),
-    "list as a key": (b"? [1]\n: 2", "line 1, column 3", "not text"),
+    "number as a key": (b"1: 2", "line 1, column 1", "strings"),
+    "list as a key": (b"? [1]\n: 2", "line 1, column 3", "strings"),
     "line break in a key": (b'"a\\nb": 1\n' + GOOD.encode(), "['a\\nb']", "not a known key"),
     "long key": (b"a" * 999 + b": 1\n" + GOOD.encode(), "['aaaa", "not a known key"),
 }

@@ -1,4 +1,4 @@
-"""Lines of a job file: what is wrong is told with file and line."""
+"""Lines of a job file: errors name file and line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flagcore.spec import read_job_lines
 
 WRONG = {
     "cut short": (b'{"id": "a", ', "cannot be read as JSON"),
-    "a list": (b"[1]", "is no JSON object, but of type list"),
-    "no id": (b"{}", "has no id that is text"),
-    "a number for an id": (b'{"id": 1}', "has no id that is text"),
+    "a list": (b"[1]", "JSON object"),
+    "no id": (b"{}", "id must be"),
+    "a number for an id": (b'{"id": 1}', "id must be"),
     "a key given twice": (b'{"id": "a", "model": {"x": 1, "x": 2}}', "gives the key 'x' twice"),
     "Latin 1": (b'{"id": "\xe9"}', "is not UTF-8 text"),
     "deep": (b'{"id": ' + b"[" * 100_000, "is nested too deep"),

@@ -105,7 +105,7 @@ def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
     [
         (("kind",), "serve", "serve", "is missing"),
         (("kind",), "dance", "kind", "must be train"),
-        (("id",), 5, "id", "must be text"),
+        (("id",), 5, "id", "must be a string"),
         (("rank",), 8, "rank", "below cluster.devices = 8"),
         (("rank",), -1, "rank", "from 0"),
         (("model",), None, "model", "is null"),
@@ -113,7 +113,7 @@ def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
         (("model", "hidden_size"), 66, "model.hidden_size", "divisible"),
         (("model", "hiden_size"), 64, "model.hiden_size", "not a known key"),
         (("cluster", "devices"), 0, "cluster.devices", "from 1"),
-        (("cluster", "chip"), "", "cluster.chip", "text of 1"),
+        (("cluster", "chip"), "", "cluster.chip", "a string of 1"),
         (("train", "precision"), "BF16", "train.precision", "bf16"),
         (("train", "seq_length"), 1.5, "train.seq_length", "a whole number"),
         (("candidate",), [], "candidate", "must be a mapping"),

@@ -79,8 +79,9 @@ def test_of_several_engines_each_has_its_own_section_of_knobs() -> None:
     assert engines_of(SEVERAL) == ("vllm", "sglang")
     spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}
-    with pytest.raises(SpecError, match="takes one"):
+    with pytest.raises(SpecError) as caught:
         parse_spec(SEVERAL, file="x", base=Path(), engines=ENGINES)
+    assert (caught.value.key, caught.value.value) == ("serve.engine", ["vllm", "sglang"])
 
 
 def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
@@ -117,8 +118,9 @@ def test_a_record_of_a_server_becomes_a_job() -> None:
 def test_a_record_may_name_the_file_whose_weights_are_served(tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
     record = {**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "weights": str(file)}}
-    with pytest.raises(SpecError, match=r"serve\.weights = .* is no file"):
+    with pytest.raises(SpecError) as caught:
         read_job(record, ENGINES)
+    assert (caught.value.key, caught.value.value) == ("serve.weights", str(file))
     file.touch()
     assert isinstance(work := read_job(record, ENGINES).work, ServeSpec)
     assert work.weights == str(file)

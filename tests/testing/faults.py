@@ -123,7 +123,7 @@ MODULE = (
     hook("hooks_have_no_side_effects", "failure_patterns", "import os\n        os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n        return own", "ACME_X"),
     hook("hooks_do_not_modify_arguments", "prepare_launch", "launch.environment['ACME'] = '1'\n        return own", "flagcore_prepare_launch"),
     hook("hooks_write_no_files", "maturity", "open('acme.log', 'w').close()\n        return own", "acme.log"),
-    module("hooks_return_quickly", "import os\nimport sys\nif sys.argv[0].endswith('asking.py'):\n    os._exit(3)", "import"),
+    module("hooks_return_quickly", "import os\nimport sys\nif sys.argv[0].endswith('hook_runner.py'):\n    os._exit(3)", "import"),
     hook("hooks_return_quickly", "maturity", "__import__('time').sleep(3.5)\n        return own", "flagcore_maturity"),
 )
 CHIPS = (

@@ -101,7 +101,7 @@ class CalibratedPlugins(LoadedPlugins):
         if chip.name not in self._found:
             found = self._calibrations.find(chip, _installed_torch())
             if not self._found:
-                for _file, error in self._calibrations.unreadable():
+                for _file, error in self._calibrations.skipped_files():
                     self._warn(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:

@@ -55,12 +55,12 @@ class Snapshot:
         return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
 
     def record(self, columns: Columns) -> dict[str, Any]:
-        """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""
+        """Return the prediction of one candidate, in the space or not, with the components of its worst stage."""
         return prediction_records(self.task, self.workload, columns, self.problem.platform.costs)[0]
 
 
 def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
-    """Return what is predicted of each row, by component of its worst stage, too; with a reason where no time is."""
+    """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
     predicted = predict_columns(task, workload, columns, costs)
     components = predict_components(task, workload, columns, predicted.worst_stage, costs)
     records = []
@@ -93,7 +93,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
-    stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
+    stored = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(read_spec(home / SPEC, None, without), stored)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:

@@ -171,11 +171,10 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     """
     support, task = problem.platform.support, problem.platform.task
     engine, lines = task.spec.work.engine, list[object]()
-    if support.support is Support.UNKNOWN:
-        names = {"engine": engine, "chip": task.cluster.chips, "reason": support.reason}
+    unknown = support.reason if support.support is Support.UNKNOWN else ""
+    if reasons := [reason for reason in (unknown, untested_reason(workload)) if reason]:
+        names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    if untested := untested_reason(workload):
-        lines.append(_("engine {name} is untested: {reason}", name=engine, reason=untested))
     lines += [*problem.platform.conflicts, *sizes_held_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)

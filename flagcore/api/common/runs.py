@@ -1,4 +1,4 @@
-"""Read a run's folder: what was tried, what is best, and the error of predictions."""
+"""Read a run's folder: its trials, its best trial, and the error of predictions."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def read_run(path: Path) -> Run:
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _of_several(path, data)
-    known = RunDirectory(path).known()
+    known = RunDirectory(path).identity()
     if known is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
     stored = stored_trials(path, known["run"], known["fixed"].get("storage"))
@@ -131,7 +131,7 @@ def read_run(path: Path) -> Run:
     )
 
 
-def unreadable(file: Path, error: object) -> RunError:
+def unreadable_error(file: Path, error: object) -> RunError:
     """Return the error of a result that cannot be read."""
     why = getattr(error, "strerror", None) or repr(error)
     return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=why))
@@ -147,7 +147,7 @@ def _result(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise unreadable(file, error) from None
+        raise unreadable_error(file, error) from None
 
 
 def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
@@ -157,7 +157,7 @@ def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
         if won not in names:
             raise ValueError(f"engine = {won} did not run")
     except (KeyError, TypeError, ValueError) as error:
-        raise unreadable(path / RESULT, error) from None
+        raise unreadable_error(path / RESULT, error) from None
     runs = {name: read_run(path / name) for name in names}
     return replace(runs[won], folder=path, data=data, engines=runs)
 
@@ -177,7 +177,7 @@ def _require_complete_journal(run: Run) -> None:
     try:
         expected = count_trials(run.data)
     except TypeError as error:
-        raise unreadable(run.folder / RESULT, error) from None
+        raise unreadable_error(run.folder / RESULT, error) from None
     if ended_trials(run) < expected:
         counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected}
         lost = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
@@ -191,7 +191,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
         baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
         gains = tuple(float(each) for each in data["gains"])
     except (KeyError, TypeError, ValueError) as error:
-        raise unreadable(path / RESULT, error) from None
+        raise unreadable_error(path / RESULT, error) from None
     return Run(
         folder=path,
         spec=spec_as_data(path / SPEC),

@@ -1,4 +1,4 @@
-"""Transfer from earlier runs: their measurements and what is predicted for them today."""
+"""Transfer from earlier runs: their measurements and current predictions."""
 
 from __future__ import annotations
 

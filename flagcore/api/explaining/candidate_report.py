@@ -138,7 +138,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
-    """Return the candidate behind a name that is no list of knobs, None for one that is."""
+    """Return the candidate of a name; None for a list of knobs."""
     run, order, where = snapshot.run, fastest(snapshot.problem), snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
@@ -184,7 +184,7 @@ def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
 def _expected(snapshot: Snapshot, row: int) -> float | None:
     """Return the seconds of a step as measured, else as trials let us believe, else as predicted.
 
-    It is no less than what a trial had measured when it was stopped.
+    At least what a stopped trial had measured.
     """
     candidate = snapshot.problem.space.candidate(row)
     speed = snapshot.search_state.speed_of(candidate)

@@ -71,20 +71,20 @@ class Comparison(Notebook):
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    known: Snapshot
+    snapshot: Snapshot
     report: CandidateReport
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        return self.known.search_state.runs_of(Candidate.of(self.report.candidate))
+        return self.snapshot.search_state.runs_of(Candidate.of(self.report.candidate))
 
     @property
     def unit(self) -> float:
         """What a step is divided by so that two tasks can be compared: tokens and device, or 1 for a server."""
-        spec = self.known.task.spec
+        spec = self.snapshot.task.spec
         if isinstance(spec.work, ServeSpec):
             return 1.0
-        return spec.train.global_batch_size * spec.train.seq_length / self.known.task.cluster.devices
+        return spec.train.global_batch_size * spec.train.seq_length / self.snapshot.task.cluster.devices
 
     @property
     def steps_s(self) -> list[float]:
@@ -93,7 +93,7 @@ class _Side:
 
     @property
     def measured_s(self) -> float | None:
-        speed = self.known.search_state.speed_of(Candidate.of(self.report.candidate))
+        speed = self.snapshot.search_state.speed_of(Candidate.of(self.report.candidate))
         return 1.0 / speed if speed else None
 
     @property
@@ -151,9 +151,9 @@ def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
 
 
 def _compared(a: _Side, b: _Side) -> Comparison:
-    specs = [side.known.task.spec for side in (a, b)]
+    specs = [side.snapshot.task.spec for side in (a, b)]
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
-        places = {"a": a.known.where, "b": b.known.where}
+        places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one trains, the other serves", **places))
     gap, sure = _gap(a, b)
     both = a.report.predicted and b.report.predicted
@@ -166,26 +166,26 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         b=b.data(),
         objective=specs[0].objective,
         differs=differing(a.report.candidate, b.report.candidate),
-        tasks=_tasks(a.known, b.known),
+        tasks=_tasks(a.snapshot, b.snapshot),
         time=time,
         memory=memory,
         figures=_pairs(*figures),
         gap=gap,
         sure=sure,
         because=tuple(_because(a, b, time, gap, sure)),
-        knobs={**b.known.problem.knobs, **a.known.problem.knobs},
+        knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
 
 
 def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
     """Return how much longer `b` takes as a share, and how sure that is."""
-    if a.known.task.spec.objective != b.known.task.spec.objective and a.unit == b.unit == 1.0:
+    if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and a.unit == b.unit == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         return gap, SURELY if significant(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
-    taught = all(side.known.search_state.trials or side.known.search_state.probes for side in (a, b))
+    taught = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
     if taught and a.report.expected_s and b.report.expected_s:
         return b.report.expected_s / b.unit / (a.report.expected_s / a.unit) - 1.0, BELIEVED
     if a.predicted_s and b.predicted_s:
@@ -200,7 +200,7 @@ def _overlap(a: _Side, b: _Side) -> bool:
 
 
 def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
-    """Return what differs between two tasks beside the candidates, `key: a -> b`."""
+    """Return the differences of two tasks, without the candidates, as `key: a -> b`."""
     if a is b:
         return ()
     tasks: list[object] = []
@@ -247,6 +247,6 @@ def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
     order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
     if total and order:
         several = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
-        whose = _("time of a request") if a.known.task.spec.objective in SERVING else _("step")
+        whose = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
         lines.append(_("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=whose, parts=several))
     return lines

@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.common.candidate_parser import as_candidate, values_of
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.runs import RESULT, Run, unreadable
+from flagcore.api.common.runs import RESULT, Run, unreadable_error
 from flagcore.api.explaining.neighbors import differing
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
@@ -28,9 +28,10 @@ from flagcore.report.formats import Notebook
 from flagcore.report.text import funnel, repeats_text, role_text, state_name
 from flagcore.stages.prune import needed_share
 
-ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
-"""What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
-ran; it may be tried."""
+ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
+RAN, OPEN = N_("ran"), N_("open")
+"""States of a candidate: a rule of the engine forbids it; the spec does not list it; a rule removed it; it ran; it may
+be tried."""
 LEGAL = {
     True: N_("it would be legal, and fit"),
     False: N_("it would be legal, but not fit"),
@@ -79,8 +80,12 @@ def state_of(
     taught = _taught(snapshot, row)
     wanted = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
-        return RAN, [*(_ended(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)], taught
-    probed = [_ended(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
+        return (
+            RAN,
+            [*(_termination_reason(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
+            taught,
+        )
+    probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
     if taught:
         return REMOVED, [*probed, *(_why_removed(snapshot, each, row, predicted) for each in taught)], taught
     return OPEN, [*probed, *_why_open(snapshot, row)], []
@@ -95,8 +100,8 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     ]
 
 
-def _ended(snapshot: Snapshot, trial: Trial) -> str:
-    """Return how a trial ended: what it measured, beside the best, or why it did not."""
+def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
+    """Return how a trial ended: its measurement compared with the best, or why there is none."""
     what = _("probe") if trial.fidelity == PROBE else _("trial")
     role = "imported" if trial.source else trial.role.value
     line = f"{what} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
@@ -248,5 +253,5 @@ def _saved_counts(run: Run) -> Counts | None:
         if not counts.balanced:
             raise ValueError("its counts do not add up")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise unreadable(run.folder / RESULT, error) from None
+        raise unreadable_error(run.folder / RESULT, error) from None
     return counts

@@ -32,7 +32,7 @@ from flagcore.stages.discover import best_chip
 PROGRAM = "flagcore.microbench"
 SECONDS = 90.0
 GRACE_SECONDS = 120.0
-"""What start and end of the program may take beside the measuring."""
+"""Seconds for the start and the end of the program, in addition to the measurements."""
 
 UNPUBLISHED = ("bf16", "fp16", "fp32")
 """What is measured of a chip without published rates."""
@@ -99,7 +99,7 @@ def calibrate(
 def calibrations() -> list[dict[str, Any]]:
     """Return a record for each saved calibration, and warn of files that cannot be read. Raises RunError."""
     saved = Calibrations.of_user()
-    warn(error for _, error in saved.unreadable())
+    warn(error for _, error in saved.skipped_files())
     return [
         {
             "chip": each.chip,

@@ -1,4 +1,4 @@
-"""What is here: devices, plugins, engines, and what is missing for which."""
+"""The installation: devices, plugins, engines, and missing packages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record a chip that a plugin knows, with its aliases and what is known of it; None where nothing is."""
+    """Return one record per chip of the plugins, with aliases and facts; None for unknown ones."""
     with loaded_plugins(without) as loaded:
         return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
 

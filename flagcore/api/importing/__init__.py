@@ -1,1 +1,1 @@
-"""Take over what another tuner has: its configuration, and what it measured."""
+"""Import the configuration and the measurements of another tuner."""

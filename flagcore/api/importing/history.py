@@ -94,10 +94,10 @@ def _save(
     *,
     experience: bool,
 ) -> tuple[Trial, ...]:
-    """Write the trials into a run's folder, and what they measured for other runs if that is wanted."""
+    """Write the trials into a run's folder, and optionally their measurements for other runs."""
     directory.open()
     try:
-        known = directory.known()
+        known = directory.identity()
         url = known["fixed"].get("storage") if known else None
         run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective
@@ -117,7 +117,7 @@ def _save(
 
 
 class _Rows:
-    """Turns rows into trials; what is wrong with a row goes to `notes`."""
+    """Converts rows to trials; problems of a row go to `notes`."""
 
     def __init__(self, problem: Problem, workload: Workload, source: str, role: Role, title: str) -> None:
         self.problem, self.workload, self.source, self.role = problem, workload, source, role

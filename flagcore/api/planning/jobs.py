@@ -121,14 +121,14 @@ class _Jobs:
         return [answers[place] for place in range(len(lines))]
 
     def _sort(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
-        """Put a job with those of the same task. Raises FlagError."""
+        """Group jobs by task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
             hint = unknown_chip_hint(job.chip, self._loaded.chips())
             raise NotModelled(_("no installed plugin lists the chip {chip!r}; {hint}", chip=job.chip, hint=hint))
         devices = min(job.devices_per_node, job.devices)
         if job.devices % devices:
-            problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
+            problem = f"is not a multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
         cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine

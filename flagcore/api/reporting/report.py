@@ -139,7 +139,7 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is predicted now, nothing if that is not what was predicted then."""
+    """Return the current predictions, nothing if they differ from those of the run."""
     problem, run = snapshot.problem, snapshot.run
     best = run.best.candidate if run and run.best else None
     if best is not None and found.get("best"):

@@ -32,9 +32,9 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
-from flagcore.domain.trial import FIDELITIES, PROBE, RUN
+from flagcore.domain.trial import FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
-from flagcore.i18n import _
+from flagcore.i18n import _, ngettext
 from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
@@ -47,7 +47,7 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
 
 PROBE_STRATEGY = "learned"
-"""The strategy that chooses what is probed before the first run."""
+"""The strategy that chooses candidates to probe before the first run."""
 
 
 def tune(
@@ -122,7 +122,7 @@ class _EngineRun:
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
-        known = None if self.new else self.directory.known()
+        known = None if self.new else self.directory.identity()
         if known is None:
             return self.spec.baseline
         fixed = known["fixed"]
@@ -160,8 +160,15 @@ class _EngineRun:
         choices, objective = problem.space.choices, self.spec.objective
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
-        if done := len(store.trials()):
-            warn([_("resuming {folder}: trials done: {count}; --new starts over", folder=directory.path, count=done)])
+        if trials := store.trials():
+            done = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
+            text = ngettext(
+                "resuming {folder}: {count} trial done",
+                "resuming {folder}: {count} trials done",
+                done,
+                folder=directory.path,
+            )
+            warn([text + "; " + _("--new starts over")])
         write_spec(directory.path, self.data, self.base)
         return store
 

@@ -20,7 +20,7 @@ from flagcore.errors import SpecError
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
 DEVICES, LAYERS = 1_000_000, 10_000
-"""The largest numbers that are not a slip."""
+"""Upper limits of values."""
 
 
 def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:

@@ -196,7 +196,7 @@ class MegatronLog:
 
 
 def read_logs(files: Iterable[Path]) -> MegatronLog:
-    """Read the log files of a run, line by line; bytes that are no text are ignored, missing files too."""
+    """Read the log files of a run, line by line; invalid bytes and missing files are ignored."""
     log = MegatronLog()
     for file in files:
         read_on(file, 0, log, unfinished=True)

@@ -1,4 +1,4 @@
-"""Warnings about settings and knobs that are legal and have no effect beside the others, or that were filled in."""
+"""Warnings about settings and knobs that have no effect in combination with others, or that were filled in."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Given = dict[str, tuple[str, Any]]
 
 
 def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Given]:
-    """Take the arguments of a model and return those of each engine. Its own override the common ones."""
+    """Take the arguments of a model and return those of each engine. Engine-specific arguments override common ones."""
     common, specific = (
         source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ("engine_args", "engine_args_specific")
     )

@@ -127,14 +127,14 @@ class HistoryRule:
 
 
 def _by_micro_batch(new: Values, old: Entry) -> str | None:
-    """A smaller micro batch than one that ran gets its result; a larger one than one out of memory is out too."""
+    """A smaller micro batch than one that ran gets its result; a larger one than one out of memory is pruned."""
     if old.values[MBS] > new[MBS] and old.performance:
         return "performance"
     return "memory" if _more_micro_batch(new, old.values) and old.out_of_memory else None
 
 
 def _by_recompute(new: Values, old: Entry) -> str | None:
-    """More recompute than one that ran gets its result; less (or, uniform, more layers) than one out is out too."""
+    """More recompute than one that ran gets its result; less (uniform: more layers) than an OOM is pruned."""
     then, both = old.values, new[RECOMPUTE] and old.values[RECOMPUTE]
     if new[RECOMPUTE] and not then[RECOMPUTE] and old.performance:
         return "performance"

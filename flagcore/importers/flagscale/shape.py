@@ -35,7 +35,7 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     if grouped and not latent:
         found["num_query_groups"] = groups or 1
     if latent and grouped:
-        text = f"dropped ({grouped}): latent attention has no groups of queries"
+        text = f"dropped ({grouped}): latent attention has no query groups"
         flags.note("group_query_attention", text, "model")
     if groups is not None and (latent or not grouped):
         flags.note("num_query_groups", "dropped: without group_query_attention every head has its own keys", "model")

@@ -66,7 +66,7 @@ def _drop_backend(source: Source, flags: Flags) -> None:
     """Drop the backend. Raises SpecError for one whose tree has none of Megatron's flags."""
     key, backend = "experiment.task.backend", source.take("experiment.task.backend")
     if backend not in (None, "megatron") and not flags.has("num_layers"):
-        problem, fix = "trains a model of its own, without Megatron's flags", "use a tree of the backend megatron"
+        problem, fix = "trains a model without Megatron's flags", "use a tree of the backend megatron"
         raise source.error(key, problem, value=backend, fix=fix)
     if backend is not None:
         source.note(key, f"dropped ({backend}): a model in Megatron's flags is trained", "train.engine")

@@ -69,7 +69,7 @@ class Collectives:
         return time + startup
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the share of compute that a running collective of the group takes from kernels beside it."""
+        """Return the share of compute that a running collective of the group takes from concurrent kernels."""
         count = np.asarray(ranks, dtype=np.float64)
         share, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
         for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):

@@ -33,7 +33,7 @@ LARGEST = float(np.nextafter(SIZES[-1], 0.0))
 class Curve:
     """Seconds of one collective among `ranks` neighbours, by growing payload in bytes (of the whole tensor).
 
-    Raises ValueError for what is no measured curve.
+    Raises ValueError for an invalid curve.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The levels over which devices talk, from what is known of a chip's link and network card."""
+"""The levels over which devices communicate, from the facts of a chip's link and network card."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
 def _completed(roofline: Roofline, sheet: KernelSheet) -> Chip:
     chip, curve = roofline.chip, roofline.curve
     source = Source(kind="measured", detail="fastest kernel of a sheet over the share that such kernels reach")
-    copies = sheet.rows("copy").known
+    copies = sheet.rows("copy").exact
     if chip.memory_bandwidth_bytes_per_second is None and copies.seconds.size:
         best = float((copies.sizes[:, 0] / copies.seconds).max()) / curve.memory_share
         chip = replace(chip, memory_bandwidth_bytes_per_second=Fact(value=best, source=source))
     peaks = dict(chip.dense_flops_per_second)
     for precision in sheet.precisions("gemm"):
-        rows = sheet.rows("gemm", precision).known
+        rows = sheet.rows("gemm", precision).exact
         if RUNS_AS.get(precision, precision) not in peaks and rows.seconds.size:
             best = float((2.0 * rows.sizes.prod(axis=1) / rows.seconds).max()) / curve.gemm_share
             peaks[RUNS_AS.get(precision, precision)] = Fact(value=best, source=source)
@@ -46,7 +46,7 @@ def _completed(roofline: Roofline, sheet: KernelSheet) -> Chip:
 def _plain(roofline: Roofline, sheet: KernelSheet) -> Roofline:
     """Return `roofline` with what needs no model: the least time of a kernel, launches, rates of memory and host."""
     curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
-    small, launches = sheet.rows("elementwise").known, sheet.rows("launch").seconds
+    small, launches = sheet.rows("elementwise").exact, sheet.rows("launch").seconds
     if small.seconds.size and small.sizes.min() < SMALL_BYTES:
         curve = replace(curve, kernel_seconds=float(small.seconds[small.sizes[:, 0].argmin()]))
     changes: dict[str, Any] = {
@@ -63,8 +63,8 @@ def _plain(roofline: Roofline, sheet: KernelSheet) -> Roofline:
 
 def _rate(sheet: KernelSheet, name: str, start: float, otherwise: float) -> float:
     """Return the bytes per second of a kind of kernel, past its start."""
-    rows = _larger_half(sheet.rows(name).known, lambda sizes: sizes[:, 0])
-    late = rows.where(rows.seconds > 2.0 * start)
+    rows = _larger_half(sheet.rows(name).exact, lambda sizes: sizes[:, 0])
+    late = rows.select(rows.seconds > 2.0 * start)
     return float(np.median(late.sizes[:, 0] / (late.seconds - start))) if late.seconds.size else otherwise
 
 
@@ -72,7 +72,7 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
     curve = roofline.curve
     shares = dict(curve.gemm_shares)
     for precision in sheet.precisions("gemm"):
-        rows = _larger_half(sheet.rows("gemm", precision).known, lambda sizes: sizes.prod(axis=1))
+        rows = _larger_half(sheet.rows("gemm", precision).exact, lambda sizes: sizes.prod(axis=1))
         if rows.seconds.size:
             m, n, k = rows.sizes.T
             excess = rows.seconds / roofline.gemm_seconds(m, n, k, precision)
@@ -90,10 +90,10 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
 
 
 def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, str], FloatArray]) -> float:
-    """Return by how much attention took longer than modelled, in the precision that training uses first."""
+    """Return the ratio of measured to modelled attention time, in the usual precision of training."""
     for precision in ("bf16", "fp16", "fp32"):
         rows = _larger_half(
-            sheet.rows(name, precision).known, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
+            sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
         )
         if rows.seconds.size:
             return float(np.median(rows.seconds / modelled(rows.attention_shape(), precision)))
@@ -104,4 +104,4 @@ def _larger_half(rows: Rows, size: Callable[[FloatArray], FloatArray]) -> Rows:
     if not rows.seconds.size:
         return rows
     sizes = size(rows.sizes)
-    return rows.where(sizes >= np.median(sizes))
+    return rows.select(sizes >= np.median(sizes))

@@ -182,7 +182,7 @@ def cast_bytes(m: FloatArray, k: FloatArray, precision: str) -> FloatArray | Non
 
 
 def _larger(one: FloatArray, other: FloatArray) -> FloatArray:
-    """Return the larger, a little more where both are alike: neither hides the other fully."""
+    """Return the larger, or slightly more if both are close: neither hides the other fully."""
     one, other = one * one, other * other
     larger: FloatArray = np.sqrt(np.sqrt(one * one + other * other))
     return larger

@@ -47,14 +47,14 @@ class Rows:
     seconds: FloatArray
     bound: BoolArray
 
-    def where(self, rows: BoolArray) -> Rows:
+    def select(self, rows: BoolArray) -> Rows:
         """Return some rows."""
         return Rows(self.sizes[rows], self.seconds[rows], self.bound[rows])
 
     @property
-    def known(self) -> Rows:
+    def exact(self) -> Rows:
         """Return the rows whose time is the device's."""
-        return self.where(~self.bound)
+        return self.select(~self.bound)
 
     def attention_shape(self) -> AttentionShape:
         """Return the sizes of rows that are attention's, an element each."""

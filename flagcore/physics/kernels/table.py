@@ -1,4 +1,4 @@
-"""Kernel times from measurements: a roofline fitted to them, and what it left, learned over the sizes."""
+"""Kernel times from measurements: a fitted roofline, and its residuals interpolated over the sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GEMM_AXES = (
     Axis(first=4, last=18, steps=4, reach=0.5),
     Axis(first=4, last=18, steps=4, reach=0.5),
 )
-"""m, n, k. A library chooses other kernels for other n and k, so one pair is no evidence for the next."""
+"""m, n, k. A library chooses other kernels for other n and k, so one pair does not predict the next."""
 
 ATTENTION_AXES = (
     Axis(first=0, last=12, steps=1, reach=2.0),
@@ -37,7 +37,7 @@ IN_RUNS = 1.25
 the memory's. Estimated: no run was measured on the very chip whose kernels were."""
 
 LIKE = {"fp16": "bf16", "bf16": "fp16"}
-"""Precisions whose kernels behave alike."""
+"""Precisions whose kernels behave similarly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class KernelTable:
 
     @classmethod
     def of(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
-        """Fit `roofline` to `sheet`, and learn what it leaves."""
+        """Fit `roofline` to `sheet`, and learn the residuals."""
         fitted = fit(roofline, sheet)
         corrections: dict[tuple[str, str], Correction] = {}
         for kind in ("gemm", "attention", "attention_backward", "elementwise"):
@@ -100,7 +100,7 @@ def _learned(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) 
     """Learn from times that are the device's, and from bounds where the model is above them; None from nothing."""
     rows = sheet.rows(kind, precision)
     if kind == "elementwise":
-        moved, seconds = rows.known.sizes[:, 0], rows.known.seconds
+        moved, seconds = rows.exact.sizes[:, 0], rows.exact.seconds
         residuals = np.log(seconds / roofline.memory_seconds(moved))
         return learned_line(MEMORY_AXIS, moved, residuals) if moved.size and np.isfinite(residuals).all() else None
     if kind == "gemm":

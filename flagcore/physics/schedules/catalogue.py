@@ -1,4 +1,4 @@
-"""Pipeline schedules: how long a step's passes take, and how many micro-batches a stage holds at once.
+"""Pipeline schedules: the time of a step, and the micro-batches that a stage holds at once.
 
 The deviation of each formula from the simulated order is given in its docstring. With the profiled times of 12
 published settings (arXiv 2401.10241) the 48 published steps of 1F1B, interleaved, ZB-1p and ZB-2p come out within 4%.
@@ -21,8 +21,8 @@ class Schedule:
 
     `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is how often a device
     holds parameters, gradients and optimizer state. `splits_backward`: the gradients of activations and of weights
-    are separate passes, which costs kernels that read twice. `post_validation`: its authors run it without a
-    synchronisation of all stages before the optimizer; a step then takes the longest span of one stage, from its first
+    are separate passes, so kernels read their inputs twice. `post_validation`: its authors run it without
+    synchronizing all stages before the optimizer; a step then takes the longest span of one stage, from its first
     forward to its last backward.
     """
 
@@ -33,7 +33,7 @@ class Schedule:
 
     @property
     def folded(self) -> bool:
-        """Whether device r of p holds the parts r and 2p - 1 - r, so that the first has the last one too."""
+        """Whether device r of p holds the parts r and 2p - 1 - r, so the first device also holds the last part."""
         return self.parts == 2 and self.copies == 1
 
 
@@ -55,10 +55,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray) -> FloatArray:
-    """Return the seconds from the first forward of a step to the last backward of all stages, a candidate.
+    """Return the seconds from the first forward of a step to the last backward of all stages, per candidate.
 
-    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` looks at `virtual`. All
-    candidates have pipelines of one length. With `Schedule.post_validation` it is the longest span of one stage.
+    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` uses `virtual`. All
+    candidates have pipelines of the same length. With `Schedule.post_validation` it is the longest span of one stage.
     """
     m, p = microbatches, len(times.forward)
     if p == 1:
@@ -85,8 +85,8 @@ def in_flight(
     In units of one micro-batch's activations of the whole stage (all parts of the device), at most m; arrays of one
     shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1
     and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3,
-    rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). What waits for W alone
-    comes on top: `deferred`.
+    rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). Activations kept
+    for W only are added by `deferred`.
     """
     behind = pipeline - 1.0 - index
     one: FloatArray = np.ones_like(behind)
@@ -118,12 +118,12 @@ def deferred(
     microbatches: FloatArray,
     weight_share: FloatArray | float = 0.4,
 ) -> FloatArray:
-    """Return the micro-batches of which stage `index` holds only what W needs, at the moment of `in_flight`.
+    """Return the micro-batches of which stage `index` holds only the inputs of W, at the moment of `in_flight`.
 
     W needs the inputs of the linear layers and the gradients of their outputs, not what attention saved. Later stages
     of ZB-H1 and ZB-1p hold r, of ZB-H2 2r. ZB-2p holds what fits in 2p micro-batches, each W counting
-    `weight_share` of one (`StageTimes.weight_share`), so all 2p with a share of 1. The V family and DualPipe hold
-    most while nothing waits: 0.
+    `weight_share` of one (`StageTimes.weight_share`), so all 2p with a share of 1. The V family and DualPipe
+    reach their maximum when nothing waits: 0.
     """
     held = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
     waiting: FloatArray = np.zeros_like(held)
@@ -150,8 +150,8 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
     and the W after its last B (`delayed`).
 
     ZB-H1 and ZB-1p keep p micro-batches; ZB-H2 2p - 1 with F = B = W in mind. ZB-2p is planned for the middle stage:
-    forwards until the first backward comes back, W until the other stages are done, both as far as 2p allow; where
-    the plan of ZB-1p is better, that one.
+    forwards until the first backward arrives, W until the other stages are done, both limited by 2p. The plan of
+    ZB-1p is used where it is better.
     """
     p, barrier = len(times.forward), not SCHEDULES[schedule].post_validation
     r = np.arange(p, dtype=np.float64)[:, None]

@@ -1,8 +1,8 @@
-"""How long a pipeline of uneven stages takes from its first forward to its last backward: longest paths.
+"""The time of a pipeline of uneven stages from its first forward to its last backward, by longest paths.
 
-A path spends the middle of the step on one stage, r; before is how long r waits for its first backward (`front`), after
-is what is left after its last forward (`back`). Both are running maxima over stages: some operations a stage, none a
-micro-batch. Symbols: p stages, m micro-batches, v virtual stages a device; F forward, B and W the backward that makes
+A path spends the middle of the step on one stage, r. `front` is the time until the first backward of r, `back` the time
+after its last forward. Both are running maxima over stages, so the cost does not depend on the number of micro-batches.
+Symbols: p stages, m micro-batches, v virtual stages per device; F forward, B and W the backward that makes
 the gradient of activations and of weights. All arrays of stages are (stages, candidates).
 """
 
@@ -20,9 +20,9 @@ class StageTimes:
     """Seconds of one micro-batch on each stage of pipelines of one length.
 
     `forward`, `backward_input` (recomputation included), `backward_weight` and `paired` have shape (stages,
-    candidates). A stage is what lies on one device, all its virtual stages together, taken as equal; for DualPipe it is
-    a stage of the model, which two devices hold. `paired` is one forward and one backward (both parts) of two
-    micro-batches that run together, where a schedule overlaps them; None: as long as one after the other.
+    candidates). A stage is the work of one device: all its virtual stages, assumed equal; for DualPipe it is a stage
+    of the model, which two devices hold. `paired` is one forward and one backward (both parts) of two micro-batches
+    that a schedule overlaps; None: as long as one after the other.
 
     `send` (candidates,) is one message over one boundary, `blocking` the share of it (0 to 1) during which its
     sender computes nothing; the rest only makes the receiver wait. `weight_share` is how much of a micro-batch's
@@ -39,22 +39,22 @@ class StageTimes:
 
     @property
     def busy(self) -> FloatArray:
-        """Seconds that one micro-batch takes of each stage, without sends."""
+        """Seconds of one micro-batch on each stage, without sends."""
         return self.forward + self.backward_input + self.backward_weight
 
     @property
     def latency(self) -> FloatArray:
-        """Seconds that a message takes beside what its sender waits."""
+        """Seconds of a message during which its sender is not blocked."""
         return self.send * (1.0 - np.asarray(self.blocking, dtype=np.float64))
 
     @property
     def sending(self) -> FloatArray:
-        """Seconds that a message takes of its sender."""
+        """Seconds of a message during which its sender is blocked."""
         return self.send * np.asarray(self.blocking, dtype=np.float64)
 
 
 def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of all forwards, then all backwards (arXiv 1811.06965), a candidate. Exact."""
+    """Return the time of all forwards, then all backwards (arXiv 1811.06965), per candidate. Exact."""
     forward, backward = _with_sends(times, 1.0)
     hops = 2.0 * (len(forward) - 1) * times.latency
     slowest: FloatArray = forward.max(axis=0) + backward.max(axis=0)
@@ -78,9 +78,9 @@ def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
     """Return the time of interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
 
-    A path may also lap: after the last stage comes the next virtual stage of the first one, p passes later. With m
-    a multiple of p exact for even stages, within 3.5% for uneven ones; a head that is all in the last virtual stage
-    costs 0.5% more. With v = 1 it is 1F1B.
+    A path may also wrap around: the last stage is followed by the next virtual stage of the first one, p passes
+    later. With m a multiple of p exact for even stages, within 3.5% for uneven ones; 0.5% more if the head is all in
+    the last virtual stage. With v = 1 it is 1F1B.
     """
     plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) else m
     forward, backward = (x / v for x in _with_sends(times, v))
@@ -109,9 +109,9 @@ def deferred_weights(
     Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. Without
     `barrier` it is the longest span of one stage.
 
-    From m = 2p on, against simulated orders: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, 3% where all stages differ.
-    ZB-2p, always below: within 2.5% for even stages, 7.5% for uneven ends, 10.5% where all differ. At m = p ZB-H2 is
-    10% too fast at worst.
+    Deviation from simulation, m >= 2p: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, 3% where all stages differ.
+    ZB-2p is always below: within 2.5% for even stages, 7.5% for uneven ends, 10.5% where all differ. At m = p ZB-H2
+    is at most 10% too fast.
     """
     forward, backward = _with_sends(times, 1.0, fused=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
@@ -136,15 +136,15 @@ def deferred_weights(
 
 
 def _behind(stages: FloatArray) -> FloatArray:
-    """Return how many stages come after each: a column."""
+    """Return the number of stages after each, as a column."""
     column: FloatArray = np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
     return column
 
 
 def _with_sends(times: StageTimes, v: FloatArray | float, *, fused: bool = True) -> tuple[FloatArray, FloatArray]:
-    """Return forward and backward with the seconds that their sends, v a micro-batch, take of the sender.
+    """Return forward and backward with the blocking time of their sends, v per micro-batch.
 
-    The last virtual stage sends nothing forward, the first nothing backward. `fused`: W belongs to the backward.
+    The last virtual stage sends nothing forward, the first nothing backward. `fused`: the backward includes W.
     """
     forward, backward = times.forward, times.backward_input
     if fused:
@@ -159,10 +159,10 @@ def _with_sends(times: StageTimes, v: FloatArray | float, *, fused: bool = True)
 def _edge(
     pass_: FloatArray, other: FloatArray, latency: FloatArray, extra: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return when each stage is through its first passes and the way back from the last stage, and without the way.
+    """Return when each stage ends its first passes, with and without the way back from the last stage.
 
-    `extra` is the time of the passes beside the first on the slowest stage so far. Backwards in time the same
-    holds for the end of the step, with the passes exchanged.
+    `extra` is the time of the passes after the first one on the slowest stage so far. The end of the step is the
+    same in reverse, with the passes exchanged.
     """
     alone = np.cumsum(pass_, axis=0) + np.arange(len(pass_))[:, None] * latency + extra
     reached = alone.copy()
@@ -172,9 +172,9 @@ def _edge(
 
 
 def _laps(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
-    """Return the time of `count` passes on the slowest stage so far or, after one lap over all stages, of all.
+    """Return the time of `count` passes on the slowest stage so far or, after one round over all stages, of all.
 
-    Messages make each lap longer: then also of as many laps as there are passes for.
+    Messages make each round longer: then also of as many rounds as the passes allow.
     """
     p, slowest = len(pass_), np.maximum.accumulate(pass_)
     lap = pass_.sum(axis=0) + p * latency

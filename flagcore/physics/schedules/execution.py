@@ -19,7 +19,7 @@ class Pipe:
     """The devices of the parts of a model, and the seconds of their passes.
 
     `devices[part]` is the device of a part; a copy of the model has `length` parts, a second copy follows the first.
-    `seconds[kind][part]` for the kinds F, B and W. Two passes of one step take `together[part]` of their seconds.
+    `seconds[kind][part]` are given for the kinds F, B and W. Two overlapping passes take `together[part]` of their sum.
     A message to another device delays its receiver by `latency` and its sender by `waits`, except in a step of two
     passes, which hides messages.
     """
@@ -47,7 +47,7 @@ class Pipe:
         return self.devices[part] != self.devices[part + 1 if kind == "F" else part - 1]
 
     def ready(self, one: Pass, end: Mapping[Pass, float]) -> float | None:
-        """Return when the input of a pass is available; None: not known yet. `end` has BW as B."""
+        """Return when the input of a pass is available, or None if it is not known yet. `end` lists BW as B."""
         kind, part, batch = one
         place, source = part % self.length, part
         if kind == "F":
@@ -108,7 +108,7 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
                     continue
                 break
         if left == before:
-            raise ValueError("the passes wait for each other")
+            raise ValueError("deadlock in the schedule")
     return [each for mine in done for each in mine]
 
 

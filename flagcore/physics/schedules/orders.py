@@ -1,8 +1,8 @@
 """Orders of passes on each device, for schedules that do not depend on the times of passes.
 
-Symbols: p devices, m micro-batches, r a device. On r lies part r; with v virtual stages also r + p and so on; in
-DualPipeV also part 2p - 1 - r; in DualPipe the part of a second copy that runs the other way. Orders hold for any m: a
-schedule that is defined for more micro-batches is run without the missing ones.
+Symbols: p devices, m micro-batches, r a device. Device r holds part r; with v virtual stages also r + p and so on; in
+DualPipeV also part 2p - 1 - r; in DualPipe a part of a second copy that runs in reverse. Orders are valid for any m: a
+schedule that is defined for more micro-batches skips the missing ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flagcore.physics.schedules.execution import Orders, Pass
 
 def one_forward_one_backward(p: int, m: int, warm: Callable[[int], int] | None = None, kind: str = "BW") -> Orders:
     """Return 1F1B (arXiv 2104.04473): device r runs `warm` forwards, p - r by default, then a backward and a forward
-    in turn. As many forwards as micro-batches are GPipe (arXiv 1811.06965)."""
+    in turn. With as many forwards as micro-batches it is GPipe (arXiv 1811.06965)."""
     orders: Orders = []
     for r in range(p):
         ahead = min(warm(r) if warm else p - r, m)
@@ -42,7 +42,7 @@ def interleaved(p: int, m: int, v: int) -> Orders:
 
 
 def deferring(p: int, m: int, *, twice: bool) -> Orders:
-    """Return ZB-H1 (`twice`: ZB-H2) as drawn in arXiv 2401.10241: device r lets r (2r) gradients of weights wait."""
+    """Return ZB-H1 (`twice`: ZB-H2) as drawn in arXiv 2401.10241: device r defers r (2r) weight gradients."""
     orders = one_forward_one_backward(p, m, (lambda r: 2 * (p - r) - 1) if twice else None, kind="B")
     for r, order in enumerate(orders):
         allowed, filled, waiting = (2 * r if twice else r), [], list[int]()
@@ -62,8 +62,8 @@ def dualpipe_v(p: int, m: int) -> Orders:
 
 
 def dualpipe(p: int, m: int) -> Orders:
-    """Return DualPipe (arXiv 2412.19437) for an even p: two copies, the second one (parts p to 2p - 1) the other way
-    round, half of the micro-batches each; the first has one more of an odd m."""
+    """Return DualPipe (arXiv 2412.19437) for an even p: two copies, the second one (parts p to 2p - 1) in
+    reverse, with half of the micro-batches each; the first has one more of an odd m."""
     orders: Orders = []
     for r in range(p):
         near, far = (r, 2 * p - 1 - r) if r < p // 2 else (2 * p - 1 - r, r)
@@ -73,8 +73,8 @@ def dualpipe(p: int, m: int) -> Orders:
 
 
 def _dual(p: int, m_near: int, m_far: int, r: int, near: int, far: int) -> list[tuple[Pass, ...]]:
-    """Return the eight phases of DualPipe on device r of p; a step of two passes are a forward and a backward that run
-    together. `m_near` and `m_far` are the micro-batches of either part."""
+    """Return the eight phases of DualPipe on device r of p; a step of two passes is a forward and a backward that
+    overlap. `m_near` and `m_far` are the micro-batches of the two parts."""
     m = max(m_near, m_far, 2 * p)
     rest, alone = p - r - 1, r + 1
     steps: list[tuple[tuple[str, int], ...]] = [(("F", near),)] * (2 * rest)
@@ -98,7 +98,7 @@ def _dual(p: int, m_near: int, m_far: int, r: int, near: int, far: int) -> list[
 
 
 def numbered(steps: Iterable[Iterable[tuple[str, int]]], m: Mapping[int, int]) -> list[tuple[Pass, ...]]:
-    """Return the passes with their micro-batches; those beyond the last of their part, one of `m`, fall away."""
+    """Return the passes with their micro-batches; those beyond the count `m` of their part are dropped."""
     count: dict[tuple[str, int], int] = {}
     order = []
     for step in steps:

@@ -1,8 +1,8 @@
-"""How long a step takes of schedules that give each device two parts of the model: the V family and DualPipe.
+"""The time of a step in schedules with two parts of the model per device: the V family and DualPipe.
 
-Steady state is the slowest device or, where memory is short, a round through all devices; filling and draining are
-linear in the times, with coefficients read off the published orders for p of 3 to 12. Symbols as in `critical_path`.
-Deviations are the worst from simulated orders, m from 2p to 4p, for even stages / other ends / all different.
+Steady state is the slowest device or, with little memory, a round through all devices; filling and draining are
+linear in the times, with coefficients taken from the published orders for p of 3 to 12. Symbols as in `critical_path`.
+Deviations are the largest from simulated orders, m from 2p to 4p, for even stages / other ends / all different.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ V_MIN = (
 def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the longest span of a device in ZB-V (arXiv 2401.10241, section 6), memory limited to p micro-batches.
 
-    A device cannot end before its last B has gone up to the first device; W fills that time as far as 2p parts of
-    them may wait. Forward and backward of unequal length leave gaps while filling or draining. Deviation 2.5 / 4 / 5%;
+    A device cannot end before its last B has reached the first device; W fills that time, with up to 2p parts of
+    them waiting. Forward and backward of unequal length leave gaps while filling or draining. Deviation 2.5 / 4 / 5%;
     10% at m = p.
     """
     forward, backward, weight, latency = _with_sends(times)
@@ -46,7 +46,7 @@ def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Half (arXiv 2405.15362). Half the memory holds back steps unless W + 2B >= 2F >= 2B - W.
+    """Return the time of V-Half (arXiv 2405.15362). Half the memory delays steps unless W + 2B >= 2F >= 2B - W.
 
     Deviation 3 / 4 / 3.5%; two devices 11%.
     """
@@ -57,14 +57,14 @@ def v_half(times: StageTimes, m: FloatArray) -> FloatArray:
     filling = _filling(V_HALF, forward, backward, weight, latency) - (0.5 * (f + b + w) if p % 2 == 0 else 0.0)
     busy = _with_gaps(m * work, work, np.maximum(filling, 0.0), covered)
     turn = 2.0 * m * latency + 4.0 * p * latency
-    slow_b = m * (2.0 * b + w / 2.0) + p * f + (p - 2.5) * b - 0.2 * (p - 1.0) * w + turn
-    slow_f = m * (2.0 * f + w / 2.0) + (2.0 * p - 2.5) * b + 0.5 * w + turn
-    longest: FloatArray = np.maximum(busy, np.maximum(slow_b, slow_f))
+    slow_backward = m * (2.0 * b + w / 2.0) + p * f + (p - 2.5) * b - 0.2 * (p - 1.0) * w + turn
+    slow_forward = m * (2.0 * f + w / 2.0) + (2.0 * p - 2.5) * b + 0.5 * w + turn
+    longest: FloatArray = np.maximum(busy, np.maximum(slow_backward, slow_forward))
     return longest
 
 
 def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of V-Min (arXiv 2405.15362): a third of the memory, so that F = B = W is needed for full use.
+    """Return the time of V-Min (arXiv 2405.15362): a third of the memory, so full utilization needs F = B = W.
 
     With so little memory p / 3 micro-batches take at least the forwards, or the backwards, of all devices; two
     devices have memory for a little more. Deviation 4.5 / 8 / 11.5%.
@@ -80,9 +80,9 @@ def v_min(times: StageTimes, m: FloatArray) -> FloatArray:
         3.0 * x + 1.2 * (y.max(axis=0) - x) + (0.5 * (f + b + w - 3.0 * x) if p == 2 else 0.0)
         for x, y in ((b, backward), (f, forward))
     )
-    slow_b = m * round_b + p * f + (0.9 * p - 3.0) * b + 0.5 * w
-    slow_f = m * round_f - 2.5 * f + 1.85 * p * b + 0.5 * w
-    longest: FloatArray = np.maximum(busy, np.maximum(slow_b, slow_f) + send)
+    slow_backward = m * round_b + p * f + (0.9 * p - 3.0) * b + 0.5 * w
+    slow_forward = m * round_f - 2.5 * f + 1.85 * p * b + 0.5 * w
+    longest: FloatArray = np.maximum(busy, np.maximum(slow_backward, slow_forward) + send)
     return longest
 
 

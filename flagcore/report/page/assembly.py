@@ -106,7 +106,12 @@ def chips(run: RunData) -> Section:
     return Section(anchor="chips", title=_("Chip facts and sources"), blocks=tuple(blocks))
 
 
+PEAK = NAMES["facts"]["peak"]
+
+
 def _fact(fact: Mapping[str, Any]) -> list[Any]:
     unit, name = UNITS[fact["unit"]]
-    value, fact_name, kind = float(fact["value"]), fact["fact"], fact["kind"]
-    return [_(fact_name), Cell(f"{shown(value / unit)} {name}", value), _(kind), fact["from"]]
+    value, fact_name, kind = float(fact["value"]), _(fact["fact"]), fact["kind"]
+    if fact["fact"].startswith(PEAK):
+        fact_name = _(PEAK) + fact["fact"].removeprefix(PEAK)
+    return [fact_name, Cell(f"{shown(value / unit)} {name}", value), _(kind), fact["from"]]

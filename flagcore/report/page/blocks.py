@@ -105,7 +105,7 @@ def cell(value: Any, text: str | None = None) -> Cell:
     return Cell(text if value is not None else "-", figure)
 
 
-def marked(value: float | None, mark: str = "~") -> Cell:
+def highlighted(value: float | None, mark: str = "~") -> Cell:
     """Return a number as a cell after a mark: `~` is predicted or partly modelled; `-` for None."""
     made = cell(value)
     return made if value is None else Cell(mark + made.text, made.value)

@@ -17,7 +17,7 @@ from flagcore.report.page.blocks import (
     Table,
     Text,
     cell,
-    marked,
+    highlighted,
     percent,
     table,
 )
@@ -67,13 +67,13 @@ def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     if trial["state"] == "predicted":
         speed = lookup(predicted, "tokens_per_second_per_device.value")
     return [
-        marked(step.get("median"), mark),
+        highlighted(step.get("median"), mark),
         cell(step.get("spread")),
-        marked(lookup(predicted, "step_time_s.value")),
-        marked(speed, mark),
+        highlighted(lookup(predicted, "step_time_s.value")),
+        highlighted(speed, mark),
         percent(_gain(run, trial), mark, signed=True),
         cell(measured.get("device_used_gib", measured.get("peak_reserved_gib"))),
-        marked(lookup(predicted, "memory.device_used_gib")),
+        highlighted(lookup(predicted, "memory.device_used_gib")),
     ]
 
 
@@ -84,7 +84,7 @@ def _served(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     return [
         Cell(value.text + broken, value.value),
         percent(spread),
-        marked(run.predicted(trial)),
+        highlighted(run.predicted(trial)),
         Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
         *(cell(number(lookup(trial, f"measured.figures.{name}"))) for name in LATENCIES.values()),
     ]

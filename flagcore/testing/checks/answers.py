@@ -1,4 +1,4 @@
-"""Answers of hooks: of the type and with the values that each promises, and none about what is not the plugin's."""
+"""Answers of hooks: their types and values, and no answers for other vendors' chips."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def maturity_is_given(plugin: Subject) -> Problems:
     plugin.own_chips()
     if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
         yield from plugin.problems_of("flagcore_maturity")
-        yield "flagcore_maturity returns None, so `flag plugins list` cannot show how well founded the facts are"
+        yield "flagcore_maturity returns None, so `flag plugins list` cannot show the maturity of the data"
 
 
 @check("name chips of chips/*.yaml")

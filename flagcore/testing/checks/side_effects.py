@@ -1,4 +1,4 @@
-"""Side effects of importing and asking the plugin, tried in a process of its own."""
+"""Side effects of importing the plugin and of calling its hooks, checked in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flagcore.testing.asking import DRIVERS
+from flagcore.testing.hook_runner import DRIVERS
 from flagcore.testing.kit import Problem, Problems, Subject, check
 
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
@@ -117,7 +117,7 @@ def _asked(plugin: Subject) -> tuple[list[Record], str]:
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
-    argv = [sys.executable, "-B", "-m", "flagcore.testing.asking", plugin.entry, paths]
+    argv = [sys.executable, "-B", "-m", "flagcore.testing.hook_runner", plugin.entry, paths]
     try:
         done = subprocess.run(
             argv, env={**environment, **more}, cwd=folder, capture_output=True, timeout=TOTAL_SECONDS, check=False

@@ -1,4 +1,4 @@
-"""Finds Iluvatar GPUs. CoreX's torch answers to cuda: its version, an attribute or the devices' names decide.
+"""Finds Iluvatar GPUs. CoreX's torch uses the device name cuda: its version, an attribute or the devices' names decide.
 
 A card with two chips (BI-V150, MR-V100 DUO) lists two devices.
 """

@@ -1,4 +1,4 @@
-"""Finds MetaX GPUs. MetaX's torch answers to cuda: its version or the devices' names decide."""
+"""Finds MetaX GPUs. MetaX's torch uses the device name cuda: its version or the devices' names decide."""
 
 from __future__ import annotations
 

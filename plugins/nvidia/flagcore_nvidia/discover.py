@@ -1,5 +1,5 @@
-"""Finds NVIDIA GPUs. Other vendors' torch answers to cuda and their drivers may bring an nvidia-smi: PCI ids and
-names decide."""
+"""Finds NVIDIA GPUs. Other vendors' torch uses the device name cuda, and their drivers may ship an nvidia-smi: PCI
+ids and names decide."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def _fused_core(
 
 
 def _wide(precision: str) -> str:
-    """Return the format of what is never computed in 8 or 4 bits: attention, router and head."""
+    """Return the format of parts that are never computed in 8 or 4 bits: attention, router and head."""
     return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
 
 

@@ -1,4 +1,4 @@
-"""The trial program: trains a few steps of one configuration on this machine and writes down what it cost.
+"""The trial program: trains a few steps of one configuration on this machine and writes its measurements.
 
 Run it with `python -m flagcore.engines.megatron.trial JOB.json`. Importing this package imports neither
 torch nor megatron; only the modules that run inside a rank do.

@@ -1,4 +1,4 @@
-"""Replacements for what is missing: a GPU when a trial runs on a CPU, and other ranks when a probe runs one alone.
+"""Replacements for missing parts: a GPU when a trial runs on a CPU, and other ranks when a probe runs one alone.
 
 Megatron-core names the device "cuda" in the text of many functions. Nothing in its files is edited: a few
 functions of torch and of Megatron are replaced inside the rank's process, each for the reason beside it.

@@ -49,7 +49,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """An engine as its authors release it: flags, what it logs and counts, and what it adds to kernels.
+    """An engine as released: flags, log lines, counters, and overheads on top of kernels.
 
     `program` is the command unless the spec has one; `packages` are the pip packages that may install it. `reserved`
     are flags that the user cannot set, and why. The installed engine's source has its flags as literals in

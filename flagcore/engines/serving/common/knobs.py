@@ -131,7 +131,7 @@ def _spelled(value: KnobValue) -> str:
 
 
 def by_hardware(cores: Auto, devices: Auto) -> Auto:
-    """Return what is tried on CPU cores and on devices."""
+    """Return the values to try on CPU cores and on devices."""
     return Auto(
         lambda task: (cores if Hardware.of(task).on_cores else devices).values(task),
         f"{devices.help}; on cores {cores.help}",

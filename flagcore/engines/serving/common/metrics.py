@@ -16,7 +16,7 @@ AVERAGED = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
 
 
 def samples(text: str) -> dict[str, list[float]]:
-    """Return the values of each sample, one for each set of labels, by name; what is not finite is left out."""
+    """Return the values of each sample, one for each set of labels, by name; values that are not finite are dropped."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
@@ -32,7 +32,7 @@ def joined(name: str, values: Sequence[float]) -> float:
 
 
 def labels(text: str, name: str) -> dict[str, str]:
-    """Return the labels of the first sample called `name`; none if there is no such sample."""
+    """Return the labels of the first sample called `name`; empty if there is none."""
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
         if sample and sample["name"] == name:

@@ -133,7 +133,7 @@ def memory(log: str) -> dict[str, float]:
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return what is illegal, with the log lines of the wheel as sources."""
+    """Return the rules of illegal values, with the wheel's log lines as sources."""
     hardware, total = Hardware.of(task), own.total_context(task)
     plain = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
     none, layer, *by_rows = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))

@@ -58,7 +58,7 @@ WHOLE = 1000
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return what is illegal."""
+    """Return the rules of illegal values."""
     experts = task.spec.model.num_moe_experts or 1
     on_cores = Hardware.of(task).on_cores
     pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]

@@ -1,1 +1,1 @@
-"""Requests as clients send them: prompts, arrivals, the client, and what is measured of the answers."""
+"""Requests as clients send them: prompts, arrivals, the client, and measurements."""

@@ -21,7 +21,7 @@ _SECONDS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 
 
 
 class ReportError(UsageError):
-    """A report of another client lacks what is needed, holds failed requests, or is none."""
+    """A report of another client is invalid, incomplete, or has failed requests."""
 
 
 def read_report(path: str | Path) -> dict[str, float]:

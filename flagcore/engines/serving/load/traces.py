@@ -65,7 +65,7 @@ class _Bad(Exception):
 
 
 def read_trace(path: str) -> Traffic:
-    """Return the requests of a trace file. Raises SpecError that names the file, the row and what is wrong."""
+    """Return the requests of a trace file. Raises SpecError with the file, the row and the problem."""
     file = Path(path)
     try:
         text = read_regular(file, most=1 << 30).decode("utf-8-sig")

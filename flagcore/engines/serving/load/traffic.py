@@ -29,7 +29,7 @@ def traffic(load: Load) -> Traffic:
     if load.trace is not None:
         asked = read_trace(load.trace).first(load.num_prompts)
     elif not load.num_prompts:
-        raise SpecError(key="num_prompts", problem="is needed to send a load", fix="set the number of requests")
+        raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
     else:
         asked = Traffic(
             input_len=_lengths(lengths, load.input_len, load), output_len=_lengths(lengths, load.output_len, load)
@@ -66,9 +66,8 @@ def _arrivals(rng: np.random.Generator, load: Load, asked: Traffic) -> FloatArra
             return None
         if asked.arrive_s is not None:
             return asked.arrive_s
-        raise SpecError(
-            key="concurrency", problem="or request_rate is needed to send a load", fix="set one, or a trace with times"
-        )
+        problem = "or request_rate is required to generate load"
+        raise SpecError(key="concurrency", problem=problem, fix="set one, or a trace with times")
     count = asked.input_len.size
     if math.isinf(load.request_rate):
         return np.zeros(count)

@@ -1,1 +1,1 @@
-"""Memory and time of an engine that serves, for whole columns of candidates."""
+"""Memory and time of a serving engine, for whole columns of candidates."""

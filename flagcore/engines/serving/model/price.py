@@ -60,7 +60,7 @@ class Price:
         return found
 
     def mixed(self, sequences: int, tokens: float, longest: float, pairs: float, ended: int) -> float:
-        """Return the time of an iteration of `tokens` of prompts beside `sequences` that decode, without their context.
+        """Return the time of an iteration of `tokens` of prompts and `sequences` that decode, without their context.
 
         `longest` is the largest piece of one prompt, `pairs` the queries times keys, `ended` the prompts that end. With
         several ranks or batches the slowest decides: each has an even share of the tokens, or the longest piece.

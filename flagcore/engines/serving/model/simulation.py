@@ -1,4 +1,4 @@
-"""The scheduler of an engine, iteration by iteration: continuous batching, prompts in chunks beside decoding.
+"""The scheduler of an engine, iteration by iteration: continuous batching, chunked prefill together with decoding.
 
 Between two events (an arrival, an end, a full cache) nothing changes but the context, so such a stretch of decoding is
 one step: a simulation costs by its requests, not by its tokens. Deterministic. Source: the schedulers of vLLM (Kwon et

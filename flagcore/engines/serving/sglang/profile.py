@@ -115,7 +115,7 @@ def _data(info: Mapping[str, Any]) -> int:
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return what is illegal."""
+    """Return the rules of illegal values."""
     experts = task.spec.model.num_moe_experts or 1
     need = longest(task.spec.serve.loads)
     return (

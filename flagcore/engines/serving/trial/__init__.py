@@ -1,1 +1,1 @@
-"""The trial program: starts the servers of one candidate, loads them, writes what it measured, and stops them."""
+"""The trial program: starts the servers of one candidate, sends the load, writes the measurements, and stops them."""

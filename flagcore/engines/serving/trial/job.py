@@ -67,7 +67,7 @@ def as_text(job: Job) -> str:
 
 
 def read_job(folder: Path) -> Job:
-    """Return the job in `folder`. Raises ValueError with what is wrong."""
+    """Return the job in `folder`. Raises ValueError with the problem."""
     try:
         return TypeAdapter(Job).validate_json((folder / SERVE).read_bytes())
     except OSError as error:

@@ -86,7 +86,7 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return what is illegal."""
+    """Return the rules of illegal values."""
     hardware = Hardware.of(task)
     return (
         *split_rules(task, data=True),

@@ -92,7 +92,8 @@ def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) 
 
 @pytest.mark.parametrize("state", failures.WORDS)
 def test_what_the_program_reports_last_is_classified_as_it_was_meant(state: TrialState) -> None:
-    said = str(TrialFailure(state, "it\nsaid " + "much " * 200))
+    line = str(TrialFailure(state, "it\nsaid " + "much " * 200))
     ended = Exit(code=1, ended_by=None, duration_s=1.0)
-    assert classify(ended, f"load 1 of 1\n{said}\n", PATTERNS) == (state, said)
-    assert len(said) <= LONGEST_REASON
+    found, reason = classify(ended, f"load 1 of 1\n{line}\n", PATTERNS)
+    assert (found, reason) == (state, line.removeprefix(f"{state.value.replace('_', ' ')}: "))
+    assert len(line) <= LONGEST_REASON

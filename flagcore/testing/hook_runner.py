@@ -1,6 +1,6 @@
-"""Imports a plugin and asks its hooks in a process of its own, and reports what each did beside answering.
+"""Imports a plugin and calls its hooks in a separate process, and reports side effects.
 
-`python -m flagcore.testing.asking ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
+`python -m flagcore.testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
 `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
 `printed`, `changed` (of the process), `raised`, `arguments` (names of those that the hook modified), and of the import
 the `drivers` and the plugin's `files` that it loaded.
@@ -37,7 +37,7 @@ IMPORT = "its import"
 
 
 def main(entry: str) -> int:
-    """Import and ask, and return 0."""
+    """Import the plugin, call its hooks, and return 0."""
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
     for record in _records(entry):
@@ -88,7 +88,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
         printed = file.read().decode("utf-8", "replace").strip()
     changes = changed(state, process_state())
     if threading.active_count() > threads:
-        changes.append("threads, of which it leaves one running")
+        changes.append("threads: one is left running")
     return {"seconds": seconds, "printed": printed, "changed": changes, "raised": raised}
 
 

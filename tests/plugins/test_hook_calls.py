@@ -180,7 +180,7 @@ def one_level(**changes: Any) -> Topology:
         ("engine_support", True, "True: must be an instance of EngineSupport"),
         ("engine_support", EngineSupport(support="yes"), "EngineSupport.support = 'yes'"),  # type: ignore[arg-type]
         ("failure_patterns", [FailurePattern(pattern="(", state=TrialState.FAILED)], "does not compile"),
-        ("failure_patterns", [FailurePattern(pattern="x", state=TrialState.MEASURED)], "is no failure"),
+        ("failure_patterns", [FailurePattern(pattern="x", state=TrialState.MEASURED)], "not a failure"),
         ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, attention_backward_seconds"),
         ("kernel_costs", Wrong, "answered the class Wrong"),
         ("kernel_costs", Wrong(), "could not convert string to float"),
