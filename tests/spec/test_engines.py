@@ -64,7 +64,7 @@ def test_an_engine_that_is_unknown_or_serves_is_an_error(engine: str, fix: str) 
 def test_the_schema_describes_the_knobs_of_all_engines() -> None:
     schema = json_schema(ENGINES)["$defs"]
     assert schema["Space"]["properties"]["shards"]["description"] == "Number of shards."
-    assert "Sequences at once." in str(schema["ServeTunerSection"]["properties"]["space"]["properties"]["slots"])
+    assert schema["ServeSpace_acme-serve"]["properties"]["slots"]["description"] == "Sequences at once."
 
 
 def test_a_record_without_an_engine_is_of_the_first_one_that_trains() -> None:
@@ -79,3 +79,21 @@ def test_a_record_without_an_engine_is_of_the_first_one_that_trains() -> None:
     job = read_job(record, ENGINES)
     assert job.candidate == {"shards": 4}
     assert (job.work.engine, job.work.settings) == ("acme", {"dispatch": "ring"})
+
+
+def test_an_unknown_engine_does_not_hide_other_errors() -> None:
+    model = {**MODEL, "hidden_size": 63}
+    train = {**TRAIN, "engine": "acmee", "seq_length": "x"}
+    control = {"warmup_iters": 5, "train_iters": 5, "max_trials": "many"}
+    tuner = {"space": {"nope": 1}, "control": control}
+    data = {"model": model, "train": train, "auto_tuner": tuner, "envs": {"1": "x"}}
+    with pytest.raises(SpecError) as error:
+        parse_spec(data, file="x", base=Path(), engines=ENGINES)
+    assert {(each.key, each.value) for each in error.value.problems} == {
+        ("train.engine", "acmee"),
+        ("train.seq_length", "x"),
+        ("model.hidden_size", 63),
+        ("auto_tuner.control.max_trials", "many"),
+        ("auto_tuner.control.warmup_iters", 5),
+        ("envs['1']", None),
+    }

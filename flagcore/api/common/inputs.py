@@ -24,6 +24,7 @@ from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.plain_data import plain
+from flagcore.spec.serving import engines_of
 from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -137,12 +138,13 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     train, tuner = data.get("train"), data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
     named = {name for section in sections if isinstance(section, Mapping) for name in section}
-    engine = train.get("engine") if isinstance(train, Mapping) else None
+    engine = train.get("engine") if isinstance(train, Mapping) else next(iter(engines_of(data)), None)
     more: Sequence[Knob] = ()
     known = engines()
     if named and isinstance(engine, str) and engine in known:
-        own = {knob.name for knob in known[engine].knobs}
-        more = load_plugins(without).knobs_on_any_chip(engine) if named - own else ()
+        own = {name for knob in known[engine].knobs for name in knob.names}
+        more = load_plugins(without).knobs_on_any_chip(engine) if named - own - {engine} else ()
+        more = [knob for knob in more if knob.name not in own]
     return parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
 
 

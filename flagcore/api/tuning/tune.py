@@ -42,6 +42,7 @@ from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import drift_text
+from flagcore.spec.convert import check_engines
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
@@ -78,10 +79,22 @@ def tune(
 
     if len(engines) < 2:
         return tune_one(data, directory)
-    for engine in engines:
-        parsed(only(data, engine), file=str(file), base=file.parent, without=without)
+    _check_engines(data, engines, file, without)
     outcome: Outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
+
+
+def _check_engines(data: Mapping[str, Any], engines: tuple[str, ...], file: Path, without: Collection[str]) -> None:
+    """Raise SpecError for what is wrong for all engines of a spec. An engine that cannot be tuned is skipped later."""
+    failed: list[FlagError] = []
+    check_engines(data, file=str(file), engines=plugins.engines())
+    for engine in engines:
+        try:
+            parsed(only(data, engine), file=str(file), base=file.parent, without=without)
+        except FlagError as error:
+            failed.append(error)
+    if len(failed) == len(engines):
+        raise failed[0]
 
 
 class _EngineRun:
