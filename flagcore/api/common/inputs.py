@@ -17,14 +17,15 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
-from flagcore.errors import FlagError
+from flagcore.errors import FlagError, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins, engines, load_plugins
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
+from flagcore.spec.convert import check_engines
 from flagcore.spec.plain_data import plain
-from flagcore.spec.serving import engines_of
+from flagcore.spec.serving import engines_of, only
 from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -146,6 +147,25 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         more = load_plugins(without).knobs_on_any_chip(engine) if named - own - {engine} else ()
         more = [knob for knob in more if knob.name not in own]
     return parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
+
+
+def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
+    """Raise SpecError for what is wrong with a spec, which may have several engines.
+
+    One of several that cannot be tuned is no error: it is skipped.
+    """
+    names, failed = engines_of(data), list[SpecError]()
+    if len(names) < 2:
+        parsed(data, file=str(file), base=base, without=without)
+        return
+    check_engines(data, file=str(file), engines=engines())
+    for name in names:
+        try:
+            parsed(only(data, name), file=str(file), base=base, without=without)
+        except SpecError as error:
+            failed.append(error)
+    if len(failed) == len(names):
+        raise failed[0]
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:

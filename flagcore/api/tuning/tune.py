@@ -17,6 +17,7 @@ from flagcore.api.common.inputs import (
     loaded_plugins,
     parsed,
     spec_data,
+    validate_engines,
     warn,
     warn_about_problem,
     with_absolute_paths,
@@ -42,7 +43,6 @@ from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import drift_text
-from flagcore.spec.convert import check_engines
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
@@ -79,22 +79,9 @@ def tune(
 
     if len(engines) < 2:
         return tune_one(data, directory)
-    _check_engines(data, engines, file, without)
+    validate_engines(data, file=file, base=file.parent, without=without)
     outcome: Outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
-
-
-def _check_engines(data: Mapping[str, Any], engines: tuple[str, ...], file: Path, without: Collection[str]) -> None:
-    """Raise SpecError for what is wrong for all engines of a spec. An engine that cannot be tuned is skipped later."""
-    failed: list[FlagError] = []
-    check_engines(data, file=str(file), engines=plugins.engines())
-    for engine in engines:
-        try:
-            parsed(only(data, engine), file=str(file), base=file.parent, without=without)
-        except FlagError as error:
-            failed.append(error)
-    if len(failed) == len(engines):
-        raise failed[0]
 
 
 class _EngineRun:
