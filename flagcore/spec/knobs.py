@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -272,4 +273,7 @@ def _several(word: Any, knob: Knob) -> Any:
             return words
         return [knob.spellings.get(each, each) if isinstance(each, str) else each for each in words]
 
-    return Annotated[list[word], Field(min_length=1), BeforeValidator(split)]
+    one = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
+    text = Annotated[str, Field(pattern=f"^[ ,]*({one})([ ,]+({one}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
+    listed: Any = Annotated[list[word], Field(min_length=1)]
+    return Annotated[listed, BeforeValidator(split, json_schema_input_type=text | listed)]

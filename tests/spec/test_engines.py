@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from flagcore.spec import json_schema, parse_spec, read_job
 KNOBS = (
     Knob(name="shards", help="Number of shards.", maximum=64, neutral=1),
     Knob(name="fused", help="Whether kernels are fused.", kind="flag", neutral=False),
+    Knob(name="parts", help="What is captured.", kind="words", words=("attn", "moe"), scope=("setting",)),
     Knob(name="dispatch", help="How tokens travel.", kind="word", words=("ring", "tree"), scope=("setting",)),
 )
 ENGINES: Any = {
@@ -97,3 +99,13 @@ def test_an_unknown_engine_does_not_hide_other_errors() -> None:
         ("auto_tuner.control.warmup_iters", 5),
         ("envs['1']", None),
     }
+
+
+def test_the_schema_accepts_words_as_one_text_as_the_spec_does() -> None:
+    texts = json_schema(ENGINES)["$defs"]["Settings"]["properties"]["parts"]["anyOf"]
+    (pattern,) = [each["pattern"] for each in texts if "pattern" in each]
+    for text in ("moe", "attn,moe", "attn moe"):
+        assert re.search(pattern, text)
+        assert parse(settings={"parts": text}).train.settings["parts"] == ",".join(sorted(re.findall(r"\w+", text)))
+    assert not re.search(pattern, "mlp")
+    assert error_of(settings={"parts": "mlp"}).key.startswith("train.settings.parts")
