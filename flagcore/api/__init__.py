@@ -6,7 +6,7 @@ from flagcore.api.explaining.compare import Comparison, compare
 from flagcore.api.explaining.elimination import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
-from flagcore.api.importing.history import ImportedTrials, import_history, read_tree
+from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
@@ -31,6 +31,7 @@ __all__ = [
     "calibrate",
     "calibrations",
     "check_plugins",
+    "check_tree",
     "chip_table",
     "compare",
     "devices",

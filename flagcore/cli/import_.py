@@ -52,6 +52,7 @@ def config_command(
 
     found = api.read_tree(directory, config_name, overrides, importer=context.info_name)
     options.print_notes(found.notes)
+    api.check_tree(found)
     if output is None:
         click.echo(found.as_yaml(), nl=False)
         return

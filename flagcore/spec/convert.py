@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.knob import Knob
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
+from flagcore.errors import SpecError
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
-from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
+from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
 from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.schema import (
@@ -26,12 +28,17 @@ from flagcore.spec.schema import (
     TrainSection,
     document_of,
 )
-from flagcore.spec.serve_schema import ServeDocument
-from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
-from flagcore.spec.validate import checked, gathered, joined, parse_bytes
+from flagcore.spec.serve_schema import ServeDocument, serve_document_of
+from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
+from flagcore.spec.validate import gathered, joined, overlap, parse_bytes, partly_checked
 
-Parts = Mapping[str, Callable[[], object]]
-"""Fields of a spec, each with what makes it."""
+Parts = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
+"""Fields of a spec, each with the keys that must be valid, and what makes it."""
+
+Read = tuple[Document | ServeDocument, Parts, list[SpecError], list[KeyPath]]
+"""A document, the fields of the spec that are of its kind, its problems, and its invalid keys."""
+
+SPACE, BASELINE, CONTROL = (("auto_tuner", key) for key in ("space", "baseline", "control"))
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
@@ -48,64 +55,102 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     data = plain(data, file=file)
     if not isinstance(data, dict):
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
-    document: Document | ServeDocument
-    if "serve" in data:
-        document, parts = _serving(data, file, base)
-    else:
-        document, parts = _training(data, file, base, engines, plugin_knobs)
+    reader = _serving if "serve" in data else _training
+    document, parts, problems, wrong = reader(data, file, base, engines, plugin_knobs)
     common: Parts = {
-        "model": lambda: model_from(document.model, base=base, file=file),
-        "cluster": lambda: _cluster(document.cluster, file, base),
+        "model": ((("model",),), lambda: model_from(document.model, base=base, file=file)),
+        "cluster": ((("cluster",),), lambda: _cluster(document.cluster, file, base)),
     }
+    after: Parts = {"envs": ((("envs",),), lambda: _environment(document.envs, file))}
+    valid = {
+        name: make
+        for name, (needed, make) in {**common, **parts, **after}.items()
+        if not any(overlap(key, path) for key in needed for path in wrong)
+    }
+    found = gathered(valid, problems)
     tuner = document.auto_tuner
-    found = gathered({**common, **parts, "envs": lambda: _environment(document.envs, file)})
     return Spec(**found, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
 
 
-def _training(
-    data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
-) -> tuple[Document, Parts]:
+def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
     name = data["train"].get("engine") if isinstance(data.get("train"), dict) else None
-    if not isinstance(name, str):
-        checked(Document, data, file=file)
-        raise AssertionError("a document without an engine is not valid")
-    knobs = (*knobs_of(name, engines, "train.engine", file), *plugin_knobs)
-    document = checked(document_of(name, knobs), data, file=file)
+    knobs: tuple[Knob, ...] = ()
+    kind, unknown = Document, list[SpecError]()
+    if isinstance(name, str):
+        try:
+            knobs = (*knobs_of(name, engines, "train.engine", file), *plugin_knobs)
+            kind = document_of(name, knobs)
+        except SpecError as error:
+            unknown.append(error)
+    document, problems, wrong = partly_checked(kind, data, file=file)
     tuner = document.auto_tuner
-    return document, {
-        "work": lambda: train_of(document.train, knobs, base),
-        "space": lambda: space_of(tuner.space, knobs),
-        "baseline": lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs),
-        "control": lambda: _control(tuner.control, file),
+    limits = [(*CONTROL, key) for key in ("train_iters", "warmup_iters")]
+    parts: Parts = {
+        "work": ((("train",),), lambda: train_of(document.train, knobs, base)),
+        "space": ((SPACE,), lambda: space_of(tuner.space, knobs)),
+        "baseline": ((BASELINE,), lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs)),
+        "control": (limits, lambda: _control(tuner.control, file)),
     }
+    if kind is Document:
+        wrong += [("train", "engine"), SPACE, BASELINE]
+    return document, parts, unknown + problems, wrong
 
 
-def _serving(data: dict[str, Any], file: str, base: Path) -> tuple[ServeDocument, Parts]:
+def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
     if "train" in data:
         raise spec_error("serve", _("is given beside train"), fix=_("give one of the two"), file=file)
-    document = checked(ServeDocument, data, file=file)
-    tuner, serve, engine = document.auto_tuner, document.serve, document.serve.engine
-    if isinstance(engine, list):
-        if len(engine) > 1:
-            problem = _("lists several engines; this command accepts one")
-            fix = _("name one of them; `flag tune` accepts several")
-            raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
-        engine = engine[0]
+    document, found, problems, wrong = _served(data, file, engines, plugin_knobs)
+    names = engines_of(data)
+    if len(names) > 1:
+        problem = _("lists several engines; this command accepts one")
+        fix = _("name one of them; `flag tune` accepts several")
+        problems.append(spec_error("serve.engine", problem, value=list(names), fix=fix, file=file))
+        wrong.append(("serve", "engine"))
+    tuner, engine = document.auto_tuner, next(iter(names), "")
+
+    def values(at: KeyPath) -> dict[str, Any]:
+        return serving_values(knobs_of_engine(data["auto_tuner"][at[-1]], engine), found[engine], at, file)
 
     def space() -> dict[str, Any]:
-        check_sections(tuner.space, [engine], "space", file)
-        return space_of_engine(tuner.space, engine)
+        given = values(SPACE) if SPACE[-1] in data.get("auto_tuner", {}) else {}
+        return {name: each if isinstance(each, tuple) or each == AUTO else (each,) for name, each in given.items()}
 
-    def baseline() -> dict[str, Any] | None:
-        check_sections(tuner.baseline or {}, [engine], "baseline", file)
-        return None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
+    def work() -> ServeSpec:
+        return serve_of(document.serve, engine, base, cards=tuner.cards, model=document.model, file=file)
 
-    return document, {
-        "work": lambda: serve_of(serve, engine, base, cards=tuner.cards, model=document.model, file=file),
-        "space": space,
-        "baseline": baseline,
-        "control": lambda: Control(**tuner.control.model_dump()),
+    parts: Parts = {
+        "work": ((("serve",), ("model",), ("auto_tuner", "cards")), work),
+        "space": ((("serve", "engine"), SPACE), space),
+        "baseline": ((("serve", "engine"), BASELINE), lambda: None if tuner.baseline is None else values(BASELINE)),
+        "control": ((CONTROL,), lambda: Control(**tuner.control.model_dump())),
     }
+    return document, parts, problems, wrong
+
+
+def check_engines(data: Mapping[str, Any], *, file: str, engines: Engines) -> None:
+    """Raise SpecError with each wrong key and knob of a spec that serves with several engines, if all are known."""
+    _document, found, problems, _wrong = _served(plain(data, file=file), file, engines, ())
+    if problems and len(found) == len(engines_of(data)):
+        raise joined(problems)
+
+
+def _served(
+    data: dict[str, Any], file: str, engines: Engines, plugin_knobs: Sequence[Knob]
+) -> tuple[ServeDocument, dict[str, tuple[Knob, ...]], list[SpecError], list[KeyPath]]:
+    """Return a document, the knobs of each of its engines, its problems, and its invalid keys."""
+    found: dict[str, tuple[Knob, ...]] = {}
+    unknown: list[SpecError] = []
+    names = engines_of(data)
+    for name in names:
+        try:
+            found[name] = (*plugin_knobs, *knobs_of(name, engines, "serve.engine", file, "serve"))
+        except SpecError as error:
+            unknown.append(error)
+    kind = serve_document_of(tuple(found.items())) if names and not unknown else ServeDocument
+    document, problems, wrong = partly_checked(kind, data, file=file)
+    if unknown:
+        wrong.append(("serve", "engine"))
+    return document, found, unknown + problems, wrong
 
 
 def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpec:

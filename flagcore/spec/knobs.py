@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -15,7 +17,8 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, SettingValue
 from flagcore.errors import SpecError
 from flagcore.i18n import _
-from flagcore.spec.validate import DID_YOU_MEAN, Section
+from flagcore.spec.plain_data import KeyPath, spec_error
+from flagcore.spec.validate import DID_YOU_MEAN, Section, joined
 
 
 class Engine(Protocol):
@@ -31,16 +34,23 @@ Engines: TypeAlias = Mapping[str, Engine]
 """The engines that specs may name. An engine is looked up only if a spec names it."""
 
 
-def knobs_of(name: str, engines: Engines, key: str, file: str = "") -> tuple[Knob, ...]:
-    """Return the knobs of the training engine that `key` of a spec names. Raises SpecError for an unknown one."""
+def knobs_of(
+    name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: Literal["train", "serve"] = "train"
+) -> tuple[Knob, ...]:
+    """Return the knobs of the engine that `key` of a spec names.
+
+    Raises SpecError for an unknown engine, and for one of the other kind.
+    """
     if name not in engines:
         near = get_close_matches(name, engines, n=3)
         fix = _("installed: {names}", names=", ".join(engines) or _("none"))
         fix = _(DID_YOU_MEAN, name=", ".join(near)) if near else fix
-        raise SpecError(key=key, value=name, problem=_("is not an installed engine"), fix=fix, file=file)
-    if engines[name].kind != "train":
+        raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)
+    if engines[name].kind != kind:
         problem, fix = _("is a serving engine"), _("name a training engine, or write a serve section")
-        raise SpecError(key=key, value=name, problem=problem, fix=fix, file=file)
+        if kind == "serve":
+            problem, fix = _("is a training engine"), _("name a serving engine, or write a train section")
+        raise spec_error(key, problem, value=name, fix=fix, file=file)
     return engines[name].knobs
 
 
@@ -140,15 +150,89 @@ def _number(text: str) -> int | float | None:
     return None
 
 
+@lru_cache(maxsize=64)
+def serve_knobs_section(engine: str, knobs: tuple[Knob, ...], *, listed: bool) -> type[Section]:
+    """Return the model of a serving engine's knobs: those of a space (`listed`), or of a baseline."""
+    doc = "Knobs of one engine. Missing knobs keep the engine's default."
+    name = f"{'Space' if listed else 'Baseline'}Of_{engine}"
+    return _section(name, doc, [(named, kind, None) for named, kind in served_kinds(knobs, listed=listed)])
+
+
+def served_kinds(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
+    """Return the type of each name of serving knobs: several engines may have knobs of one name."""
+    found: dict[str, tuple[Knob, Any]] = {}
+    for knob in knobs:
+        kind = _served_kind(knob)
+        kind = _listed(kind) if listed else kind
+        for name in knob.names:
+            before = found.get(name)
+            found[name] = (replace(knob, name=name), kind if before is None else before[1] | kind)
+    return list(found.values())
+
+
+def _served_kind(knob: Knob) -> Any:
+    """Return the type of a serving knob's values, with other spellings of values; null is the neutral value."""
+    if knob.effects:
+        return _kind(knob)
+    words = (*knob.words, *knob.spellings)
+    minimum, maximum = -1 if knob.minimum is None else knob.minimum, knob.maximum or 2**31
+    kind: Any = bool
+    if knob.kind == "int":
+        kind = Annotated[int, Field(ge=minimum, le=maximum)]
+        if knob.spellings:
+            kind = kind | Literal[tuple(knob.spellings)]
+    elif knob.kind == "share":
+        kind = Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=_SHARE, examples=["0.9"])]
+    elif knob.kind == "word" and words:
+        kind = Literal[words + tuple(int(word) for word in words if word.isdigit())]
+        if {"on", "off"} & set(words):
+            kind = kind | bool
+    elif knob.kind == "word":
+        kind = Annotated[str, Field(min_length=1, max_length=200)]
+    return kind | None
+
+
+_SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
+
+
+def serving_values(
+    given: Mapping[str, Any], knobs: Sequence[Knob], at: KeyPath, file: str
+) -> dict[str, KnobValue | str | tuple[KnobValue, ...]]:
+    """Return the values of `given`, a section at `at`, without duplicates: lists as tuples.
+
+    Raises SpecError with each value that is not one of its knob, and each knob that has two names.
+    """
+    by_name = {name: knob for knob in knobs for name in knob.names}
+    found: dict[str, Any] = {}
+    first: dict[str, str] = {}
+    problems: list[SpecError] = []
+    for name, value in given.items():
+        knob = by_name[name]
+        if (other := first.setdefault(knob.name, name)) != name:
+            problem = f"is the same knob as {other}"
+            problems.append(spec_error((*at, name), problem, fix=_("give one of the two"), file=file))
+        for place, each in enumerate(value if isinstance(value, list) else [value]):
+            path = (*at, name, place) if isinstance(value, list) else (*at, name)
+            try:
+                if each != AUTO and not knob.effects:
+                    knob.parse(each, "")
+            except SpecError as error:
+                problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix, file=file))
+        found[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+    if problems:
+        raise joined(problems)
+    return found
+
+
 def _section(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
     fields: dict[str, Any] = {
-        knob.name: (kind, Field(default, description=knob.help, json_schema_extra=None if default else _no_default))
+        knob.name: (kind, Field(default, description=knob.help, json_schema_extra=None if default else no_default))
         for knob, kind, default in rows
     }
     return create_model(name, __base__=Section, __doc__=doc, **fields)
 
 
-def _no_default(schema: dict[str, Any]) -> None:
+def no_default(schema: dict[str, Any]) -> None:
     """Leave the knob out of the schema's defaults: absent is not null."""
     schema.pop("default", None)
 
@@ -189,4 +273,7 @@ def _several(word: Any, knob: Knob) -> Any:
             return words
         return [knob.spellings.get(each, each) if isinstance(each, str) else each for each in words]
 
-    return Annotated[list[word], Field(min_length=1), BeforeValidator(split)]
+    one = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
+    text = Annotated[str, Field(pattern=f"^[ ,]*({one})([ ,]+({one}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
+    listed: Any = Annotated[list[word], Field(min_length=1)]
+    return Annotated[listed, BeforeValidator(split, json_schema_input_type=text | listed)]

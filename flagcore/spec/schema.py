@@ -231,16 +231,16 @@ class Document(CommonSection):
 def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
     """Return the model of a document that trains with an engine of some knobs."""
     space, baseline, settings = space_section(knobs), baseline_section(knobs), settings_section(knobs)
-    train = _with(TrainSection, settings=(settings, settings()))
-    tuner = _with(TunerSection, space=(space, space()), baseline=(baseline | None, None))
-    return _with(Document, train=(train, ...), auto_tuner=(tuner, tuner()))
+    train = with_fields(TrainSection, settings=(settings, settings()))
+    tuner = with_fields(TunerSection, space=(space, space()), baseline=(baseline | None, None))
+    return with_fields(Document, train=(train, ...), auto_tuner=(tuner, tuner()))
 
 
-def _with(section: type[M], **fields: Any) -> type[M]:
-    """Return `section` with the types of some fields replaced, their descriptions kept."""
+def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
+    """Return `section` with the types of some fields replaced, their descriptions kept, and `suffix` on its name."""
     for name, (kind, default) in fields.items():
         text = section.model_fields[name].description
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
         fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
-    made: type[M] = create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
+    made: type[M] = create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
     return made

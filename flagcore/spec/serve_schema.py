@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, create_model
 
+from flagcore.domain.knob import Knob
 from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Precision
-from flagcore.spec.knobs import Engines
+from flagcore.spec.knobs import Engines, no_default, serve_knobs_section, served_kinds
 from flagcore.spec.schema import (
     BudgetSection,
     CommonSection,
@@ -26,6 +27,7 @@ from flagcore.spec.schema import (
     Value,
     Word,
     document_of,
+    with_fields,
 )
 from flagcore.spec.validate import Section
 
@@ -133,12 +135,6 @@ class ServeSection(Section):
     """Version of the engine; null: the installed one."""
 
 
-ServeSpace = dict[
-    str, KnobInput | Annotated[list[KnobInput], Field(min_length=1)] | dict[str, KnobInput | list[KnobInput]]
-]
-"""For each knob of the engine a value, a list of values, or auto; with several engines a section for each."""
-
-
 class ServeControlSection(BudgetSection):
     """Budgets of the search."""
 
@@ -153,9 +149,9 @@ class ServeTunerSection(SearchSection):
 
     cards: Devices | None = None
     """Devices that a configuration may use; null: all devices of the cluster."""
-    space: ServeSpace = Field(default={})
+    space: Any = Field(default={})
     """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default."""
-    baseline: dict[str, KnobInput | dict[str, KnobInput]] | None = None
+    baseline: Any = None
     """The configuration that the gain is relative to; null: the engine's own defaults."""
     control: ServeControlSection = ServeControlSection()
     """Budget of the search."""
@@ -172,25 +168,44 @@ class ServeDocument(CommonSection):
     """The search; absent: only the engine's default configuration runs."""
 
 
-def json_schema(engines: Engines) -> dict[str, Any]:
-    """Return the JSON Schema of a spec: a document that trains with one of `engines`, or one that serves."""
-    training = [document_of(name, engine.knobs) for name, engine in engines.items() if engine.kind == "train"]
-    document: Any = reduce(or_, [*training, ServeDocument])
-    made = TypeAdapter(document).json_schema()
-    space = made["$defs"]["ServeTunerSection"]["properties"]["space"]
-    texts = _serving_knobs(engines)
-    values = {"$ref": "#/$defs/ServeTunerSection/properties/space/additionalProperties"}
-    space["properties"] = {knob: {"description": text, **values} for knob, text in texts.items()}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "flagcore spec"}
+ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]
+"""The engines that a spec serves with, and the knobs of each."""
 
 
-def _serving_knobs(engines: Engines) -> dict[str, str]:
-    """Return a description of each knob of the engines that serve, for editors; engines may differ in its values."""
-    texts: dict[str, dict[str, list[str]]] = {}
-    for name, engine in engines.items():
-        for knob in engine.knobs if engine.kind == "serve" else ():
-            texts.setdefault(knob.name, {}).setdefault(knob.help, []).append(name)
-    return {
-        knob: "; ".join(f"{help} ({', '.join(names)})" for help, names in each.items())
-        for knob, each in sorted(texts.items())
+@lru_cache(maxsize=64)
+def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
+    """Return the model of a document that serves with some engines: their knobs, and a section of each of them."""
+    space, baseline = _served(engines, listed=True), _served(engines, listed=False)
+    suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
+    tuner = with_fields(ServeTunerSection, suffix, space=(space, space()), baseline=(baseline | None, None))
+    names: Any = Literal[tuple(name for name, _ in engines)]
+    serve = with_fields(ServeSection, suffix, engine=(names | Annotated[list[names], Field(min_length=1)], ...))
+    return with_fields(ServeDocument, suffix, serve=(serve, ...), auto_tuner=(tuner, tuner()))
+
+
+def _served(engines: ServedEngines, *, listed: bool) -> type[Section]:
+    """Return the model of a space (`listed`) or a baseline: knobs for all engines, and a section for each engine."""
+    fields: dict[str, Any] = {
+        knob.name: (kind, Field(None, description=knob.help, json_schema_extra=no_default))
+        for knob, kind in served_kinds([knob for _, knobs in engines for knob in knobs], listed=listed)
     }
+    for name, knobs in engines:
+        section = serve_knobs_section(name, knobs, listed=listed)
+        text = f"Knobs of {name} alone."
+        fields[name] = (section | None, Field(None, description=text, json_schema_extra=no_default))
+    doc = "Knobs of the engine, or of each of several engines. Missing knobs keep the engine's default."
+    suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
+    name = f"{'ServeSpace' if listed else 'ServeBaseline'}{suffix}"
+    return create_model(name, __base__=Section, __doc__=doc, **fields)
+
+
+def json_schema(engines: Engines) -> dict[str, Any]:
+    """Return the JSON Schema of a spec: a document that trains or serves with one of `engines`, or with several."""
+    named = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
+    documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in named if kind == "train"]
+    served = tuple((name, knobs) for name, kind, knobs in named if kind == "serve")
+    documents += [serve_document_of((each,)) for each in served]
+    if len(served) > 1:
+        documents.append(serve_document_of(served))
+    made = TypeAdapter(reduce(or_, documents)).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "flagcore spec"}

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import USUAL_CLIENTS, Load, ServeSpec
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
@@ -81,18 +80,9 @@ def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str, f
             raise spec_error(("auto_tuner", key, name), problem, fix=fix, file=file)
 
 
-def space_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return the values of each knob that a spec gives to an engine."""
-    own = knobs_of_engine(space, engine)
-    return {
-        key: "auto" if value == "auto" else tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
-        for key, value in own.items()
-    }
-
-
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """Return the knobs of an engine: those of its own section override those for all engines."""
-    common = {key: value for key, value in space.items() if not isinstance(value, Mapping)}
+    common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
     return {**common, **(space.get(engine) or {})}
 
 

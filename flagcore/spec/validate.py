@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from flagcore.errors import SpecError, SpecErrors
 from flagcore.i18n import N_, _
@@ -45,21 +45,59 @@ class Section(BaseModel):
 
 def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
     """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError with every problem."""
+    found, kinds = _validated(kind, data)
+    if found is None:
+        raise joined(_problems(kind.model_json_schema(), data, kinds, file, at))
+    return found
+
+
+def partly_checked(kind: type[M], data: dict[str, Any], *, file: str) -> tuple[M, list[SpecError], list[KeyPath]]:
+    """Return `data` as a `kind`, its problems, and the paths of invalid keys.
+
+    With problems, the result lacks the invalid keys, or has their defaults.
+    """
+    found, kinds = _validated(kind, data)
+    if found is not None:
+        return found, [], []
+    problems = _problems(kind.model_json_schema(), data, kinds, file, ())
+    return _without(kind, data, list(kinds)), problems, list(kinds)
+
+
+def overlap(some: KeyPath, other: KeyPath) -> bool:
+    """Return whether one of two paths leads to the other, or to what is above it."""
+    return all(one == two for one, two in zip(some, other, strict=False))
+
+
+def _validated(kind: type[M], data: object) -> tuple[M | None, dict[KeyPath, str]]:
+    """Return `data` as a `kind`, or None and pydantic's type of error of each invalid key."""
+    kinds: dict[KeyPath, str] = {}
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data), kinds
     except ValidationError as error:
-        kinds: dict[KeyPath, str] = {}
         for item in error.errors(include_url=False, include_context=False):
             path = _in_data(data, item["loc"])
             missing = item["type"] == "missing"
             kinds.setdefault((*path, item["loc"][-1]) if missing else path, item["type"])
-    raise joined(_problems(kind.model_json_schema(), data, kinds, file, at))
+    return None, kinds
 
 
-def gathered(parts: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
-    """Return what each of `parts` makes. Raises SpecError with the problems of all parts."""
+def _without(kind: type[M], data: Mapping[str, Any], wrong: Sequence[KeyPath], at: KeyPath = ()) -> M:
+    values: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        path, section = (*at, name), field.annotation
+        if name not in data:
+            continue
+        if not any(overlap(path, each) for each in wrong):
+            values[name] = TypeAdapter(field.rebuild_annotation()).validate_python(data[name])
+        elif isinstance(section, type) and issubclass(section, Section) and isinstance(data[name], dict):
+            values[name] = _without(section, data[name], wrong, path)
+    return kind.model_construct(**values)
+
+
+def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecError] = ()) -> dict[str, Any]:
+    """Return what each of `parts` makes. Raises SpecError with `problems` and those of all parts."""
     made: dict[str, Any] = {}
-    found: list[SpecError] = []
+    found = list(problems)
     for name, make in parts.items():
         try:
             made[name] = make()

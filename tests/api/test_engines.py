@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from flagcore.api.common.inputs import parsed
 from flagcore.api.tuning.tune import each_engine
-from flagcore.errors import Interrupted, NoDevice
+from flagcore.errors import Interrupted, NoDevice, SpecError
 
 DATA = {
     "serve": {"engine": ["slow", "quick", "absent"]},
@@ -75,3 +76,16 @@ def test_an_interrupt_ends_all_engines(tmp_path: Path) -> None:
 
     with pytest.raises(Interrupted):
         each_engine(DATA, ENGINES, tmp_path, interrupted)
+
+
+def test_an_unknown_strategy_and_launcher_are_reported_with_all_other_errors() -> None:
+    tuner = {"strategy": "lerned", "launcher": "lokal", "space": {"nope": 1}}
+    data = {"model": {}, "serve": {"engine": "vllm"}, "auto_tuner": tuner}
+    with pytest.raises(SpecError) as refused:
+        parsed(data, file="x", base=Path())
+    found = {(each.key, each.value) for each in refused.value.problems}
+    assert found > {
+        ("auto_tuner.strategy", "lerned"),
+        ("auto_tuner.launcher", "lokal"),
+        ("auto_tuner.space.nope", 1),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from flagcore.spec import json_schema, parse_spec, read_job
 KNOBS = (
     Knob(name="shards", help="Number of shards.", maximum=64, neutral=1),
     Knob(name="fused", help="Whether kernels are fused.", kind="flag", neutral=False),
+    Knob(name="parts", help="What is captured.", kind="words", words=("attn", "moe"), scope=("setting",)),
     Knob(name="dispatch", help="How tokens travel.", kind="word", words=("ring", "tree"), scope=("setting",)),
 )
 ENGINES: Any = {
@@ -64,7 +66,7 @@ def test_an_engine_that_is_unknown_or_serves_is_an_error(engine: str, fix: str) 
 def test_the_schema_describes_the_knobs_of_all_engines() -> None:
     schema = json_schema(ENGINES)["$defs"]
     assert schema["Space"]["properties"]["shards"]["description"] == "Number of shards."
-    assert "Sequences at once." in str(schema["ServeTunerSection"]["properties"]["space"]["properties"]["slots"])
+    assert schema["ServeSpace_acme-serve"]["properties"]["slots"]["description"] == "Sequences at once."
 
 
 def test_a_record_without_an_engine_is_of_the_first_one_that_trains() -> None:
@@ -79,3 +81,31 @@ def test_a_record_without_an_engine_is_of_the_first_one_that_trains() -> None:
     job = read_job(record, ENGINES)
     assert job.candidate == {"shards": 4}
     assert (job.work.engine, job.work.settings) == ("acme", {"dispatch": "ring"})
+
+
+def test_an_unknown_engine_does_not_hide_other_errors() -> None:
+    model = {**MODEL, "hidden_size": 63}
+    train = {**TRAIN, "engine": "acmee", "seq_length": "x"}
+    control = {"warmup_iters": 5, "train_iters": 5, "max_trials": "many"}
+    tuner = {"space": {"nope": 1}, "control": control}
+    data = {"model": model, "train": train, "auto_tuner": tuner, "envs": {"1": "x"}}
+    with pytest.raises(SpecError) as error:
+        parse_spec(data, file="x", base=Path(), engines=ENGINES)
+    assert {(each.key, each.value) for each in error.value.problems} == {
+        ("train.engine", "acmee"),
+        ("train.seq_length", "x"),
+        ("model.hidden_size", 63),
+        ("auto_tuner.control.max_trials", "many"),
+        ("auto_tuner.control.warmup_iters", 5),
+        ("envs['1']", None),
+    }
+
+
+def test_the_schema_accepts_words_as_one_text_as_the_spec_does() -> None:
+    texts = json_schema(ENGINES)["$defs"]["Settings"]["properties"]["parts"]["anyOf"]
+    (pattern,) = [each["pattern"] for each in texts if "pattern" in each]
+    for text in ("moe", "attn,moe", "attn moe"):
+        assert re.search(pattern, text)
+        assert parse(settings={"parts": text}).train.settings["parts"] == ",".join(sorted(re.findall(r"\w+", text)))
+    assert not re.search(pattern, "mlp")
+    assert error_of(settings={"parts": "mlp"}).key.startswith("train.settings.parts")

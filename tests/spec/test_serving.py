@@ -10,7 +10,8 @@ import pytest
 
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.errors import SpecError
-from flagcore.spec import parse_spec, read_job
+from flagcore.spec import json_schema, parse_spec, read_job
+from flagcore.spec.convert import check_engines
 from flagcore.spec.serving import engines_of, only
 from tests.small import ENGINES
 from tests.spec.test_page import BASE
@@ -19,7 +20,7 @@ MODEL = BASE["model"]
 
 
 def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = None, **more: Any) -> ServeSpec:
-    data = {"model": MODEL, "serve": {"engine": "vllm", "profile": profile or {}, **more}, "auto_tuner": tuner or {}}
+    data = {"model": MODEL, "serve": {"engine": "vllm", "profile": profile or {}} | more, "auto_tuner": tuner or {}}
     return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 
@@ -138,3 +139,78 @@ def test_a_flag_of_the_engine_is_one_value(value: Any) -> None:
         serve({}, engine_args={"flag": value})
     with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
         read_job({**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "engine_args": {"flag": value}}}, ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("engine", "knob", "value", "key"),
+    [
+        ("vllm", "nope", [1], "auto_tuner.space.nope"),
+        ("vllm", "max_num_seqs", ["x"], "auto_tuner.space.max_num_seqs[0]"),
+        ("vllm", "max_num_seqs", [0], "auto_tuner.space.max_num_seqs[0]"),
+        ("vllm", "max_num_seqs", [0.5], "auto_tuner.space.max_num_seqs[0]"),
+        ("vllm", "kv_cache_type", ["fp3"], "auto_tuner.space.kv_cache_type[0]"),
+        ("vllm", "instance_sizes", ["4+2", "2+2"], "auto_tuner.space.instance_sizes[1]"),
+        ("lmdeploy", "backend", ["torch"], "auto_tuner.space.backend[0]"),
+        ("lmdeploy", "n_gpu_layers", 1, "auto_tuner.space.n_gpu_layers"),
+    ],
+)
+def test_a_space_has_the_knobs_of_the_engine_that_the_spec_names(engine: str, knob: str, value: Any, key: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        serve(tuner={"space": {knob: value}}, engine=engine)
+    assert [each.key for each in refused.value.problems] == [key]
+    if isinstance(value, list) and len(value) == 1 and knob != "nope":
+        assert refused.value.value == value[0]
+    schema = json_schema(ENGINES)["$defs"][f"ServeSpace_{engine}"]["properties"]
+    assert "auto" in str(schema["max_num_seqs"])
+    assert ("backend" in schema) == (engine == "lmdeploy")
+
+
+def test_other_spellings_of_knobs_and_values_are_valid() -> None:
+    space = {"quant_policy": [8, "fp8", None], "max_num_seqs": "auto", "cache_max_entry_count": ["0.9", 0.5]}
+    data = {"model": MODEL, "serve": {"engine": "lmdeploy"}, "auto_tuner": {"space": space}}
+    found = parse_spec(data, file="x", base=Path(), engines=ENGINES).space
+    assert found == {
+        "quant_policy": (8, "fp8", None),
+        "max_num_seqs": "auto",
+        "cache_max_entry_count": ("0.9", 0.5),
+    }
+
+
+def test_one_knob_under_two_names_is_an_error() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve(tuner={"space": {"max_batch_size": [4], "max_num_seqs": [8]}}, engine="lmdeploy")
+    assert refused.value.key == "auto_tuner.space.max_num_seqs"
+
+
+def test_each_engine_of_a_list_has_its_own_knobs() -> None:
+    space = {"instances": [1], "vllm": {"n_gpu_layers": [1]}, "sglang": {"page_size": [0]}, "block_size": ["x"]}
+    data = {**SEVERAL, "auto_tuner": {"space": space}}
+    with pytest.raises(SpecError) as refused:
+        check_engines(data, file="x", engines=ENGINES)
+    assert {each.key for each in refused.value.problems} == {
+        "auto_tuner.space.vllm.n_gpu_layers",
+        "auto_tuner.space.sglang.page_size[0]",
+        "auto_tuner.space.block_size[0]",
+    }
+    check_engines(SEVERAL, file="x", engines=ENGINES)
+
+
+def test_wrong_knobs_are_reported_with_all_other_errors() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve({"num_prompts": 0}, {"space": {"nope": 1}, "baseline": {"max_num_seqs": "x"}}, weights=4)
+    assert {each.key for each in refused.value.problems} == {
+        "serve.profile.num_prompts",
+        "serve.weights",
+        "auto_tuner.space.nope",
+        "auto_tuner.baseline.max_num_seqs",
+    }
+
+
+def test_an_unknown_serving_engine_does_not_hide_other_errors() -> None:
+    with pytest.raises(SpecError) as refused:
+        serve({"num_prompts": 0}, {"space": {"nope": 1}, "cards": "x"}, engine="vlm")
+    assert {(each.key, each.value) for each in refused.value.problems} == {
+        ("serve.engine", "vlm"),
+        ("serve.profile.num_prompts", 0),
+        ("auto_tuner.cards", "x"),
+    }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,13 +19,16 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
-from flagcore.errors import FlagError
+from flagcore.errors import FlagError, SpecError
 from flagcore.i18n import _
-from flagcore.plugins import LoadedPlugins, engines, load_plugins
+from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.spec.plain_data import plain
+from flagcore.spec.convert import check_engines
+from flagcore.spec.plain_data import plain, spec_error
+from flagcore.spec.serving import engines_of, only
+from flagcore.spec.validate import gathered
 from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -155,13 +159,48 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     train, tuner = data.get("train"), data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
     named = {name for section in sections if isinstance(section, Mapping) for name in section}
-    engine = train.get("engine") if isinstance(train, Mapping) else None
+    engine = train.get("engine") if isinstance(train, Mapping) else next(iter(engines_of(data)), None)
     more: Sequence[Knob] = ()
     known = engines()
     if named and isinstance(engine, str) and engine in known:
-        own = {knob.name for knob in known[engine].knobs}
-        more = load_plugins(without).knobs_on_any_chip(engine) if named - own else ()
-    return parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
+        own = {name for knob in known[engine].knobs for name in knob.names}
+        more = load_plugins(without).knobs_on_any_chip(engine) if named - own - {engine} else ()
+        more = [knob for knob in more if knob.name not in own]
+    parts: dict[str, Callable[[], object]] = {
+        "spec": lambda: parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
+    }
+    for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
+        name = tuner.get(key) if isinstance(tuner, Mapping) else None
+        if isinstance(name, str) and name not in names(group):
+            parts[key] = partial(_require_installed, named_object, name, file)
+    found: Spec = gathered(parts)["spec"]
+    return found
+
+
+def _require_installed(named_object: Callable[[str], object], name: str, file: str) -> None:
+    try:
+        named_object(name)
+    except SpecError as error:
+        raise spec_error(error.key, error.problem, value=error.value, fix=error.fix, file=file) from None
+
+
+def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
+    """Raise SpecError for what is wrong with a spec, which may have several engines.
+
+    One of several that cannot be tuned is no error: it is skipped.
+    """
+    several, failed = engines_of(data), list[SpecError]()
+    if len(several) < 2:
+        parsed(data, file=str(file), base=base, without=without)
+        return
+    check_engines(data, file=str(file), engines=engines())
+    for name in several:
+        try:
+            parsed(only(data, name), file=str(file), base=base, without=without)
+        except SpecError as error:
+            failed.append(error)
+    if len(failed) == len(several):
+        raise failed[0]
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:

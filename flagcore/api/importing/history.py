@@ -11,7 +11,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, write_spec
+from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, validate_engines, write_spec
 from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
@@ -23,7 +23,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.errors import RunError, SpecError, UsageError
+from flagcore.errors import RunError, SpecError, SpecErrors, UsageError
 from flagcore.i18n import _
 from flagcore.problem import Problem, candidate_columns
 from flagcore.spec.serving import engines_of
@@ -261,3 +261,16 @@ def read_tree(
     `overrides` are a.b=c. `importer` is needed only if several are installed.
     """
     return plugins.importer(importer).read_tree(directory, name, overrides)
+
+
+def check_tree(found: ImportedSpec) -> None:
+    """Raise SpecError, in the words of the other tuner, if an imported spec is invalid.
+
+    The model may be on another machine.
+    """
+    try:
+        validate_engines(found.data, file=Path(found.file), base=Path())
+    except SpecError as error:
+        problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
+        if problems:
+            raise found.in_its_words(SpecErrors(problems)) from None

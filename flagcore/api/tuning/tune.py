@@ -17,6 +17,7 @@ from flagcore.api.common.inputs import (
     loaded_plugins,
     parsed,
     spec_data,
+    validate_engines,
     warn,
     warn_about_problem,
     with_absolute_paths,
@@ -78,8 +79,7 @@ def tune(
 
     if len(engines) < 2:
         return tune_one(data, directory)
-    for engine in engines:
-        parsed(only(data, engine), file=str(file), base=file.parent, without=without)
+    validate_engines(data, file=file, base=file.parent, without=without)
     outcome: Outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
     return replace(outcome, reported=save_report_of_engines(directory))
 

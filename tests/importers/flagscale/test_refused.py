@@ -95,3 +95,20 @@ def test_a_tree_without_hydra_names_the_extra_that_brings_it(monkeypatch: pytest
     with pytest.raises(SpecError) as caught:
         read_tree(tmp_path, "tune")
     assert caught.value.fix == 'pip install "flagcore[flagscale]"'
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("++experiment.auto_tuner.space.recompute_method=[blok]", "blok"),
+        ("++experiment.auto_tuner.control.max_time_per_task=soon", "soon"),
+        ("++train.system.fp16=maybe", "maybe"),
+    ],
+)
+def test_an_import_that_gives_no_valid_spec_fails(override: str, value: str) -> None:
+    found = CliRunner().invoke(
+        flag, ["import", "flagscale", "train_dense", "--config-name", "tune", override, "-o", "out.yaml"]
+    )
+    assert isinstance(found.exception, SpecError)
+    assert (found.exception.exit_code, found.exception.value) == (2, value)
+    assert not Path("out.yaml").exists()

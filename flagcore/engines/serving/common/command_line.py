@@ -24,7 +24,7 @@ from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.model.work import Overheads, Releases
-from flagcore.errors import NoDevice, SpecError
+from flagcore.errors import NoDevice, SpecError, SpecErrors
 
 RESERVED: Mapping[str, str] = {
     "host": "servers listen on this machine only",
@@ -119,14 +119,17 @@ class Program:
 
     def check(self, names: Iterable[str], known: Collection[str]) -> None:
         """Raise SpecError for a reserved flag, and for one that is not among the `known` ones, if there are any."""
+        problems: list[SpecError] = []
         for name in names:
             key, positive = f"serve.engine_args.{name}", name.removeprefix("no-").split(".")[0]
             if reason := self.reserved.get(name) or self.reserved.get(positive):
-                raise SpecError(key=key, problem=f"is set by flagcore: {reason}", fix="remove it")
-            if known and name not in known and positive not in known:
+                problems.append(SpecError(key=key, problem=f"is set by flagcore: {reason}", fix="remove it"))
+            elif known and name not in known and positive not in known:
                 near = get_close_matches(name, sorted(known), n=1)
                 fix = f"did you mean {near[0]}?" if near else "remove it"
-                raise SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix)
+                problems.append(SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix))
+        if problems:
+            raise problems[0] if len(problems) == 1 else SpecErrors(problems)
 
     def installed_flags(self, spec: Spec) -> frozenset[str]:
         """Return the flags of the installed engine, without dashes; none if it is not installed."""
