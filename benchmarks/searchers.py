@@ -18,6 +18,7 @@ from sweeps import Sweep
 
 from flagcore.api.common.transfer import MOST
 from flagcore.contracts import SearchContext, Strategy
+from flagcore.contracts.workload import require_prober
 from flagcore.domain.experience import Observed, Past
 from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
@@ -155,7 +156,8 @@ def _probed(sweep: Sweep, strategy: Strategy, past: Past, wanted: int) -> list[T
             state=TrialState.RUNNING,
             fidelity=PROBE,
         )
-        trials.append(trial_of_probe(task, trial, probe, combine(problem.predictions.row(row), probe, memory)))
+        combined = combine(problem.predictions.row(row), probe, memory, require_prober(sweep.workload).work_parts)
+        trials.append(trial_of_probe(task, trial, probe, combined))
         done = np.append(done, row)
     return trials
 

@@ -165,7 +165,7 @@ def as_yaml(data: object) -> str:
     """Return plain data as YAML in the order of its keys."""
     import yaml
 
-    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, allow_unicode=True)
     return text.rstrip("\n")
 
 

@@ -61,8 +61,8 @@ def errors(costs: KernelCosts, kind: str, rows: Rows) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["gemm", "attention", "attention_backward"])
 def test_the_h200_table_repeats_what_was_measured_and_keeps_bounds(kind: str) -> None:
     rows, costs = SHEET.rows(kind, "bf16"), costs_of("H200")
-    assert errors(costs, kind, rows.known).mean() < 0.015
-    bounds = rows.where(rows.bound)
+    assert errors(costs, kind, rows.exact).mean() < 0.015
+    bounds = rows.select(rows.bound)
     assert (modelled(costs, kind, bounds) < 1.12 * bounds.seconds).all()
 
 
