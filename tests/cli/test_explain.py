@@ -28,7 +28,7 @@ Flag = Callable[..., Ran]
 
 
 @pytest.fixture
-def told(flag: Flag) -> Callable[..., Any]:
+def explained(flag: Flag) -> Callable[..., Any]:
     def call(where: object, candidate: str) -> Any:
         ran = flag("explain", str(where), candidate, "--json")
         assert ran.code == 0, ran.err
@@ -38,38 +38,38 @@ def told(flag: Flag) -> Callable[..., Any]:
 
 
 def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest_legal_change(
-    told: Callable[..., Any], project: Project
+    explained: Callable[..., Any], project: Project
 ) -> None:
-    account = told(project.spec(), "dp=2, mbs=3")
+    account = explained(project.spec(), "dp=2, mbs=3")
     assert account["state"] == "illegal"
     (rule,) = account["rules"]
     assert (rule["rule"], rule["values"]) == ("global_batch_size", {"data_parallel_size": 2, "micro_batch_size": 3})
     assert account["predicted"] is None
     assert account["changes"]["allowed"]["differs"] == {"micro_batch_size": [3, 2]}
-    merged = told(project.spec(), "dp=2, ep=2")  # a dense model has no experts, and asking for them is illegal
+    merged = explained(project.spec(), "dp=2, ep=2")  # a dense model has no experts, and asking for them is illegal
     assert (merged["state"], merged["candidate"]["expert_model_parallel_size"]) == ("illegal", 2)
     assert merged["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 
 
 def test_value_that_the_space_lacks_is_reported_and_predicted_all_the_same(
-    told: Callable[..., Any], project: Project
+    explained: Callable[..., Any], project: Project
 ) -> None:
-    account = told(project.spec(), "tp=2, mbs=8, sp")
+    account = explained(project.spec(), "tp=2, mbs=8, sp")
     assert account["state"] == "not in the space"
     assert {line.split(":")[1].split("=")[0].strip() for line in account["because"][:2]} == {
         "micro_batch_size",
         "sequence_parallel",
     }
     assert account["predicted"]["step_time_s"]["value"] > 0
-    useless = told(project.spec(train={"attention": "flash"}), "tp=2, recompute_granularity=selective")
+    useless = explained(project.spec(train={"attention": "flash"}), "tp=2, recompute_granularity=selective")
     assert "it would be removed: selective_recompute_with_flash_attention" in useless["because"][-1]
 
 
-def test_knob_that_does_nothing_is_reported(told: Callable[..., Any], flag: Flag, project: Project) -> None:
-    account = told(project.spec(), "tp=1, dp=2, sp=true")
+def test_knob_that_does_nothing_is_reported(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
+    account = explained(project.spec(), "tp=1, dp=2, sp=true")
     assert (account["typed"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
     assert "equivalent for the engine: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
-    assert told(project.spec(), "tp=2, mbs=4")["typed"] is None
+    assert explained(project.spec(), "tp=2, mbs=4")["typed"] is None
 
 
 def test_knobs_may_stand_apart_without_commas(flag: Flag, project: Project) -> None:
@@ -83,37 +83,37 @@ def test_knobs_may_stand_apart_without_commas(flag: Flag, project: Project) -> N
 
 
 def test_a_layout_may_be_typed_before_or_after_equals_signs_and_blanks(
-    told: Callable[..., Any], project: Project
+    explained: Callable[..., Any], project: Project
 ) -> None:
     space = {"num_layers_per_virtual_pipeline_stage": [None, 1]}
     spec = project.spec(model={"num_layers": 4}, auto_tuner={"space": space})
-    asked = told(spec, "tp=2, mbs=4, recompute full uniform 1")["candidate"]
+    asked = explained(spec, "tp=2, mbs=4, recompute full uniform 1")["candidate"]
     for typed in ("tp=2 mbs=4 recompute full uniform 1", "TP2 MBS4 recompute=full uniform 1"):
-        assert told(spec, typed)["candidate"] == asked
-    stages = told(spec, "pp=2, layers/virtual stage=1, mbs=2")["candidate"]
+        assert explained(spec, typed)["candidate"] == asked
+    stages = explained(spec, "pp=2, layers/virtual stage=1, mbs=2")["candidate"]
     for typed in ("pp=2 layers/virtual stage=1 mbs=2", "PP2 layers/virtual stage 1 MBS2"):
-        assert told(spec, typed)["candidate"] == stages
+        assert explained(spec, typed)["candidate"] == stages
     assert stages["num_layers_per_virtual_pipeline_stage"] == 1
 
 
 def test_the_only_value_of_a_knob_is_not_given_to_a_candidate_where_it_does_nothing(
-    told: Callable[..., Any], project: Project
+    explained: Callable[..., Any], project: Project
 ) -> None:
     space = {"recompute_granularity": ["selective", "full"], "recompute_method": "uniform", "recompute_num_layers": 1}
     spec = project.spec(train={"attention": "flash"}, auto_tuner={"space": {**space, "use_recompute": [True, False]}})
-    selective = told(spec, "tp=2, mbs=4, recompute selective")
+    selective = explained(spec, "tp=2, mbs=4, recompute selective")
     assert selective["state"] == "removed"
     assert selective["because"][0].startswith("selective_recompute_with_flash_attention")
-    illegal = told(spec, "tp=2, mbs=3")
+    illegal = explained(spec, "tp=2, mbs=3")
     assert illegal["state"] == "illegal"
     assert illegal["changes"]["allowed"]["differs"].keys() == {"micro_batch_size"}
-    assert told(spec, "tp=2, mbs=4, recompute full")["candidate"]["recompute_method"] == "uniform"
+    assert explained(spec, "tp=2, mbs=4, recompute full")["candidate"]["recompute_method"] == "uniform"
 
 
 def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(
-    told: Callable[..., Any], project: Project
+    explained: Callable[..., Any], project: Project
 ) -> None:
-    account = told(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
+    account = explained(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
     assert account["state"] == "removed"
     (line,) = account["because"]
     assert line.startswith("does_not_fit: needs 0.56 / 0.39 GiB")
@@ -124,23 +124,23 @@ def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(
 
 def test_where_nothing_fits_no_change_helps(flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"memory_per_device": "100MiB"})
-    told = flag("explain", spec, "tp=2, mbs=1")
-    assert told.code == 0
-    assert "does_not_fit: " in told.out
-    assert told.out.endswith("No change helps: no allowed candidate is left.\n")
+    explained = flag("explain", spec, "tp=2, mbs=1")
+    assert explained.code == 0
+    assert "does_not_fit: " in explained.out
+    assert explained.out.endswith("No change helps: no allowed candidate is left.\n")
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
-def test_what_a_table_shows_names_the_candidate(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_what_a_table_shows_names_the_candidate(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
     listed = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
     assert any(each["candidate"]["use_recompute"] for each in listed)
     for each in listed[:: len(listed) // 8]:
-        account = told(spec, values_text(each["candidate"], BY_NAME))
+        account = explained(spec, values_text(each["candidate"], BY_NAME))
         assert account["candidate"] == each["candidate"]
         assert f"number {each['number']:,} of" in account["because"][0]
-    assert told(spec, "1")["candidate"] == told(spec, "best")["candidate"] == listed[0]["candidate"]
+    assert explained(spec, "1")["candidate"] == explained(spec, "best")["candidate"] == listed[0]["candidate"]
 
 
 def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, project: Project) -> None:
@@ -165,9 +165,9 @@ def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, 
         assert len(ran.err) < 700
 
 
-def test_a_candidate_may_be_json(told: Callable[..., Any], project: Project) -> None:
-    typed = told(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
-    assert typed["candidate"] == told(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
+def test_a_candidate_may_be_json(explained: Callable[..., Any], project: Project) -> None:
+    typed = explained(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
+    assert typed["candidate"] == explained(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
 
 
 @pytest.mark.parametrize(
@@ -175,19 +175,21 @@ def test_a_candidate_may_be_json(told: Callable[..., Any], project: Project) -> 
     ["TP2 MBS2", "tp = 2, mbs = 2", "tp = 2 mbs = 2", "tp=2，mbs=2", "ＴＰ２ ＭＢＳ２", "TP 2, MBS 2, no method"],
 )
 def test_a_candidate_is_understood_however_it_is_spaced_or_typed(
-    told: Callable[..., Any], project: Project, typed: str
+    explained: Callable[..., Any], project: Project, typed: str
 ) -> None:
-    assert told(project.spec(), typed)["candidate"] == told(project.spec(), "tp=2,mbs=2")["candidate"]
+    assert explained(project.spec(), typed)["candidate"] == explained(project.spec(), "tp=2,mbs=2")["candidate"]
 
 
-def test_best_baseline_and_trial_may_be_in_capitals(told: Callable[..., Any], project: Project) -> None:
-    assert told(project.spec(), "BEST") == told(project.spec(), "best")
-    assert told(project.spec(), "Baseline")["name"] == "baseline"
+def test_best_baseline_and_trial_may_be_in_capitals(explained: Callable[..., Any], project: Project) -> None:
+    assert explained(project.spec(), "BEST") == explained(project.spec(), "best")
+    assert explained(project.spec(), "Baseline")["name"] == "baseline"
 
 
-def test_trials_of_a_run_are_reported_beside_the_best(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_trials_of_a_run_are_reported_beside_the_best(
+    explained: Callable[..., Any], flag: Flag, project: Project
+) -> None:
     assert flag("tune", project.spec(control={"max_trials": 5}), "--run-dir", str(project.run_dir), "-q").code == 0
-    best = told(project.run_dir, "best")
+    best = explained(project.run_dir, "best")
     number = project.result()["best"]["number"]
     step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
@@ -197,25 +199,25 @@ def test_trials_of_a_run_are_reported_beside_the_best(told: Callable[..., Any], 
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
-    assert told(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
-    baseline = told(project.run_dir, "baseline")
+    assert explained(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
+    baseline = explained(project.run_dir, "baseline")
     assert baseline["candidate"] == project.result()["baseline"]["candidate"]
     assert baseline["changes"]["fastest"]["trial"] == number
     tried = {json.dumps(each["candidate"]) for each in project.result()["trials"]}
     others = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
     untried = next(each["candidate"] for each in others if json.dumps(each["candidate"]) not in tried)
-    open_one = told(project.run_dir, values_text(untried, BY_NAME))
+    open_one = explained(project.run_dir, values_text(untried, BY_NAME))
     assert "max_trials = 5" in open_one["because"][0]
     assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
     assert 1 <= len(open_one["nearest"]["differs"]) <= 2
     assert flag("explain", str(project.run_dir), "99").err.endswith(": 0, 1, 2, 3, 4, 5, 6\n")
 
 
-def test_candidate_that_a_trial_ruled_out_names_it(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_candidate_that_a_trial_ruled_out_names_it(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     spec = project.spec(does="says_oom", when="2x2", control={"max_trials": 9})
     flag("tune", spec, "--run-dir", str(project.run_dir), "-q")
     (failed,) = [each for each in project.result()["trials"] if each["state"] == "out_of_memory"]
-    account = told(project.run_dir, "tp=2, mbs=4")
+    account = explained(project.run_dir, "tp=2, mbs=4")
     ran = [each for each in project.result()["trials"] if each["candidate"]["micro_batch_size"] == 4]
     if any(each["candidate"]["tensor_model_parallel_size"] == 2 for each in ran):
         assert account["state"] == "ran"
@@ -224,28 +226,30 @@ def test_candidate_that_a_trial_ruled_out_names_it(told: Callable[..., Any], fla
         assert f"trial {failed['number']} (MBS 4 -> 2) out of memory" in account["because"][0]
 
 
-def test_a_run_from_before_a_knob_existed_is_explained(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_a_run_from_before_a_knob_existed_is_explained(
+    explained: Callable[..., Any], flag: Flag, project: Project
+) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
     journal = project.run_dir / "journal.log"
     text = journal.read_text(encoding="utf-8")
     without = re.sub('"use_distributed_optimizer":(true|false),', "", text)
     assert without != text
     journal.write_text(without, encoding="utf-8")
-    best = told(project.run_dir, "best")
+    best = explained(project.run_dir, "best")
     assert best["state"] == "ran"
     assert best["candidate"]["use_distributed_optimizer"] is False
 
 
 def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journal(
-    told: Callable[..., Any], flag: Flag, project: Project
+    explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     spec = project.spec(does="crash", control={"max_trials": 2})
     assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 5
-    assert "ValueError: it is broken" in told(project.run_dir, "0")["because"][0]
+    assert "ValueError: it is broken" in explained(project.run_dir, "0")["because"][0]
     assert flag("explain", str(project.run_dir), "best").err.endswith("has no best: nothing was measured\n")
     Path(project.run_dir, "result.json").unlink()
-    assert told(project.run_dir, "1")["state"] == "ran"
-    assert "the run has not ended" in told(project.run_dir, "tp=2, mbs=1")["because"][0]
+    assert explained(project.run_dir, "1")["state"] == "ran"
+    assert "the run has not ended" in explained(project.run_dir, "tp=2, mbs=1")["because"][0]
     books = flag("explain", str(project.run_dir))
     assert books.code == 0
     assert re.search(r"^  failed +-2$", books.out, re.MULTILINE)
@@ -293,7 +297,7 @@ def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, projec
 
 
 def test_run_is_reported_with_the_chip_that_it_had_whatever_is_on_this_machine(
-    told: Callable[..., Any], flag: Flag, project: Project
+    explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
     run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
@@ -301,9 +305,9 @@ def test_run_is_reported_with_the_chip_that_it_had_whatever_is_on_this_machine(
     kept = Path(project.run_dir, "spec.yaml")
     data = yaml.safe_load(kept.read_text())
     data["cluster"] = {"memory_per_device": "4GiB"}  # as if its spec had left the chip to discovery
-    before = told(project.run_dir, "best")
+    before = explained(project.run_dir, "best")
     kept.write_text(yaml.safe_dump(data))
-    after = told(project.run_dir, "best")
+    after = explained(project.run_dir, "best")
     assert (after["chip"], after["devices"]) == ("H100-SXM", 2)
     assert after["predicted"] == before["predicted"]
 
@@ -358,12 +362,14 @@ def test_a_loser_that_may_be_as_fast_reports_it(project: Project) -> None:
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
     after = replace(where, search_state=learn(several))
 
-    def told(trial: Trial) -> list[str]:
+    def explained(trial: Trial) -> list[str]:
         row = where.problem.space.find(trial.candidate)
         return state_of(after, trial.candidate, row, [trial], [], None)[1]
 
-    assert told(several[1])[-1] == "not significantly slower than the best"
-    assert not any("not significantly slower" in line for trial in (several[0], several[2]) for line in told(trial))
+    assert explained(several[1])[-1] == "not significantly slower than the best"
+    assert not any(
+        "not significantly slower" in line for trial in (several[0], several[2]) for line in explained(trial)
+    )
     once = replace(where, search_state=learn(several[:3]))
     assert len(state_of(once, near, where.problem.space.find(near), several[1:2], [], None)[1]) == 1
 
@@ -381,10 +387,12 @@ def test_what_a_run_of_probes_tried_is_reported_to_have_run(project: Project) ->
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)
     after = replace(where, search_state=learn(probes, PROBE), run=run)
-    told = [state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)]
-    assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s/step; it is the best"])
+    explained = [
+        state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)
+    ]
+    assert explained[0][:2] == ("ran", ["probe 1 (search) measured: 1 s/step; it is the best"])
     beside = "+100.0% in time vs the best (trial 1: 1 s/step)"
-    assert told[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
+    assert explained[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
 
 
 def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:

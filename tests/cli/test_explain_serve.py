@@ -41,10 +41,10 @@ def spec(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
-    told = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
-    assert "output tok/s (80%: " in told
-    assert "  p50: TTFT " in told
-    assert "cache " in told
+    explained = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
+    assert "output tok/s (80%: " in explained
+    assert "  p50: TTFT " in explained
+    assert "cache " in explained
     account = json.loads(flag("explain", spec(), "parallel=3", "--json").out)
     assert account["state"] == "not in the space"
     assert "it would be legal, and fit" in account["because"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
-from flagcore.api.common.runs import SPEC, Run, load_run
+from flagcore.api.common.runs import SPEC, Run, load_run, trial_fields
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.contracts import Costs, SearchContext, Workload
 from flagcore.domain.candidate import Candidate
@@ -145,17 +145,7 @@ def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
         replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
         for number in sorted(trials)
     ]
-    state = learn(stored, run.fidelity)
-    return replace(
-        run,
-        trials=state.trials,
-        repeats=state.repeats,
-        probes=state.probes,
-        imported=tuple(trial for trial in stored if trial.source),
-        baseline=state.baseline,
-        best=state.best,
-        search_state=state,
-    )
+    return replace(run, **trial_fields(stored, run.fidelity))
 
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,21 +114,23 @@ def read_run(path: Path) -> Run:
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
         return _from_predictions(path, data)
+    fields = trial_fields(stored, fidelity)
+    return Run(folder=path, spec=spec_as_data(path / SPEC), data=data, fidelity=fidelity, **fields)
+
+
+def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
+    """Return the fields of a Run that follow from its stored trials."""
     state = learn(stored, fidelity)
-    return Run(
-        folder=path,
-        spec=spec_as_data(path / SPEC),
-        data=data,
-        fidelity=fidelity,
-        trials=state.trials,
-        repeats=state.repeats,
-        probes=state.probes,
-        imported=tuple(trial for trial in stored if trial.source),
-        baseline=state.baseline,
-        best=state.best,
-        gains=gains(state),
-        search_state=state,
-    )
+    return {
+        "trials": state.trials,
+        "repeats": state.repeats,
+        "probes": state.probes,
+        "imported": tuple(trial for trial in stored if trial.source),
+        "baseline": state.baseline,
+        "best": state.best,
+        "gains": gains(state),
+        "search_state": state,
+    }
 
 
 def unreadable_error(file: Path, error: object) -> RunError:

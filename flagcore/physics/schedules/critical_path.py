@@ -65,7 +65,7 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
 
-    Exact where sends block, as in Megatron.
+    Exact where sends block.
     """
     forward, backward = _with_sends(times, 1.0)
     warm = np.minimum(_behind(forward), m - 1.0)

@@ -61,7 +61,7 @@ def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, answer: E
 def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for refused in answer.refused:
         if not _is_known(engine, refused.knob, refused.values):
-            yield f"{where}: there is no knob {refused.knob!r} with {refused.values}"
+            yield f"{where}: unknown knob {refused.knob!r} with {refused.values}"
     for forced in answer.forced:
         if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
             yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
