@@ -273,12 +273,13 @@ def _table(release: str, fork: str) -> ArgumentTable:
         else:
             has_it = not fork or of_fork != "not"
         if has_it:
-            spec = _spec(row)
+            spec = argument_spec(row)
             by_flag |= dict.fromkeys(spec.flags, spec)
     return ArgumentTable(release=f"{release}+{fork}" if fork else release, by_flag=by_flag)
 
 
-def _spec(row: Mapping[str, Any]) -> ArgumentSpec:
+def argument_spec(row: Mapping[str, Any]) -> ArgumentSpec:
+    """Return the argument that a row of the file stands for."""
     flags = tuple(row["flags"])
     first = next((flag for flag in flags if flag.startswith("--")), flags[0])
     given = {
