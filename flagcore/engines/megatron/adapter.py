@@ -11,7 +11,16 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
+from flagcore.contracts import (
+    Breakdown,
+    JobRecords,
+    KeyWarnings,
+    Pipelined,
+    Prober,
+    PruningRule,
+    ReleaseCheck,
+    Workload,
+)
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -20,7 +29,16 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.megatron import knobs as knob_rows
-from flagcore.engines.megatron import launching, options, probing, published, reading, setting_rules, unused_keys
+from flagcore.engines.megatron import (
+    launching,
+    options,
+    probing,
+    published,
+    reading,
+    release_check,
+    setting_rules,
+    unused_keys,
+)
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
@@ -75,6 +93,7 @@ class Megatron:
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
 
+    check_release = staticmethod(release_check.check_release)
     spec_warnings = staticmethod(unused_keys.spec_warnings)
     job_warnings = staticmethod(unused_keys.job_warnings)
 
@@ -163,7 +182,7 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Protocol):
+class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, ReleaseCheck, Protocol):
     """What Megatron implements, for mypy."""
 
 
