@@ -28,7 +28,7 @@ class SearchSpace(Protocol):
         """Return the knobs of the space in the order in which they are crossed."""
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        """Return what makes a candidate illegal."""
+        """Return what makes a candidate illegal. Raises SpecError for settings that exclude each other."""
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what makes two candidates the same."""

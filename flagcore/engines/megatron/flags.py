@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 
 from flagcore.domain.candidate import KnobValue
@@ -26,6 +27,11 @@ A user's own program may take flags of flagcore's own settings, too.
 
 def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
     """Return the settings that the flags of a command give. A flag's last mention counts, as for the engine."""
+    return dict(_settings_of(tuple(command)))
+
+
+@lru_cache(maxsize=64)
+def _settings_of(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
     found: dict[str, SettingValue] = {}
     for flag, values in _flags_of(command):
         if flag in BY_FLAG:

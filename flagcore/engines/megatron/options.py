@@ -66,7 +66,7 @@ def options(task: Task) -> Options:
         account_for_loss=on(LOSS),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
-        grad_bytes=_grad_bytes(train.precision, settings),
+        grad_bytes=_grad_bytes(precision(train, settings), settings),
         main_grad_bytes=width("main_grads_dtype"),
         main_param_bytes=width("main_params_dtype"),
         exp_avg_bytes=width("exp_avg_dtype"),
@@ -95,6 +95,13 @@ def options(task: Task) -> Options:
         cross_entropy_fusion=on("cross_entropy_loss_fusion"),
         dropout=on("attention_dropout") or on("hidden_dropout"),
     )
+
+
+def precision(train: TrainSpec, settings: Settings) -> str:
+    """Return the precision of matrix products: that of the job, or the FP8 that settings ask for beside 16 bits."""
+    if train.precision not in ("bf16", "fp16") or not settings.get("fp8_format"):
+        return train.precision
+    return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
 
 
 def check(task: Task, settings: Settings) -> None:

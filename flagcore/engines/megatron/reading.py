@@ -10,7 +10,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import open_regular, read_regular
 
@@ -41,7 +42,7 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
     """Return what a trial measured. Raises NoMetrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
-    return _read_program(task, folder, partial=partial)
+    return _read_program(task, candidate, folder, partial=partial)
 
 
 def program_progress(folder: str) -> tuple[float, ...]:
@@ -62,7 +63,7 @@ class CommandProgress:
         return tuple(self._logs.step_times_s)
 
 
-def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
+def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: bool) -> Measurement:
     if partial:
         steps = _steps(Path(folder, STEPS))
         return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
@@ -76,7 +77,7 @@ def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
             peak_allocated_bytes=_most(ranks, "peak_allocated_bytes"),
             peak_reserved_bytes=_most(ranks, "peak_reserved_bytes"),
             device_used_bytes=_most(ranks, "device_used_bytes"),
-            effective=dict(data["effective"]),
+            effective=dict(_of_program(candidate, data["effective"])),
             versions={name: str(version) for name, version in data["versions"].items()},
             devices=tuple(
                 {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
@@ -152,22 +153,40 @@ def _most(ranks: Sequence[Mapping[str, Any]], figure: str) -> int | None:
     return max(known) if known else None
 
 
+def _of_program(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what the trial program ran, without settings that the candidate leaves to the engine; lists as texts."""
+    wanted = candidate.as_dict()
+    for name, value in effective.items():
+        is_setting = name in wanted and name in BY_NAME and BY_NAME[name].comparable
+        if not is_setting:
+            yield name, value
+        elif value is not None and wanted[name] is not None:
+            yield name, ",".join(sorted(value)) if isinstance(value, list) else value
+
+
 def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
     """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types."""
     effective: dict[str, KnobValue] = {}
-    for knob, wanted in candidate.items:
-        printed = log.arguments.get(knob)
-        if printed is None:
+    for name, wanted in candidate.items:
+        knob = BY_NAME.get(name)
+        printed = log.arguments.get(PRINTED.get(name, name), log.arguments.get(name))
+        left_open = knob is not None and knob.comparable and (wanted is None or knob.kind == "text")
+        if printed is None or left_open:
             continue
         if isinstance(wanted, bool):
-            effective[knob] = printed == "True"
+            effective[name] = printed == "True"
         elif printed == "None":
-            effective[knob] = None
-        else:
-            effective[knob] = int(printed) if printed.isdecimal() else printed
+            effective[name] = None
+        elif not printed.startswith("["):
+            effective[name] = int(printed) if printed.isdecimal() else DTYPES.get(printed, printed)
+        elif "<" not in printed:  # which a list of an enumeration's members has
+            effective[name] = ",".join(sorted(re.findall(r"\w+", printed)))
     return effective
 
 
+PRINTED = {"fp8_format": "fp8", "cuda_graph_scope": "cuda_graph_modules"}
+"""Names under which Megatron prints settings."""
+DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
 NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
@@ -175,7 +194,7 @@ MEMORY = re.compile(
     r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|"
     r".*?max allocated:\s*([0-9.]+) \|.*?max reserved:\s*([0-9.]+)"
 )
-ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
+ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+|\[.*\])\s*$")
 MIB = 1 << 20
 MOST_MIB = 1 << 30
 """A petabyte: a line with more is ignored."""
