@@ -58,8 +58,11 @@ def knobs_of(
 def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the model of a space."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
-    rows: list[tuple[Knob, Any, Any]] = [(knob, _listed(_kind(knob)), AUTO) for knob in knobs if knob.searchable]
-    rows += [(knob, _compared(knob), None) for knob in knobs if knob.comparable]
+    rows = [
+        (knob, _compared(knob), None) if knob.comparable else (knob, _listed(_kind(knob)), AUTO)
+        for knob in knobs
+        if knob.searchable or knob.comparable
+    ]
     return _section("Space", doc, rows)
 
 
@@ -67,8 +70,11 @@ def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
 def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the model of a baseline."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
-    rows = [(knob, _kind(knob), None) for knob in knobs if knob.searchable]
-    rows += [(knob, _kind(knob) | None, None) for knob in knobs if knob.comparable]
+    rows = [
+        (knob, _kind(knob) | None if knob.comparable else _kind(knob), None)
+        for knob in knobs
+        if knob.searchable or knob.comparable
+    ]
     return _section("Baseline", doc, rows)
 
 
