@@ -112,7 +112,7 @@ def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[
     seconds = problem.platform.task.spec.control.max_time_per_task
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
-        found = probe(problem.platform, workload, launcher, candidate, folder, seconds, to_the_end=False)
+        found = probe(problem.platform, workload, launcher, candidate, folder, seconds, finish=False)
     return [
         {
             "rank": rank.rank,

@@ -172,7 +172,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
             raise SpecError(key="train.command", problem=problem, fix="give one of the two")
 
 
-def sizes_held_at_one(problem: Problem) -> list[str]:
+def sizes_fixed_at_one(problem: Problem) -> list[str]:
     """Return a line for each size whose values above 1 are all illegal by a single rule."""
     axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []

@@ -33,7 +33,7 @@ class ImportedSpec(Protocol):
     @property
     def file(self) -> str: ...
 
-    def in_its_words(self, error: SpecError) -> SpecError:
+    def translate_error(self, error: SpecError) -> SpecError:
         """Return an error of the spec with the key that the other tuner's file has."""
 
     def as_yaml(self) -> str:

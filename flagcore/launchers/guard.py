@@ -256,14 +256,14 @@ class Trial:
         self.ended_by: str | None = None
         self.duration = 0.0
 
-    def end(self, reason: str, grace: float) -> None:
-        """End all processes, with SIGTERM first if there is a `grace` in seconds."""
+    def end(self, reason: str, grace_s: float) -> None:
+        """End all processes, with SIGTERM first if there is a `grace_s` in seconds."""
         now = time.monotonic()
         if self.code is None and self.ended_by is None:
             self.ended_by = reason
         self.ends_at = NEVER
-        if self.kill_at > now + grace:
-            self.term_at, self.kill_at = (now if grace else NEVER), now + grace
+        if self.kill_at > now + grace_s:
+            self.term_at, self.kill_at = (now if grace_s else NEVER), now + grace_s
 
     def alive(self) -> bool:
         """Reap ended processes. Return whether one is left."""

@@ -134,7 +134,7 @@ class NoLimit(Exception):
 
 
 @contextmanager
-def impatient(waited: dict[int, float]) -> Iterator[None]:
+def with_short_timeouts(waited: dict[int, float]) -> Iterator[None]:
     """Cut every wait for a process to a moment, note how long it was to be, and raise NoLimit where it had no end."""
     wait, communicate = subprocess.Popen.wait, subprocess.Popen.communicate
 

@@ -230,7 +230,7 @@ class Subject:
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
         """Return what the plugin answers for its chips. Raises Skip where that is nothing."""
-        found = [(chip, found_for_chip) for chip in self.own_chips() if (found_for_chip := answer(chip)) is not None]
+        found = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
         if not found:
             raise Skip(f"{hook} returns None for all chips: the core's default is used")
         return found

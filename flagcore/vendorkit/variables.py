@@ -41,7 +41,7 @@ class Variable(Scope):
         if (self.value is None) == (self.used == ""):
             raise ValueError("needs `value` or `used`, and not both")
 
-    def suits(self, task: Task | None) -> bool:
+    def applies_to(self, task: Task | None) -> bool:
         """Return whether its conditions hold for a task; None means one node and no settings."""
         nodes = sum(group.nodes for group in task.cluster.groups) if task else 1
         settings = task.spec.work.settings if task and isinstance(task.spec.work, TrainSpec) else {}
@@ -68,7 +68,7 @@ def environment(
     values = (
         (each.name, fill(each.value))
         for each in applying(read_variables(package), chip, engine, engine_version, kind)
-        if each.value and each.suits(task)
+        if each.value and each.applies_to(task)
     )
     return {name: value for name, value in values if value}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning.chances import chance_to_end
+from flagcore.learning.chances import success_probability
 from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()
@@ -21,7 +21,7 @@ def lost(row: int, number: int, state: TrialState = TrialState.FAILED) -> Trial:
 
 
 def chances(*trials: Trial) -> np.ndarray:
-    return chance_to_end(search_context(KNOWN, trials), ROWS)
+    return success_probability(search_context(KNOWN, trials), ROWS)
 
 
 def apart(row: int) -> np.ndarray:

@@ -62,7 +62,7 @@ def play(
     workload = Rehearsal(part)
     found = probe(
         small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(folder), 60.0, RANKS, on_rank,
-        to_the_end=False, devices=devices,
+        finish=False, devices=devices,
     )  # fmt: skip
     return found, workload
 

@@ -24,13 +24,13 @@ def test_a_variable_of_several_nodes_is_not_given_on_one() -> None:
     one = small.task()
     two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
     several = replace(VARIABLE, several_nodes=True)
-    assert [several.suits(task) for task in (None, one, two)] == [False, False, True]
+    assert [several.applies_to(task) for task in (None, one, two)] == [False, False, True]
 
 
 def test_a_variable_is_left_out_beside_a_setting_that_it_does_not_go_with() -> None:
     limited = replace(VARIABLE, unless="use_megatron_fsdp")
-    assert limited.suits(small.task())
-    assert not limited.suits(small.task(settings={"use_megatron_fsdp": True}))
+    assert limited.applies_to(small.task())
+    assert not limited.applies_to(small.task(settings={"use_megatron_fsdp": True}))
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
     space, predictions = problem.space, problem.predictions
-    taught = search_state.trials, problem.pruned, search_state.probes
-    pruned = prune(space, predictions, workload, problem.rules, *taught)
+    trials_and_probes = search_state.trials, problem.pruned, search_state.probes
+    pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)
     context = search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past)
     return Snapshot(
         where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context

@@ -22,7 +22,7 @@ from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError, SpecError
 from flagcore.i18n import _
 from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
-from flagcore.problem import Problem, sizes_held_at_one
+from flagcore.problem import Problem, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.convert import check_engines
@@ -214,7 +214,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if reasons := [reason for reason in (unknown, untested_reason(workload)) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    lines += [*problem.platform.conflicts, *sizes_held_at_one(problem), *problem.pruned.broken_rules]
+    lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):

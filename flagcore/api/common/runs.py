@@ -105,7 +105,7 @@ def read_run(path: Path) -> Run:
     """Read a run's folder as `load_run` does, even if its journal has fewer trials than its result."""
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
-        return _of_several(path, data)
+        return _run_of_several_engines(path, data)
     known = RunDirectory(path).identity()
     if known is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
@@ -152,7 +152,7 @@ def _result(path: Path) -> Mapping[str, Any]:
         raise unreadable_error(file, error) from None
 
 
-def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
+def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
     try:
         names = [name for name, each in data["engines"].items() if "error" not in each]
         won = str(data["engine"])

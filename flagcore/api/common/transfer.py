@@ -33,7 +33,7 @@ from flagcore.stages.predict import predict_columns
 GIB = 2**30
 MOST = 300
 """Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
-FARTHEST = 3.0
+MAX_LOG_RATIO = 3.0
 """A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
 
 
@@ -107,7 +107,7 @@ def _observed(
         measured = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.log(measured) - np.log(expected)
-        rows = np.flatnonzero(np.abs(ratio) < FARTHEST)
+        rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
         least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
         both.append(Observed(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
     return both[0], both[1]

@@ -91,18 +91,18 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     columns, named = named_columns(snapshot, name)
     space = snapshot.problem.space
     rules = broken_rules_of(snapshot.problem, columns)
-    meant = columns if rules else canonical(columns, snapshot.problem.legality.merges)
-    same, asked = as_candidate(space.axes, meant), as_candidate(space.axes, columns)
+    canonical_columns = columns if rules else canonical(columns, snapshot.problem.legality.merges)
+    same, asked = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
-    predicted = None if rules else snapshot.record(meant)
+    predicted = None if rules else snapshot.record(canonical_columns)
     tried = [trial for trial in all_trials(snapshot) if trial.candidate == same]
     state, because, taught = state_of(snapshot, same, row, tried, rules, predicted)
     if state == OUTSIDE:
-        because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(meant)]
+        because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(canonical_columns)]
     believed_of = _believed(snapshot, row)
     step = None if predicted is None else _scaled(snapshot, row, predicted)
-    near = nearest_measured(snapshot, meant, same)
-    to_change = changes(snapshot, meant, step, row)
+    near = nearest_measured(snapshot, canonical_columns, same)
+    to_change = changes(snapshot, canonical_columns, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
     task, asked_for, kind = snapshot.task, name.strip().casefold(), "trial" if snapshot.run else "candidate"

@@ -172,7 +172,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         figures=_pairs(*figures),
         gap=gap,
         sure=sure,
-        because=tuple(_because(a, b, time, gap, sure)),
+        because=tuple(_reasons(a, b, time, gap, sure)),
         knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
 
@@ -223,7 +223,7 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
 
-def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
+def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
     illegal = [
         _("{name} is illegal: {reason}", name=name, reason=side.report.because[0])
         for name, side in (("A", a), ("B", b))

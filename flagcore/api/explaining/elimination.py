@@ -77,18 +77,18 @@ def state_of(
         unlisted = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
         return OUTSIDE, [*(_outside(snapshot, candidate) or unlisted), legal, *_needs(predicted)], []
-    taught = _taught(snapshot, row)
+    pruned_by = _pruning_rule(snapshot, row)
     wanted = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
         return (
             RAN,
             [*(_termination_reason(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
-            taught,
+            pruned_by,
         )
     probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
-    if taught:
-        return REMOVED, [*probed, *(_why_removed(snapshot, each, row, predicted) for each in taught)], taught
-    return OPEN, [*probed, *_why_open(snapshot, row)], []
+    if pruned_by:
+        return REMOVED, [*probed, *(_reason_removed(snapshot, each, row, predicted) for each in pruned_by)], pruned_by
+    return OPEN, [*probed, *_reasons_open(snapshot, row)], []
 
 
 def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
@@ -146,7 +146,7 @@ def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return lines
 
 
-def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
+def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     """Return the rule of the stage `prune` that removed a row, none if none did."""
     code, pruned = int(snapshot.pruned.rule[row]), snapshot.pruned
     if not code:
@@ -156,7 +156,7 @@ def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     return [{"rule": name, "says": says, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
-def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
+def _reason_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
     state, predictions = snapshot.search_state, snapshot.problem.predictions
     if rule["rule"] == DOES_NOT_FIT:
         least = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
@@ -172,7 +172,7 @@ def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicte
     return f"{line}: {_('trial')} {trial.number} ({differs}) {state_name(trial.state.value)}"
 
 
-def _why_open(snapshot: Snapshot, row: int) -> list[str]:
+def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
     order, run = fastest(snapshot.problem), snapshot.run
     places = (np.flatnonzero(order == row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
@@ -214,7 +214,7 @@ class Explanation(Notebook):
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
-    """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
+    """Tell where every combination of a spec file went, or of a run's folder with what its trials pruned_by.
 
     Raises the errors of `flagcore.errors`.
     """

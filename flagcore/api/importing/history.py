@@ -273,4 +273,4 @@ def check_tree(found: ImportedSpec) -> None:
     except SpecError as error:
         problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
         if problems:
-            raise found.in_its_words(SpecErrors(problems)) from None
+            raise found.translate_error(SpecErrors(problems)) from None

@@ -73,7 +73,7 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
             folder.mkdir(exist_ok=True)
             if cannot:
                 (folder / "launch.json").unlink(missing_ok=True)
-                write(run_dir / "best.sh", excuse(plan, cannot))
+                write(run_dir / "best.sh", no_start_script(plan, cannot))
             else:
                 best = plan.best.candidate
                 planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
@@ -120,7 +120,7 @@ def run_best(
         os.dup2(stdout, 1)
     try:
         os.chdir(folder)
-        program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
+        program, variables = argv[0], {**RENDEZVOUS, **os.environ, **environment}
         warn([_("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
@@ -156,7 +156,7 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
     )
 
 
-MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
 SECRETS = "secrets.sh"
 """Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
@@ -198,7 +198,7 @@ class Hidden:
 
 def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in RENDEZVOUS.items()]
     exports += [
         f"export {name}={shlex.quote(value)}"
         for name, value in launch.environment.items()
@@ -212,7 +212,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,
         *needs,
-        f"exec {' '.join(quoted(word, hidden.variables) for word in launch.argv)}",
+        f"exec {' '.join(shell_quoted(word, hidden.variables) for word in launch.argv)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -223,17 +223,17 @@ def secrets_script(hidden: Hidden) -> str:
     return "\n".join(["# Secrets of the best configuration: not to be handed on.", *lines]) + "\n"
 
 
-def quoted(word: str, variables: Mapping[str, str]) -> str:
+def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
     """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
     for value, name in variables.items():
         before, found, after = word.partition(value)
         if found:
-            ends: Sequence[str] = [quoted(each, variables) if each else "" for each in (before, after)]
+            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
             return f'{ends[0]}"${name}"{ends[1]}'
     return shlex.quote(word)
 
 
-def excuse(plan: Plan, why: str) -> str:
+def no_start_script(plan: Plan, why: str) -> str:
     """Return a shell script that prints why the best cannot be started."""
     message = f"echo {shlex.quote(f'this cannot be started: {why}')} >&2"
     return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"

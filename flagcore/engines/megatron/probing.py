@@ -15,7 +15,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import columns
 from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import layout_of, rank_figures, training
-from flagcore.engines.megatron.reading import NOT_AS_AGREED
+from flagcore.engines.megatron.reading import INVALID_JSON
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 
 
@@ -76,5 +76,5 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
             microbatches_run=int(data["microbatches_run"]),
             versions={name: str(version) for name, version in data["versions"].items()},
         )
-    except NOT_AS_AGREED as error:
+    except INVALID_JSON as error:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None

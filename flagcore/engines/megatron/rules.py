@@ -224,7 +224,7 @@ def _recompute(task: Task) -> Sequence[Rule]:
                 _recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
-                & _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+                & _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
             ),
         ),
         Rule(
@@ -300,7 +300,7 @@ def _recomputes(c: Columns, granularity: int) -> BoolArray:
     return does
 
 
-def _divides_none(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
+def _leaves_remainder(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
     """Return where `number` does not divide one of the other numbers."""
     leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
     return leaves

@@ -65,11 +65,11 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
         return {LOSS: True}
     if layers < stages - 2:
         return {}
-    text = "|".join("t" * number for number in most_even(layers, stages))
+    text = "|".join("t" * number for number in even_split(layers, stages))
     return {LAYOUT: f"E{text}{'m' * model.mtp_num_layers}L"}
 
 
-def most_even(layers: int, stages: int) -> list[int]:
+def even_split(layers: int, stages: int) -> list[int]:
     """Return the layers of each stage: as many on each, and what is missing taken from the last, then the first."""
     most = -(-layers // stages)
     missing = most * stages - layers

@@ -36,7 +36,7 @@ class Imported:
     tree: dict[str, Any] = field(repr=False, default_factory=dict)
     file: str = ""
 
-    def in_its_words(self, error: SpecError) -> SpecError:
+    def translate_error(self, error: SpecError) -> SpecError:
         return joined([_renamed(self.tree, each, self.file) for each in error.problems])
 
     def as_yaml(self) -> str:

@@ -31,7 +31,7 @@ class Pipe:
     latency: float = 0.0
     waits: float = 0.0
 
-    def lasts(self, step: tuple[Pass, ...]) -> float:
+    def duration(self, step: tuple[Pass, ...]) -> float:
         """Return the seconds of a step without waiting."""
         if len(step) == 1:
             ((kind, part, _),) = step
@@ -97,7 +97,7 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
                         break
                     start = max(start, ready)
                 else:
-                    over = start + pipe.lasts(step)
+                    over = start + pipe.duration(step)
                     free[device] = over + (pipe.waits if len(step) == 1 and pipe.sends(step[0]) else 0.0)
                     for number, (kind, part, batch) in enumerate(step):
                         end["B" if kind == "BW" else kind, part, batch] = free[device]

@@ -94,7 +94,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
         summary.append(_("Micro-batches from {number} on run from the last device to the first.", number=first))
     if len(drawn) <= MAX_NUMBERED:
         summary.append(_("Numbers are micro-batches."))
-        summary += [_("A prime, as in 1′, marks the second part of a stage.")] * _twofold(passes)
+        summary += [_("A prime, as in 1′, marks the second part of a stage.")] * _has_two_parts(passes)
     return Chart(
         title=_("Forward and backward passes of each stage (predicted)"),
         summary=" ".join(summary),
@@ -122,8 +122,8 @@ def _bars(
     numbered = among <= MAX_NUMBERED
     trace["marker"] |= {"line": {"width": 1 if numbered else 0, "color": "#ffffff"}}
     if numbered:
-        twofold, count = _twofold(passes), len(passes.forward_s)
-        numbers = [f"{each.microbatch}{'′' * (twofold and each.part >= count)}" for each in of_kind]
+        two_parts, count = _has_two_parts(passes), len(passes.forward_s)
+        numbers = [f"{each.microbatch}{'′' * (two_parts and each.part >= count)}" for each in of_kind]
         trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
         trace |= {"textfont": {"color": "#000000", "size": 12}}
     return trace
@@ -199,7 +199,7 @@ def _row(passes: Passes, device: int) -> str:
     return _("device {number}", number=device) if _mirrored(passes) else _("stage {number}", number=device)
 
 
-def _twofold(passes: Passes) -> bool:
+def _has_two_parts(passes: Passes) -> bool:
     """Return whether a device has two parts of one copy of the model."""
     schedule = SCHEDULES[passes.schedule]
     return schedule.copies == 1 and (schedule.parts or passes.virtual) == 2

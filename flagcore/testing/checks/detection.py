@@ -49,7 +49,7 @@ def missing_tool_lists_no_devices(plugin: Subject) -> Problems:
 @check("use only lines in a known format; ignore the output of a failed tool")
 def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
     for how, script in BROKEN.items():
-        with fakes.impatient({}):
+        with fakes.with_short_timeouts({}):
             yield from _extra(plugin, script, f"if {_tools(plugin)[0]} {how}")
 
 
@@ -57,7 +57,7 @@ def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
 def hanging_tool_is_stopped(plugin: Subject) -> Problems:
     tools = _tools(plugin)
     waited: dict[int, float] = {}
-    with fakes.impatient(waited):
+    with fakes.with_short_timeouts(waited):
         try:
             fakes.devices(plugin, dict.fromkeys(tools, "exec sleep 5"))
         except fakes.NoLimit:
@@ -75,7 +75,7 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
 
 @check("check the title, the PCI vendor or the devices' names before using a table")
 def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
-    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_transcripts_of_others(plugin)}
+    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
     for name, text in foreign.items():
         yield from _extra(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
@@ -134,7 +134,7 @@ def _extra(plugin: Subject, script: str, when: str) -> Problems:
         yield f"flagcore_devices returns {more[0].chip!r}, {when}"
 
 
-def _transcripts_of_others(plugin: Subject) -> dict[str, str]:
+def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
     found = {}
     for other in plugin.others.plugins:
         hooks = next(iter(other.manager.get_plugins()), None)
@@ -233,9 +233,9 @@ def _tried(
 
 
 def _garbled(text: str, seed: int) -> str:
-    dice, garbled = random.Random(seed), bytearray(text.encode())
+    rng, garbled = random.Random(seed), bytearray(text.encode())
     for _ in range((1, 20, 400)[seed % 3]):
-        garbled[dice.randrange(len(garbled))] = dice.randrange(1, 256)
+        garbled[rng.randrange(len(garbled))] = rng.randrange(1, 256)
     return garbled.decode("utf-8", "replace")
 
 

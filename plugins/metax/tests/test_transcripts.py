@@ -10,7 +10,7 @@ from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import ISLAND
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
+from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 OTHERS = ("mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt", "mccl-allreduce-1.txt", "moffett-mx-smi-1.txt")
@@ -108,7 +108,7 @@ def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned
     assert matrix is not None
     assert near_adapters(matrix)[0] == ("NIC0", "NIC1")
     assert near_adapters(matrix)[7] == ("NIC2", "NIC3")
-    assert sharers(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
+    assert devices_per_adapter(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
 
 
 @pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])

@@ -7,7 +7,7 @@ import pytest
 from flagcore_nvidia import smi
 from flagcore_nvidia.hooks import plugin
 
-from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
+from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 TABLES = {
@@ -89,7 +89,7 @@ def test_nvlink_joins_all_devices_and_each_has_an_adapter_of_its_own(name: str) 
     assert matrix is not None
     assert islands(matrix, r"NV\d+") == (tuple(range(8)),)
     assert all(len(near) == 1 for near in near_adapters(matrix).values())
-    assert set(sharers(matrix).values()) == {1}
+    assert set(devices_per_adapter(matrix).values()) == {1}
     assert matrix.numa == {device: device // 4 for device in range(8)}
 
 

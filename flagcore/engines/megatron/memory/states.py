@@ -131,7 +131,9 @@ def _joint(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered
     return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
 
 
-def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False) -> FloatArray:
+def bytes_held_after_step(
+    train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False
+) -> FloatArray:
     """Return the bytes that a step leaves to the next, which frees them before its own peak.
 
     The last input of each virtual stage and its gradient. Each layer with experts remembers its routing, and through

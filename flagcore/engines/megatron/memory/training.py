@@ -12,7 +12,7 @@ from flagcore.engines.megatron.memory.states import (
     LINEAR_PARTS,
     State,
     buffers,
-    left_over,
+    bytes_held_after_step,
     padding,
     split_parameters,
     state,
@@ -124,7 +124,9 @@ def component_table(
         padding_bytes = padding_bytes + state(
             train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0
         )
-    engine = estimate.engine_bytes(where, workspace_bytes) + left_over(train, layout, where, estimate.kinds.sizes)
+    engine = estimate.engine_bytes(where, workspace_bytes) + bytes_held_after_step(
+        train, layout, where, estimate.kinds.sizes
+    )
     add("padding", none, padding_bytes, none)
     add("buffers", none, State(engine, none, none, none), none)
     return table
@@ -207,13 +209,13 @@ class _Estimate:
         params = stage_parameters(train, layout, where)
         states = self.states(params)
         base = states[0].total + states[1].total + self.engine_bytes(where, workspace_bytes)
-        static = base + left_over(train, layout, where, sizes)
+        static = base + bytes_held_after_step(train, layout, where, sizes)
         step, whole = step_bytes(train, layout, *split_parameters(params)), unsharded(train, layout, *states)
         activation = self.activation(where) + whole
-        left = left_over(train, layout, where, sizes, at_most=True) + step
+        left = bytes_held_after_step(train, layout, where, sizes, at_most=True) + step
         if self.before is not None:
             for less in (self.before, self.selective or self.before):
-                least = left_over(less.train, less.layout, where, sizes) + step
+                least = bytes_held_after_step(less.train, less.layout, where, sizes) + step
                 left = np.minimum(left, np.maximum(least, less.activation(where) + whole))
         peak = base + np.maximum(activation, left)
         return Memory(static=static, activation=activation, peak=peak, worst_stage=where.index.astype(np.int64))

@@ -156,8 +156,8 @@ def _placed(model: Model, layout: Layout, index: FloatArray, options: Options) -
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
     """Return the layers of one virtual stage in the middle of the pipeline."""
-    given_first, given_last = layout.first_layers > 0, layout.last_layers > 0
-    others = layout.pipeline - given_first - given_last
+    fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
+    others = layout.pipeline - fixed_first - fixed_last
     counted = model.num_layers + options.account_for_embedding + options.account_for_loss
     spread = counted - layout.first_layers - layout.last_layers
     return np.ceil(spread / np.maximum(others * layout.virtual, 1.0))

@@ -143,7 +143,7 @@ class Messages:
         crossings = len(place.starts) + ring
         return self.usual + self.longer * crossings / np.maximum(layout.pipeline - 1.0 + ring, 1.0)
 
-    def held_up(
+    def send_delays(
         self, length: int, rows: IntArray, layout: Layout, place: Placement
     ) -> tuple[FloatArray, FloatArray] | None:
         """Return for how much longer each stage sends forward and backward in pipelines of `length`, (stages, rows)."""

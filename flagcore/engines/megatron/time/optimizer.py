@@ -53,14 +53,14 @@ def optimizer_time(
     owned_bytes = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1])
     moved = owned_bytes * here + HELD_BYTES * (params[0] + params[1])
     away = train.options.optimizer_offload_fraction * owned
-    travels = np.zeros_like(away)
+    transfer_s = np.zeros_like(away)
     if train.options.optimizer_offload_fraction:
-        travels = costs.kernels.host_copy_seconds((train.options.main_grad_bytes + train.value_bytes) * away)
-        travels = travels + HOST_ADAM_BYTES * away / HOST_BYTES_PER_SECOND
+        transfer_s = costs.kernels.host_copy_seconds((train.options.main_grad_bytes + train.value_bytes) * away)
+        transfer_s = transfer_s + HOST_ADAM_BYTES * away / HOST_BYTES_PER_SECOND
     launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
     launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
     graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
-    return costs.kernels.memory_seconds(moved) + travels + launches * costs.kernels.launch_seconds() * graphed
+    return costs.kernels.memory_seconds(moved) + transfer_s + launches * costs.kernels.launch_seconds() * graphed
 
 
 def gradient_time(

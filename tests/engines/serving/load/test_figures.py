@@ -130,7 +130,7 @@ def test_children_of_the_client_are_no_others(monkeypatch: pytest.MonkeyPatch) -
     busy, tree = iter([100.0, 105.0]), iter([10.0, 14.0])
     clock = iter([0.0, 2.0])
     monkeypatch.setattr("flagcore.engines.serving.load.sending._busy_s", lambda: next(busy))
-    monkeypatch.setattr("flagcore.engines.serving.load.sending._tree_s", lambda: next(tree))
+    monkeypatch.setattr("flagcore.engines.serving.load.sending._process_tree_s", lambda: next(tree))
     monkeypatch.setattr("flagcore.engines.serving.load.sending.time.perf_counter", lambda: next(clock))
     assert Meter().figures()["others_cores"] == pytest.approx(0.5)
 
