@@ -48,7 +48,7 @@ def test_site_loads_nothing_from_elsewhere(built: Path) -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_words_that_people_search_lead_to_a_heading_of_the_help_pages(word: str) -> None:
+def test_common_search_terms_match_headings_of_the_help_pages(word: str) -> None:
     text = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in HELP)
     sections = re.split(r"^#+ ", text, flags=re.MULTILINE)
     assert [each for each in sections if re.search(rf"\b{word}\b", each, re.IGNORECASE)]

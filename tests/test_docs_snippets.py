@@ -104,7 +104,7 @@ def _is_of(key: tuple[str, str], block: Block) -> bool:
 
 
 @pytest.mark.parametrize("block", SPECS, ids=str)
-def test_yaml_is_a_spec_or_a_part_of_one(block: Block, workshop: Path) -> None:
+def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, workshop: Path) -> None:
     part = yaml.safe_load(block.text)
     whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [only(part, engine) for engine in engines_of(part)] or [part]:

@@ -247,7 +247,7 @@ def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) 
     assert len(plan.gains) == 4
 
 
-def test_a_lucky_first_run_does_not_win(bench: Bench) -> None:
+def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
     ran = Counter[tuple[int, int]]()
 
     def lucky(tensor: int, micro: int) -> float:
@@ -303,7 +303,7 @@ def test_out_of_memory_does_not_stop_the_search(bench: Bench) -> None:
     assert sound(plan)
 
 
-def test_a_baseline_that_fails_leaves_no_gain_but_a_best(bench: Bench) -> None:
+def test_with_a_failed_baseline_there_is_a_best_but_no_gain(bench: Bench) -> None:
     starts = iter(range(100))
     crash = Exit(code=1, ended_by=None, duration_s=1.0)
     bench.launcher = Instant(lambda *of: crash if next(starts) == 0 else plain(*of))

@@ -21,7 +21,7 @@ X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
 RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
 
 
-def test_work_of_ones_own_children_is_no_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks of all processors are played: nobody can say what else runs on this machine."""
     start = psutil.cpu_times()._replace(user=100.0, idle=100.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: start)
@@ -60,6 +60,6 @@ def test_the_spread_is_reported_in_percent() -> None:
     assert record["spread_percent"] == pytest.approx(5.0)
 
 
-def test_a_chip_whose_rates_no_one_published_is_measured_in_the_usual_precisions() -> None:
+def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:
     job = calibration._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
     assert job["precisions"] == ["bf16", "fp16", "fp32"]

@@ -48,7 +48,7 @@ def outcome(data: dict[str, Any], run_dir: Path) -> Found:
     return Found(SimpleNamespace(objective="output_tokens_per_s"), told, run_dir)
 
 
-def test_the_best_engine_wins_and_one_that_cannot_run_costs_only_itself(tmp_path: Path) -> None:
+def test_the_best_engine_wins_and_an_unavailable_one_is_skipped(tmp_path: Path) -> None:
     found = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
     assert found.data["engine"] == "quick"
     assert list(found.data["engines"]) == ["quick", "slow", "absent"]
@@ -65,7 +65,7 @@ def test_each_engine_has_its_own_knobs_and_a_share_of_the_budget(tmp_path: Path)
     assert given["slow"]["space"] == {"a": [1]}
 
 
-def test_where_no_engine_can_run_the_first_error_is_raised(tmp_path: Path) -> None:
+def test_if_no_engine_can_run_the_first_error_is_raised(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no1"):
         each_engine(DATA, ("no1", "no2"), tmp_path, outcome)
 

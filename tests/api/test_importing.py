@@ -171,7 +171,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     assert float(re.findall(r"[\d.]+", note)[0]) > 20  # measured over predicted
 
 
-def test_file_that_is_no_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
     spec = project.spec()
     for text, said in {
         "": "is empty",
@@ -212,7 +212,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_an_odd_row_is_taken_as_what_it_reports_or_left_out_with_the_reason(
+def test_an_unusual_row_is_read_or_left_out_with_the_reason(
     case: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
@@ -249,7 +249,7 @@ SERVED = {
 }
 
 
-def test_servers_rows_are_taken_but_for_figures_that_flagscale_repeats(
+def test_server_rows_are_imported_without_figures_that_flagscale_repeats(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))

@@ -85,7 +85,7 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, projec
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "first", "99999"])
-def test_a_number_that_is_in_no_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
+def test_a_candidate_number_outside_the_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
     ran = flag("estimate", project.spec(), "--explain", wrong)
     assert ran.code == 2
     assert "--explain" in ran.err
@@ -110,7 +110,7 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
     assert f"Bottleneck: {told['limit']}" in text
 
 
-def test_a_job_that_is_not_there_and_one_that_is_not_known_are_distinguished(flag: Flag, tmp_path: Path) -> None:
+def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
@@ -185,7 +185,7 @@ def test_each_line_of_a_pipe_is_answered_before_the_next_is_written(project: Pro
     assert process.returncode == 0
 
 
-def test_a_schedule_that_no_trial_can_run_is_predicted_all_the_same(flag: Flag, project: Project) -> None:
+def test_a_schedule_without_a_trial_program_is_still_predicted(flag: Flag, project: Project) -> None:
     schedule = project.spec(train={"settings": {"pipeline_schedule": "zb-h1"}})
     assert flag("estimate", schedule).code == 0
     tuned = flag("tune", schedule, "--run-dir", str(project.run_dir))
@@ -201,9 +201,7 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
     assert "overlap_grad_reduce" in ran.err.split("did you mean")[1]
 
 
-def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
-    flag: Flag, project: Project, tmp_path: Path
-) -> None:
+def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, tmp_path: Path) -> None:
     near = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
     for ran in (
         flag("estimate", project.spec(cluster={"chip": "H100"})),
@@ -218,7 +216,7 @@ def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
     assert near in answer["reason"]
 
 
-def test_a_bad_line_of_a_job_file_is_reported_with_its_place_and_stops_nothing(flag: Flag, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_job_file_is_reported_and_the_rest_is_read(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(JOB) + '\n{"id": \n' + json.dumps(JOB) + "\n")
     found = answers(flag("estimate", "--jobs", str(file)))
@@ -247,7 +245,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_job_whose_time_no_one_can_report_reports_what_is_missing_and_how_to_get_it(
+def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get_it(
     name: str, flag: Flag, tmp_path: Path
 ) -> None:
     cluster, train, words = UNKNOWN[name]
@@ -262,7 +260,7 @@ def test_a_job_whose_time_no_one_can_report_reports_what_is_missing_and_how_to_g
     assert answer["reason"].removeprefix("no time: ") in flag("estimate", "--jobs", file, "--explain", "moe").out
 
 
-def test_a_network_that_the_user_knows_gives_a_time(flag: Flag, tmp_path: Path) -> None:
+def test_with_a_network_from_the_spec_a_time_is_predicted(flag: Flag, tmp_path: Path) -> None:
     cluster = {**JOB["cluster"], "chip": "C550", "devices": 16, "nic_bytes_per_second": 5e10}
     slow = {**cluster, "nic_bytes_per_second": 5e9}
     found = answers(flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow)))))
@@ -270,13 +268,13 @@ def test_a_network_that_the_user_knows_gives_a_time(flag: Flag, tmp_path: Path) 
     assert found[0]["step_time_s"]["value"] < found[1]["step_time_s"]["value"]
 
 
-def test_candidates_without_a_time_report_why(flag: Flag, project: Project) -> None:
+def test_candidates_without_a_time_have_a_reason(flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
     assert "peak rate of C588 in bf16" in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
     assert " have no predicted time" in flag("estimate", spec).err
 
 
-def test_a_precision_that_the_chip_lacks_is_answered_with_those_it_has(flag: Flag, project: Project) -> None:
+def test_an_unsupported_precision_is_reported_with_the_supported_ones(flag: Flag, project: Project) -> None:
     spec = project.spec(
         cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
     )
@@ -287,7 +285,7 @@ def test_a_precision_that_the_chip_lacks_is_answered_with_those_it_has(flag: Fla
     assert "fastest" not in told
 
 
-def test_where_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
+def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
     space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
     auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
     ran = flag("estimate", auto)
@@ -302,7 +300,7 @@ def test_where_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag,
     assert "auto found" not in ran.err
 
 
-def test_a_number_of_layers_that_allows_no_pipeline_is_reported(
+def test_a_layer_count_without_any_pipeline_split_is_reported(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert flag("estimate", project.spec()).code == 0
@@ -314,7 +312,7 @@ def test_a_number_of_layers_that_allows_no_pipeline_is_reported(
         assert words in line
 
 
-def test_books_without_trials_and_what_runs_a_prediction(flag: Flag, project: Project) -> None:
+def test_counts_without_trials_and_the_runner_of_a_prediction(flag: Flag, project: Project) -> None:
     told = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
     assert "untried" in told
     assert "measured" not in told
@@ -335,9 +333,7 @@ def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_report
     ]
 
 
-def test_layers_of_a_record_that_do_not_divide_are_reported_with_the_split_that_was_assumed(
-    flag: Flag, tmp_path: Path
-) -> None:
+def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(flag: Flag, tmp_path: Path) -> None:
     records = [
         {**JOB, "candidate": {"pipeline_model_parallel_size": 4, VIRTUAL: virtual, **more}}
         for virtual, more in ((1, {}), (2, {}), (9, {"num_layers_in_first_pipeline_stage": 6}))
@@ -413,7 +409,7 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
         assert any(row.startswith("other") for row in rows)
 
 
-def test_what_a_job_breaks_is_reported_with_its_values(flag: Flag, tmp_path: Path) -> None:
+def test_broken_rules_of_a_job_are_reported_with_values(flag: Flag, tmp_path: Path) -> None:
     wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
     (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, wrong)))
     assert "must divide num_attention_heads = 16" in answer["reason"]
@@ -434,7 +430,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     assert sum(int(row.split(",")[1]) for row in rows) > 0
 
 
-def test_a_file_of_jobs_is_no_spec(flag: Flag, tmp_path: Path) -> None:
+def test_a_file_of_jobs_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
     ran = flag("estimate", jobs(tmp_path, JOB))
     assert (ran.code, ran.out) == (2, "")
     assert "use --jobs" in ran.err

@@ -59,7 +59,7 @@ def test_the_rule_about_stages_is_explained(flag: Flag, spec: Callable[..., str]
     assert "must be a multiple of 2, so that no stage has devices of two node groups" in told.out
 
 
-def test_nothing_is_run_on_a_mixed_cluster_without_a_command_of_the_users_own(
+def test_without_a_custom_command_nothing_runs_on_a_mixed_cluster(
     flag: Flag, spec: Callable[..., str], project: Project
 ) -> None:
     ran = flag("tune", spec(LARGE, SMALL), "--run-dir", str(project.run_dir))

@@ -69,7 +69,7 @@ def install(folder: Path, name: str, source: str) -> str:
     return str(site)
 
 
-def test_a_broken_plugin_is_reported_and_affects_no_other(project: Project) -> None:
+def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> None:
     path = install(project.folder, "broken", BROKEN)
     told = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
     listed = project.run("plugins", "list", "--json", PYTHONPATH=path)
@@ -94,7 +94,7 @@ def test_a_broken_plugin_is_reported_and_affects_no_other(project: Project) -> N
     assert (quiet.code, quiet.err) == (0, "")
 
 
-def test_a_newcomer_changes_what_is_found_planned_and_run(project: Project) -> None:
+def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -> None:
     path = install(project.folder, "newcomer", NEWCOMER)
     devices = json.loads(project.run("devices", "--json", PYTHONPATH=path).out)
     assert {"newcomer-1"} <= {device["chip"] for device in devices}
@@ -152,7 +152,7 @@ def test_every_plugin_of_the_checkout_is_reported_with_its_chips_in_each_format(
         assert "loaded" in ran.out
 
 
-def test_chips_are_listed_with_their_aliases_and_what_is_not_known_is_a_dash(flag: Flag) -> None:
+def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:
     chips = {chip["chip"]: chip for chip in json.loads(flag("plugins", "chips", "--json").out)}
     assert "NVIDIA H100 PCIe" in chips["H100-PCIe"]["aliases"]
     assert chips["C588"]["peak_tflops"] is None

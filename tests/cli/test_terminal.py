@@ -37,7 +37,7 @@ def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
     return told.decode()
 
 
-def test_tables_fit_a_terminal_and_are_whole_elsewhere(flag: Flag, project: Project) -> None:
+def test_tables_fit_a_terminal_and_are_complete_elsewhere(flag: Flag, project: Project) -> None:
     narrow = on_terminal(project, "explain", project.spec())
     assert max(map(len, narrow.splitlines())) <= 80
     assert "\x1b" not in narrow
@@ -57,7 +57,7 @@ def test_sentences_fit_a_terminal_too_and_keep_every_word(width: int, flag: Flag
         assert narrow.split() == whole.split()
 
 
-def test_what_a_run_keeps_is_whole_regardless_of_the_terminal(project: Project) -> None:
+def test_files_of_a_run_are_complete_regardless_of_the_terminal(project: Project) -> None:
     spec = project.spec(control={"max_trials": 2}, auto_tuner={"space": {"use_distributed_optimizer": [True]}})
     told = on_terminal(project, "tune", spec, "--run-dir", "run", COLUMNS="70", NO_COLOR="1")
     rows = [line for line in (project.run_dir / "report.txt").read_text().splitlines() if line.startswith("0 baseline")]

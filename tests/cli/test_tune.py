@@ -43,7 +43,7 @@ def states(result: Any) -> list[str]:
     return [trial["state"] for trial in result["trials"]]
 
 
-def test_the_known_best_is_found_and_everything_is_kept(flag: Flag, project: Project) -> None:
+def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, "--json")
     assert ran.code == 0, ran.err
     result = json.loads(ran.out)
@@ -77,7 +77,7 @@ def test_started_again_it_repeats_nothing(flag: Flag, project: Project) -> None:
     assert "starts" not in again.err
 
 
-def test_trials_can_be_kept_in_any_optuna_storage(flag: Flag, project: Project) -> None:
+def test_trials_can_be_stored_in_any_optuna_storage(flag: Flag, project: Project) -> None:
     url, few = f"sqlite:///{project.folder}/trials.db", {"max_trials": 3, "repeats": 0}
     first = tune(flag, project, "--json", "--storage", url, control=few)
     assert first.code == 0, first.err
@@ -87,7 +87,7 @@ def test_trials_can_be_kept_in_any_optuna_storage(flag: Flag, project: Project) 
     assert not (project.run_dir / "journal.log").exists()
 
 
-def test_the_best_can_be_run_read_and_estimated_again(flag: Flag, project: Project) -> None:
+def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Project) -> None:
     model = project.folder / "model"
     model.mkdir()
     config = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -242,7 +242,7 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag
     assert json.loads((kept[0] / "result.json").read_text())["trials"]
 
 
-def test_nothing_fits_is_3_and_reports_how_close_it_came(flag: Flag, project: Project) -> None:
+def test_nothing_fits_exits_with_3_and_names_the_nearest_candidate(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, cluster={"memory_per_device": "1MiB"})
     assert ran.code == 3
     assert "does_not_fit" in ran.err
@@ -250,7 +250,7 @@ def test_nothing_fits_is_3_and_reports_how_close_it_came(flag: Flag, project: Pr
     assert not project.run_dir.exists()
 
 
-def test_a_command_that_does_not_exist_is_reported_at_once(flag: Flag, project: Project) -> None:
+def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
     assert ran.code == 2
     assert "cannot run /no/such/program" in ran.err
@@ -297,7 +297,7 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
     assert project.all_gone()
 
 
-def test_killed_at_random_moments_it_continues_and_loses_nothing(project: Project) -> None:
+def test_a_run_killed_at_random_times_resumes_without_loss(project: Project) -> None:
     draw = random.Random(11)
     spec = project.spec(sleeps=0.1)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
@@ -330,7 +330,7 @@ def test_killed_at_random_moments_it_continues_and_loses_nothing(project: Projec
     assert told == measured
 
 
-def test_a_second_tuner_on_one_folder_gets_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
+def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
     spec = project.spec(sleeps=0.5)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 0)
@@ -355,7 +355,7 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_learns_from_earlier_ones_unless_it_must_not(
+def test_a_run_learns_from_earlier_ones_unless_disabled(
     flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))

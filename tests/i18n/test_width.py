@@ -16,7 +16,7 @@ def test_chinese_is_broken_between_letters_and_latin_between_words() -> None:
     assert wrapped("one two three", 8) == ["one two", "three"]
 
 
-def test_no_line_begins_with_a_comma_or_ends_with_an_opening_bracket() -> None:
+def test_no_line_starts_with_a_comma_or_ends_with_an_opening_bracket() -> None:
     for width in range(22, 40):
         lines = wrapped("显存不足，请减小微批次（micro_batch_size）。或打开重计算；否则换芯片", width)
         assert not [line for line in lines if line[0] in "，。；）" or line[-1] in "（"]

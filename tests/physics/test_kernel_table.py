@@ -80,7 +80,7 @@ def test_a_table_finds_the_shares_of_the_chip_that_was_measured() -> None:
     assert TABLE.launch_seconds() == 7e-6
 
 
-def test_what_a_library_does_badly_is_learned_where_it_was_seen_and_forgotten_far_away() -> None:
+def test_library_inefficiencies_are_learned_locally() -> None:
     table = KernelTable.of(Roofline(chip=CHIP), measured(times=1.5))
     bad, near, far = (4096, 11008, 4096), (4096, 10752, 4096), (4096, 131072, 4096)
     assert gemm(table, bad) == pytest.approx(1.5 * gemm(TRUTH, bad), rel=0.1)
@@ -102,7 +102,7 @@ def test_a_bound_corrects_downwards_only() -> None:
         assert gemm(table, shape) == pytest.approx(expected, rel=0.25)
 
 
-def test_peaks_that_no_one_published_become_what_was_measured() -> None:
+def test_unpublished_peaks_are_replaced_by_measured_ones() -> None:
     bare = Chip(name="bare", vendor="x")
     table = KernelTable.of(Roofline(chip=bare), measured())
     for shape in SHAPES:

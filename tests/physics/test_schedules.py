@@ -185,7 +185,7 @@ def test_a_step_takes_no_less_than_its_work_or_one_pass_and_no_less_for_more_mic
         before = found
 
 
-def test_a_step_takes_no_less_than_the_messages_of_one_pass_there_and_back() -> None:
+def test_a_step_takes_at_least_the_messages_of_one_round_trip() -> None:
     seconds = {kind: [1.0] * 4 for kind in "FBW"}
     assert closed("dualpipe", stage_times(seconds, send=50.0), 2) == pytest.approx(4 * (1 + 1) + 1 + 2 * 3 * 50.0)
 
@@ -207,7 +207,7 @@ def test_more_memory_and_deferred_weights_never_make_a_plan_slower(p: int) -> No
         assert (one <= plain * (1.0 + 1e-12)).all()
 
 
-def test_a_column_gives_what_its_rows_give() -> None:
+def test_columns_and_rows_give_equal_results() -> None:
     times, m, v = columns(3, 4, 6), np.array([4.0, 8.0, 12.0, 16.0, 20.0, 24.0]), np.array([1.0, 2, 3, 1, 2, 3])
     for schedule in SCHEDULES:
         whole = makespan(schedule, times, m, v)

@@ -66,7 +66,7 @@ def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, told: s
 AGAIN = Role.REPEAT
 
 
-def test_repeats_without_a_measurement_are_reported_beside_the_books() -> None:
+def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None:
     late = replace(trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running")
     trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), late]
     assert failed_repeats(trials) == {2: "timed_out"}

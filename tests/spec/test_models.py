@@ -136,7 +136,7 @@ def test_text_part_of_a_larger_model_is_read(at: At) -> None:
     assert not model.untie_embeddings_and_output_weights
 
 
-def test_leading_dense_layers_are_understood(at: At) -> None:
+def test_leading_dense_layers_are_read(at: At) -> None:
     assert read_model("Some-Model", at(QWEN3_MOE | {"mlp_only_layers": [1, 0]})).moe_first_dense_layers == 2
 
 

@@ -46,7 +46,7 @@ def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], k
     assert refused.value.key == key
 
 
-def test_a_users_own_client_has_one_load_point_and_a_report_in_its_own_folder() -> None:
+def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
     client = {"command": ["client", "{port}"], "report": "report.json"}
     assert serve({"concurrency": [8]}, client=client).report == "report.json"
     for profile, changed, key in (
@@ -76,7 +76,7 @@ SEVERAL = {
 }
 
 
-def test_of_several_engines_each_has_its_own_section_of_knobs() -> None:
+def test_several_engines_have_separate_sections_of_knobs() -> None:
     assert engines_of(SEVERAL) == ("vllm", "sglang")
     spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}

@@ -17,7 +17,7 @@ def test_the_fastest_predicted_comes_first() -> None:
     assert seen.predictions.step_time_s[chosen] == seen.predictions.step_time_s[seen.open_rows].min()
 
 
-def test_of_equal_times_the_one_that_needs_less_memory_goes_first() -> None:
+def test_ties_in_time_are_ordered_by_memory() -> None:
     known = search_context().predictions
     seen = search_context(replace(known, step_time_s=np.ones_like(known.step_time_s)))
     chosen = predicted.STRATEGY.next(seen).row

@@ -56,7 +56,7 @@ def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monke
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
-def test_a_fault_fails_no_other_check(
+def test_a_fault_fails_only_its_check(
     tmp_path: Path, acme: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,7 @@ def test_the_users_network_settings_are_kept(tmp_path: Path, two_nodes: NodeGrou
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (2, 4)])
-def test_another_kind_of_node_keeps_the_chips_own_figure(
+def test_an_unknown_node_type_uses_the_chips_figure(
     nodes: int, devices: int, tmp_path: Path, two_nodes: NodeGroup
 ) -> None:
     other = NodeGroup(chip=two_nodes.chip, nodes=nodes, devices_per_node=devices)

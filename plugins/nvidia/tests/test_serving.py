@@ -83,9 +83,7 @@ def test_a_burst_waits_as_measured() -> None:
 @pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA B200"])
 @pytest.mark.parametrize(("prompt", "output"), [(32, 16), (128, 128), (2048, 256)])
 @pytest.mark.parametrize("tensor", [1, 4, 8])
-def test_8_bits_are_no_slower_than_16_however_little_is_computed(
-    chip: str, prompt: int, output: int, tensor: int
-) -> None:
+def test_8_bit_products_are_never_slower_than_16_bit_ones(chip: str, prompt: int, output: int, tensor: int) -> None:
     shape = {"input_len": prompt, "output_len": output, "concurrency": 2, "num_prompts": 8}
     jobs = [record("own", "alone", **{**shape, "precision": precision}) for precision in ("bf16", "fp8")]
     for job in jobs:

@@ -59,7 +59,7 @@ def test_needs_at_least_as_much_memory(name: str) -> None:
         ({"micro_batch_size": 2}, {"use_distributed_optimizer": False, "micro_batch_size": 4, **UNIFORM}),
     ],
 )
-def test_of_other_differences_nothing_is_concluded(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
+def test_other_differences_give_no_conclusion(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
     for row, than in ((one, other), (other, one)):
         assert not WORKLOAD.needs_at_least(candidate_columns(row), small.candidate(**than)).any()
 

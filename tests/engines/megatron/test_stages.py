@@ -49,7 +49,7 @@ def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
         ("Et*99999999999999999999L", 1, 0, "too long"),
     ],
 )
-def test_layout_that_is_none_is_refused(text: str, layers: int, mtp: int, problem: str) -> None:
+def test_an_invalid_layout_is_refused(text: str, layers: int, mtp: int, problem: str) -> None:
     with pytest.raises(SpecError, match=problem) as refused:
         parse_layout(text, layers, mtp)
     assert refused.value.key == f"train.settings.{LAYOUT}"

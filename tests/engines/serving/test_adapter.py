@@ -42,7 +42,7 @@ def test_the_usual_space_is_the_engines_defaults_alone(workload: Engine) -> None
 
 
 @ALL
-def test_columns_of_no_values_are_the_engines_defaults(workload: Engine) -> None:
+def test_empty_columns_are_the_engines_defaults(workload: Engine) -> None:
     task = task_of(workload)
     columns = workload.columns(task, {})
     decoded = {axis.knob: axis.decode(int(columns[axis.knob][0])) for axis in workload.axes(task)}
@@ -51,7 +51,7 @@ def test_columns_of_no_values_are_the_engines_defaults(workload: Engine) -> None
 
 
 @ALL
-def test_a_value_that_a_knob_does_not_know_is_reported(workload: Engine) -> None:
+def test_an_unknown_value_of_a_knob_is_reported(workload: Engine) -> None:
     with pytest.raises(SpecError, match="kv_cache_type"):
         workload.columns(task_of(workload), {"kv_cache_type": "no such type"})
 

@@ -57,7 +57,7 @@ def parsed(name: str, *overrides: str) -> None:
         raise found.translate_error(error) from None
 
 
-def test_an_error_without_a_file_gets_that_of_the_tree_and_one_of_another_file_stays() -> None:
+def test_an_error_without_a_file_gets_the_file_of_the_tree() -> None:
     found = read_tree(Path("serve_vllm"), "tune")
     error = SpecError(key="auto_tuner.space.instances", problem="is no value", value=3)
     assert str(found.translate_error(error)) == f"serve_vllm/tune.yaml: {SPACE}.vllm.instance = 3 is no value"

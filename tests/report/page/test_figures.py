@@ -49,7 +49,7 @@ def test_uncertainty_is_reported_from_the_least_round_to_the_largest(runs: Runs)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
-def test_the_command_that_starts_the_best_is_there(runs: Runs, kind: str) -> None:
+def test_best_sh_is_written(runs: Runs, kind: str) -> None:
     made = runs(kind)
     codes = [each.text for each in made.page.section("summary").every("code")]
     assert f"flag run {made.folder}" in codes
@@ -57,7 +57,7 @@ def test_the_command_that_starts_the_best_is_there(runs: Runs, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
-def test_the_books_balance_on_the_page(runs: Runs, kind: str) -> None:
+def test_the_counts_on_the_page_add_up(runs: Runs, kind: str) -> None:
     made = runs(kind)
     counts = made.result["counts"]
     assert Counts(**counts).balanced
@@ -193,7 +193,7 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
     assert limits == [limit for name, limit in made.result["limits"].items() if name.startswith(latency)]
 
 
-def test_where_no_trial_keeps_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
+def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
     late = tmp_path / "late"
     shutil.copytree(runs("serving").folder, late)
     data = json.loads((late / "result.json").read_text())
@@ -241,7 +241,7 @@ def test_chip_facts_have_their_sources(runs: Runs) -> None:
     assert all(row["kind of source"].text != "-" and row["source"].text for row in rows[:-1])
 
 
-def test_what_the_charts_draw_is_what_their_tables_report(runs: Runs) -> None:
+def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
     made = runs("dense")
     rows = made.page.rows("accuracy", "Measured and predicted")
     (scatter,) = [each for each in made.page.charts if _x(each).startswith("measured")]
@@ -283,7 +283,7 @@ def test_the_funnel_names_the_largest_group_that_was_removed(runs: Runs) -> None
     assert "Largest group removed: " in captions
 
 
-def test_a_repeat_that_failed_is_reported_beside_the_books(runs: Runs, tmp_path: Path) -> None:
+def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Path) -> None:
     made = runs("dense")
     assert "failed repeat" not in made.page.section("funnel").text
     late = tmp_path / "late"

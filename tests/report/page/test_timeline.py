@@ -51,7 +51,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
-def test_a_device_does_one_step_at_a_time_and_all_of_it(passes: Passes) -> None:
+def test_a_device_runs_passes_one_at_a_time_and_completely(passes: Passes) -> None:
     done = simulate(passes, passes.microbatches)
     work = {(letter, each.part, each.microbatch) for each in done for letter in each.kind}
     assert len(work) == sum(len(each.kind) for each in done)
@@ -89,7 +89,7 @@ WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe"
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("send", [0.0, 0.05])
-def test_it_lasts_as_long_as_the_formula_of_the_schedule(schedule: str, send: float) -> None:
+def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, send: float) -> None:
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
         played = step_seconds(passes, simulate(passes, count))
@@ -182,7 +182,7 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
-def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
+def test_passes_that_run_in_parallel_are_drawn_above_each_other(schedule: str) -> None:
     (chart,) = section_of(named(schedule)).blocks
     assert isinstance(chart, Chart)
     assert "run concurrently" in chart.summary
@@ -222,7 +222,7 @@ def test_a_run_of_an_earlier_version_is_reported_as_far_as_possible(schedule: st
 
 
 @pytest.mark.parametrize("schedule", PLANNED)
-def test_a_schedule_with_an_order_of_its_own_scheduler_has_its_seconds(schedule: str) -> None:
+def test_a_schedule_with_a_planned_order_has_its_simulated_time(schedule: str) -> None:
     reason, seconds = section_of(named(schedule)).blocks
     assert isinstance(reason, Text)
     assert schedule in reason.text
@@ -230,7 +230,7 @@ def test_a_schedule_with_an_order_of_its_own_scheduler_has_its_seconds(schedule:
     assert [row[1].value for row in seconds.rows] == list(PASSES.forward_s)
 
 
-def test_what_cannot_be_drawn_gives_the_reason() -> None:
+def test_a_missing_chart_has_a_reason() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
     odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
     said, held = section_of(odd).blocks

@@ -57,7 +57,7 @@ def test_each_value_has_its_fastest_and_its_nearest_candidate(
             assert _step(value["nearest"]) == min(step for each, step in mine if _apart(each, best) == least)
 
 
-def test_what_differs_is_reported_with_its_values(problem: Problem) -> None:
+def test_differences_are_reported_with_values(problem: Problem) -> None:
     best, _ = fitting(problem)[0]
     row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
     for knob in what_if(problem, row):
@@ -92,7 +92,7 @@ def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
     assert [(stage["stage"], stage["rank"]) for stage in told["stages"]] == [(0, 0), (1, 2)]
 
 
-def test_without_a_best_rules_and_chips_are_reported_all_the_same(problem: Problem) -> None:
+def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:
     told = insight(problem, WORKLOAD, None)
     assert told["says"]
     assert told["chips"]

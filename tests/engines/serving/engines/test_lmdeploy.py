@@ -106,11 +106,11 @@ def test_reserved_flags_are_rejected() -> None:
         ("context_length", {"context_len": 191}),
     ],
 )
-def test_what_lmdeploy_rejects_is_illegal(rule: str, values: dict[str, Any]) -> None:
+def test_settings_that_lmdeploy_rejects_are_illegal(rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(WORKLOAD, cards(model=EXPERTS), **values)
 
 
-def test_what_lmdeploy_accepts_is_legal() -> None:
+def test_settings_that_lmdeploy_accepts_are_legal() -> None:
     task = cards(model=EXPERTS)
     assert not broken(WORKLOAD, task, backend="pytorch", kv_cache_type="fp8", block_size=32, enforce_eager=True)
     assert not broken(WORKLOAD, task, block_size=96, data_parallel_size=2, expert_model_parallel_size=2)
@@ -137,7 +137,7 @@ def test_only_the_pytorch_engine_captures_graphs() -> None:
     assert [settings(cards(), backend=each).graphs.item() for each in ("turbomind", "pytorch")] == [0, 1]
 
 
-def test_what_the_log_of_either_engine_reports_is_read_back() -> None:
+def test_values_in_the_log_of_either_engine_are_read_back() -> None:
     assert WORKLOAD.effective(lambda path: "", TURBOMIND_LOG) == {
         "backend": "turbomind",
         "context_len": 4096,
@@ -189,7 +189,7 @@ def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:
     assert (answer.ttft_s, answer.tpot_s) == (1.0, 1.0)
 
 
-def test_users_see_that_it_is_untested() -> None:
+def test_untested_support_is_reported_to_users() -> None:
     assert any("untested" in part["for"] for part in doctor() if part["name"] == "lmdeploy")
 
 

@@ -56,7 +56,7 @@ def settings(task: Any, **values: Any) -> Any:
     return ENGINE.settings(task, row(ENGINE, task, **values))
 
 
-def test_what_the_spec_does_not_name_is_left_to_sglang() -> None:
+def test_unset_arguments_have_sglangs_defaults() -> None:
     expected = ("/bin/echo", "--model-path", "hf", "--host", "127.0.0.1", "--port", PORT, "--enable-metrics")
     assert server(cards()).argv == expected
     assert len(space_of(ENGINE, cards())) == 1
@@ -107,7 +107,7 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(tmp_path
         ("experts_exist", {"expert_model_parallel_size": 2}),
     ],
 )
-def test_what_sglang_refuses_is_illegal(rule: str, values: dict[str, Any]) -> None:
+def test_settings_that_sglang_refuses_are_illegal(rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(ENGINE, cards(), **values)
 
 
@@ -162,14 +162,14 @@ def test_whole_prompts_are_bounded_by_the_prefill_tokens() -> None:
     assert (found.chunked.item(), found.max_batched_tokens.item()) == (0, 16384)
 
 
-def test_values_that_sglang_has_by_itself_are_merged_with_not_set() -> None:
+def test_sglangs_default_values_are_merged_with_not_set() -> None:
     own = merged(ENGINE, cards())
     assert merged(ENGINE, cards(), page_size=1, kv_cache_type="auto", schedule_policy="fcfs") == own
     assert merged(ENGINE, cores(), enforce_eager=True) == merged(ENGINE, cores())
     assert merged(ENGINE, cards(), enforce_eager=True) != own
 
 
-def test_what_the_server_reports_is_read_back_with_its_parallelism_in_our_words() -> None:
+def test_values_of_the_server_are_read_back_under_flagcores_names() -> None:
     told = ENGINE.effective(lambda path: json.dumps(INFO), LOG)
     assert told == {
         "tensor_model_parallel_size": 2,
@@ -212,7 +212,7 @@ def test_sizes_below_one_are_rejected() -> None:
     assert ENGINE.parse({"chunked_prefill_size": "off"}) == {"chunked_prefill_size": -1}
 
 
-def test_a_tp_size_beside_attention_dp_is_understood_as_sglang_means_it() -> None:
+def test_a_tp_size_with_attention_dp_has_sglangs_meaning() -> None:
     task = cards(engine_args={"tp_size": 4, "attn_dp_size": 2})
     assert ENGINE.defaults(task)["tensor_model_parallel_size"] == 2
     assert server(task).argv[8:10] == ("--tp-size", "4")

@@ -36,7 +36,7 @@ def task(model: str) -> Any:
     return serving("vllm", on_cores=True, devices=2, weights=model, command=command, engine_args=ARGS)
 
 
-def test_a_candidate_is_served_as_it_was_requested(model: str, tmp_path: Path) -> None:
+def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
     asked = {
         "tensor_model_parallel_size": 2,
         "max_num_seqs": 16,

@@ -107,7 +107,7 @@ def test_another_seed_shares_no_start_with_the_first_its_prefix_included() -> No
     assert not starts[0] & starts[1]
 
 
-def test_warm_up_has_the_prefix_of_the_load_and_prompts_of_its_own() -> None:
+def test_warm_up_has_the_prefix_of_the_load_and_different_prompts() -> None:
     asked = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
     found = drawn(asked, prefix_len=30)
     first = warm_up(asked, 5)
