@@ -71,7 +71,7 @@ def run_ranks(world_size: int, work: Callable[[int, socket.socket], int]) -> int
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that host or device memory ran out."""
+    """Return whether an exception means that host or device memory ran out."""
     text, names = str(error).lower(), {kind.__name__ for kind in type(error).__mro__}
     if "OutOfMemoryError" in names or isinstance(error, MemoryError):
         return True

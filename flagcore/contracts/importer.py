@@ -56,8 +56,9 @@ class HistoryRow:
     """One trial of another tuner. `line` is its line in the file, from 1 for the heading; `index` its number.
 
     `step_s` is the mean of a training step in seconds, `figures` are those of a server by flagcore's names; `error`
-    says why there are none. `split` is whether the first or last pipeline stage has another number of layers, `cut`
-    whether the tuner ended the trial early. `refused` says why the row cannot be used, empty if it can.
+    gives the reason if there are none. `split` is whether the first or last pipeline stage has another number of
+    layers, `cut` whether the tuner ended the trial early. `refused` is the reason why the row cannot be used, empty if
+    it can.
     """
 
     line: int

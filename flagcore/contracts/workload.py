@@ -89,7 +89,7 @@ class Runner(Protocol):
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a finished trial measured; with `partial`, what the steps so far of an ended one did.
 
-        Raises flagcore.errors.FlagError with one line that says what is missing.
+        Raises flagcore.errors.FlagError with one line that names what is missing.
         """
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:

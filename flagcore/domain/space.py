@@ -23,9 +23,9 @@ class Axis:
     """One knob and the values it may take.
 
     `words` spells the codes of a knob whose values are words: `words[code]`, with None for code 0.
-    `is_flag` says that codes 0 and 1 mean False and True. `neutral` is the value of a knob that does not
+    `is_flag`: codes 0 and 1 mean False and True. `neutral` is the value of a knob that does not
     apply, `also` are further values that a row may have; both may be missing from `values`, and are then not
-    crossed with the other knobs. `apart` says that no value is known to take more than another: what a trial proves
+    crossed with the other knobs. `apart`: no value is known to take more than another: what a trial proves
     holds for its own value alone.
     """
 

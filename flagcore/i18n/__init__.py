@@ -85,7 +85,7 @@ def N_(message: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question with the known name that is most like `name`, whatever its case; empty if none is."""
+    """Return a question with the known name that is most like `name`, in any case; empty if none is."""
     names = {each.casefold(): each for each in known}
     near = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
     return _("did you mean {name!r}?", name=names[near[0]]) if near else ""

@@ -54,11 +54,11 @@ def observed_times(context: SearchContext) -> Observed:
 
 def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     """Return the bounds of trials that timed out, probes aside: a probe runs few micro-batches of a step."""
-    control, beside = context.task.spec.control, overhead_seconds(context)
+    control, overhead = context.task.spec.control, overhead_seconds(context)
     out = [
         (trial, row) for trial, row in seen(context) if trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
     ]
-    late = [(trial.duration_s - beside, row) for trial, row in out]
+    late = [(trial.duration_s - overhead, row) for trial, row in out]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
         return Observed.empty()
@@ -74,8 +74,8 @@ def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of finished trials outside their steps; 0 before the first one."""
     steps = context.task.spec.control.train_iters
     ended = [trial for trial in context.trials if trial.state is TrialState.MEASURED and trial.measurement]
-    beside = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
-    return max(median(beside), 0.0) if beside else 0.0
+    overheads = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
+    return max(median(overheads), 0.0) if overheads else 0.0
 
 
 def observed_memory(context: SearchContext) -> Observed:

@@ -78,7 +78,7 @@ def topology(answer: object, group: NodeGroup) -> Topology:
     found: Topology = data(Topology, answer)
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
-        raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at all {group.devices}")
+        raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at {group.devices}")
     return found
 
 

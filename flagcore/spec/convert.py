@@ -98,7 +98,7 @@ def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plu
 
 def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
     if "train" in data:
-        raise spec_error("serve", _("is given beside train"), fix=_("give one of the two"), file=file)
+        raise spec_error("serve", _("cannot be combined with train"), fix=_("give one of the two"), file=file)
     document, found, problems, wrong = _served(data, file, engines, plugin_knobs)
     names = engines_of(data)
     if len(names) > 1:

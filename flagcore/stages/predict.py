@@ -31,7 +31,7 @@ PART_NAMES = {
 }
 """Names of the parts of a training step in job records. An engine may have others."""
 LIMIT_SHARE = 0.1
-"""A part of a step limits a candidate if it is the largest besides compute and takes this share of it or more."""
+"""A part of a step limits a candidate if it is the largest except compute and takes this share of it or more."""
 FULL_SHARE = 0.9
 """Memory limits a candidate that no part limits, if the device is in use by this share of its capacity or more."""
 

@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 def prints(text: str) -> str:
-    """Return a script that prints `text`, whatever it is asked."""
+    """Return a script that prints `text` for any arguments."""
     lines = text if text.endswith("\n") else f"{text}\n"
     return f"cat <<'END OF THE TRANSCRIPT'\n{lines}END OF THE TRANSCRIPT"
 
@@ -80,7 +80,7 @@ def devices(
 ) -> tuple[Device, ...]:
     """Return what the plugin finds on a machine with `tools`.
 
-    Raises whatever the plugin raises; BadPlugin, with the words `when`, if there are any.
+    Raises the plugin's exceptions, or BadPlugin with the words `when`.
     """
     with machine(tools, **environment):
         try:
@@ -92,7 +92,7 @@ def devices(
 
 
 def ask(plugin: Subject) -> tuple[Device, ...]:
-    """Return what the plugin finds here and now. Raises whatever it raises, and BadPlugin."""
+    """Return what the plugin finds on this machine now. Raises its exceptions, and BadPlugin."""
     answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
     return () if answer is None else several(Device)(answer)
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Skip(Exception):
-    """A check does not apply. The message says why."""
+    """A check does not apply. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
 class Subject:
     """A plugin under test. `hooks` is what its entry point names: a module, or an object.
 
-    `examples` are log lines and how a trial that wrote each one failed, beside those of `quirks.yaml`.
+    `examples` are log lines and how a trial that wrote each one failed, in addition to those of `quirks.yaml`.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Subject:
 
     @cached_property
     def packaged(self) -> Package:
-        """What its distribution says. Raises Skip where there is none."""
+        """Return the metadata of its distribution. Raises Skip where there is none."""
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
         if self.distribution is None:
@@ -218,7 +218,7 @@ class Subject:
                 yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Return what the plugin itself answers, unchecked. Raises whatever it raises."""
+        """Return the plugin's answer, unchecked. Raises its exceptions."""
         return self.loaded.plugins[0].ask(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:

@@ -72,7 +72,7 @@ def read_matrix(text: str) -> Matrix | None:
 def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups of devices of which all pairs are joined by a cell that matches `link`, by their first device.
 
-    A device that no such link joins is a group of its own. Empty where the links make no groups (a ring, a line).
+    A device that no such link joins is a separate group. Empty where the links make no groups (a ring, a line).
     """
     joined = {
         device: tuple(

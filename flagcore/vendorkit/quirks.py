@@ -58,7 +58,7 @@ class ForcedSetting(Forced, Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(FailurePattern, Quirk):
-    """A log line that says why a trial failed, with one `example` of it."""
+    """A log line that explains why a trial failed, with one `example` of it."""
 
     example: str
 

@@ -67,8 +67,8 @@ def tool_output(*argv: str, timeout_seconds: float = 10.0) -> str | None:
 def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: float = 10.0) -> Listing | None:
     """Return the devices that a management tool prints, as `read` parses it; None if the tool is missing.
 
-    `left_out` says, with the tool's name, what could not be read. The devices of a tool that fails after it listed some
-    count: some tools fail so to warn about one device.
+    `left_out` describes, with the tool's name, what could not be read. The devices of a tool that fails after it listed
+    some count: some tools fail so to warn about one device.
     """
     output = run_tool(*argv, timeout_seconds=timeout_seconds)
     if output is None:

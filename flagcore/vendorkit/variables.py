@@ -2,7 +2,7 @@
 
 `variables` is a list of `name`, `meaning`, `source`, and either `value`, which trials get, or `used`, the value that
 the source uses and flagcore does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict
-it, `condition` says in words when it makes sense. Two conditions are checked: `several_nodes: true`, and `unless`, a
+it, `condition` describes when it makes sense. Two conditions are checked: `several_nodes: true`, and `unless`, a
 training setting that must not be on. In a value, `{interface}` is the network interface of the default route and
 `{adapters}` the InfiniBand adapters that are up; if this machine has none, the variable is not set.
 """

@@ -28,7 +28,7 @@ PYTHON = (sys.executable, "-I", "-S", "-c")
 STUBBORN = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for _ in range(2):                      # a child and a grandchild, each in a session of its own
+for _ in range(2):                      # a child and a grandchild, each in its own session
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

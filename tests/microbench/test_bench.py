@@ -1,4 +1,4 @@
-"""The clock of the micro-benchmark, in a process of its own: torch stays out of this one."""
+"""The clock of the micro-benchmark, in a separate process: torch stays out of this one."""
 
 from __future__ import annotations
 

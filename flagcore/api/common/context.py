@@ -112,7 +112,7 @@ def run_home(run: Run) -> Path:
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with the hardware and the baseline that it had, whatever is on this machine."""
+    """Return the spec of a run with the hardware and the baseline that it had, regardless of this machine."""
     spec = replace(spec, baseline=stored["fixed"].get("baseline"))
     hardware = stored["task"].get("hardware") or {}
     if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():

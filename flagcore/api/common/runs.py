@@ -32,11 +32,12 @@ RESULT, SPEC = "result.json", "spec.yaml"
 class Run(Notebook):
     """What a run's folder holds: finished, interrupted, or still going on.
 
-    `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
-    written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best and its rivals
-    at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes, as in
-    `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of each
-    engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials teach.
+    `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
+    before it was written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best
+    and its rivals at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes,
+    as in `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of
+    each engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials
+    teach.
     """
 
     folder: Path

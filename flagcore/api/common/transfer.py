@@ -65,18 +65,18 @@ def past(
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for it
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
-            beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
-            for knob, value in beside.items():
+            plugin_values = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
+            for knob, value in plugin_values.items():
                 knob.parse(value, knob.name)
-            names = {knob.name for knob in beside}
+            names = {knob.name for knob in plugin_values}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
             job = read_job({**record, kind: work_data, "candidate": own}, known)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
-            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(beside))
-            candidate = {**job.candidate, **{knob.name: value for knob, value in beside.items()}}
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(plugin_values))
+            candidate = {**job.candidate, **{knob.name: value for knob, value in plugin_values.items()}}
             tasks[repr((job.model, work, group, sorted(names)))].append((task, candidate, record["measured"]))
     found = []
     for number, members in enumerate(tasks.values(), start=1):

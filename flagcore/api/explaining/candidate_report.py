@@ -41,8 +41,8 @@ class CandidateReport(Notebook):
     """Report on one candidate, as plain data: GiB and seconds, knobs by name.
 
     `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
-    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` says it in words, with the numbers, and `rules` which
-    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` that taught it). `predicted` is
+    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, with the numbers, and `rules` which
+    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` behind it). `predicted` is
     None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
     the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
     predicted. `changes` have `differs`, `candidate`, `predicted`, `expected_s`, its `trial`, and whether that

@@ -133,8 +133,9 @@ def compare(
     where, name = _place(a) if spec is None else (spec, a)
     there, other = _place(b, where) if spec is None else (spec, b)
     found = load_snapshot(where, chip, without)
-    beside = found if where == there else load_snapshot(there, chip, without)
-    first, second = _Side(found, candidate_report(found, name)), _Side(beside, candidate_report(beside, other))
+    other_snapshot = found if where == there else load_snapshot(there, chip, without)
+    first = _Side(found, candidate_report(found, name))
+    second = _Side(other_snapshot, candidate_report(other_snapshot, other))
     return _compared(first, second)
 
 

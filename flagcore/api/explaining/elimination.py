@@ -191,7 +191,7 @@ def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
 class Explanation(Notebook):
     """Where all combinations went, the message of each rule by name, and why the run stopped.
 
-    `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
+    `nothing_fits` reports, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
     `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
     `fidelity` is that of a run's trials.

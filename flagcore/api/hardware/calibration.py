@@ -163,9 +163,9 @@ def forget(chip: str) -> list[str]:
 
 
 def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
-    """Return the chip to measure, how torch runs on it, its devices, and the engine that says so.
+    """Return the chip to measure, how torch runs on it, its devices, and the engine that reports it.
 
-    One that no plugin catalogues goes before a plain CPU.
+    One that no plugin catalogues takes precedence over a plain CPU.
     """
     found = loaded.devices()
     known = [chip for device in found if (chip := loaded.find_chip(device.chip))]

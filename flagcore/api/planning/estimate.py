@@ -32,7 +32,7 @@ class Estimate(Notebook):
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` says why; `runs` says what would run them, `notes` what
+    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `notes` what
     plugins say of engine and chip. `knobs` are those of the task, `labels` the engine's.
     """
 
@@ -71,8 +71,8 @@ def estimate(
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
 
-    `chip` names a chip to plan for instead of the spec's, `data` is what the file says if it was imported. Raises the
-    errors of `flagcore.errors`.
+    `chip` names a chip to plan for instead of the spec's, `data` is the content of the file if it was imported. Raises
+    the errors of `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data)
     require_candidate(problem)

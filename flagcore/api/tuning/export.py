@@ -41,7 +41,7 @@ from flagcore.store.directory import writable, write
 class Outcome(Notebook):
     """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
 
-    `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
+    `run_best`: the spec asks to start the winner at the end, `can_start`: the winner can be started as it
     stands, `reported` that the run's page was written.
     """
 
@@ -166,7 +166,7 @@ SECRETS = "secrets.sh"
 class Hidden:
     """The secrets of a launch. `inherited` are variables that have the same value in this shell.
 
-    `kept` are the others by name; a secret in the command line that no variable has gets a name of its own.
+    `kept` are the others by name; a secret in the command line that no variable has gets its own name.
     """
 
     inherited: tuple[str, ...]

@@ -226,7 +226,7 @@ def each_engine(
     run_dir: Path,
     tune_one: Callable[[dict[str, Any], Path], Any],
 ) -> Any:
-    """Tune `data` with each of `engines` in a folder of its own below `run_dir`, and return the outcome of the best.
+    """Tune `data` with each of `engines` in its own folder below `run_dir`, and return the outcome of the best.
 
     Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
     warning; if none can, the error of the first is raised.

@@ -98,7 +98,7 @@ def options(task: Task) -> Options:
 
 
 def check(task: Task, settings: Settings) -> None:
-    """Raise SpecError for a setting that Megatron refuses beside the others, whatever the candidate.
+    """Raise SpecError for a setting that Megatron refuses together with the others, for any candidate.
 
     Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """

@@ -188,9 +188,9 @@ def _split_message(split: Split) -> str:
     if split.layout_layers:
         stages = len(split.layout_layers)
         return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
-    beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
     return (
-        f"{PP} must divide num_layers = {split.layers}{beside}, or what {FIRST} and {LAST} leave of them "
+        f"{PP} must divide num_layers = {split.layers}{extra}, or what {FIRST} and {LAST} leave of them "
         f"(train.settings; {LAYOUT} there splits them freely)"
     )
 

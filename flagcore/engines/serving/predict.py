@@ -171,8 +171,8 @@ def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Cos
     reserved = np.where(np.isnan(settings.cache_bytes), needed, costs.memory.reserved_bytes(needed))
     used = costs.memory.device_used_bytes(reserved)
     if capacity is not None:  # an engine does not start without room for one request
-        beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
-        used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
+        outside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        used = np.where(memory.cache < one, np.maximum(used + outside, capacity * (1.0 + 1e-9)), used)
     fullest, cache = context.kinds.worst(used), np.maximum(cache, 0.0)
     figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest] / 2**30
     return Predictions(

@@ -27,7 +27,7 @@ NO_INFLUENCE = frozenset(TABLES["no_influence"])
 
 
 def options(flags: Flags, *, nodes: int) -> dict[str, Any]:
-    """Return the keys of `train` besides engine and sizes. Settings that trials cannot apply are dropped on one node.
+    """Return the keys of `train` except engine and sizes. Settings that trials cannot apply are dropped on one node.
 
     On one node flagcore's own trial program trains, with layers of megatron-core and without overlap. On more nodes it
     cannot start trials, and predictions use all settings.

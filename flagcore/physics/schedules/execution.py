@@ -68,7 +68,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedPass:
-    """A pass with its times. `beside` is -1 or 1 for the first or second of two overlapping passes, else 0."""
+    """A pass with its times. `lane` is -1 or 1 for the first or second of two overlapping passes, else 0."""
 
     device: int
     kind: str
@@ -76,7 +76,7 @@ class ExecutedPass:
     microbatch: int
     start_s: float
     end_s: float
-    beside: int = 0
+    lane: int = 0
 
 
 def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
@@ -101,8 +101,8 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
                     free[device] = over + (pipe.waits if len(step) == 1 and pipe.sends(step[0]) else 0.0)
                     for number, (kind, part, batch) in enumerate(step):
                         end["B" if kind == "BW" else kind, part, batch] = free[device]
-                        beside = 2 * number - 1 if len(step) > 1 else 0
-                        done[device].append(ExecutedPass(device, kind, part, batch, start, over, beside))
+                        lane = 2 * number - 1 if len(step) > 1 else 0
+                        done[device].append(ExecutedPass(device, kind, part, batch, start, over, lane))
                     place[device] += 1
                     left -= 1
                     continue

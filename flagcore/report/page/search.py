@@ -117,7 +117,7 @@ def _chart(
     counts = [count for _, count in drawn]
     left = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
     text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
-    beside = {"text": text, "textposition": "outside", "cliponaxis": False}
+    labels = {"text": text, "textposition": "outside", "cliponaxis": False}
     lines = max(label(name).count("<br>") + 1 for name in names)
     summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
     if drawn:
@@ -128,7 +128,7 @@ def _chart(
         summary=summary,
         traces=(
             bars(_("left"), 0, [*left, end[1]], names),
-            bars(_("removed"), 1, [0, *counts, 0], names, **beside),
+            bars(_("removed"), 1, [0, *counts, 0], names, **labels),
         ),
         layout=rows_layout(
             start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, max(start[1], 1)]}

@@ -75,7 +75,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     drawn, count = simulate(passes, number), len(passes.forward_s)
     counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
     played = simulate(passes, counted) if counted != number else drawn
-    step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
+    step, paired = step_seconds(passes, played), any(each.lane for each in drawn)
     seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
         _bars(passes, series, kind, of_kind, len(drawn), paired)
@@ -115,10 +115,10 @@ def _bars(
         base=[each.start_s for each in of_kind],
         hovertext=[_hover(passes, each) for each in of_kind],
         hoverinfo="text",
-        width=[HIGH / 2.0 if each.beside else HIGH for each in of_kind] if paired else HIGH,
+        width=[HIGH / 2.0 if each.lane else HIGH for each in of_kind] if paired else HIGH,
     )
     if paired:
-        trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in of_kind]
+        trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
     numbered = among <= MAX_NUMBERED
     trace["marker"] |= {"line": {"width": 1 if numbered else 0, "color": "#ffffff"}}
     if numbered:
@@ -166,7 +166,7 @@ def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), 
     if played:
         busy = [0.0] * len(busy)
         for each in played:
-            busy[each.device] += each.end_s - each.start_s if each.beside <= 0 else 0.0
+            busy[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
     columns[_("~busy, s")] = busy
     if played:
         columns[_("~idle, s")] = [step - each for each in busy]

@@ -170,7 +170,7 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
     for each in (each for each in plugin.transcripts if each.tool):
         found = fakes.devices(plugin, fakes.printing(each))
         if each.devices == 0 and fakes.without_tools(plugin):
-            continue  # this machine has devices of its own
+            continue  # this machine has its own devices
         wanted = [listed for listed in each.lists for _ in range(listed.devices)]
         if len(found) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, found, strict=True)):
             yield f"{FOLDER / each.name}: flagcore_devices returns {_shown(found)}"

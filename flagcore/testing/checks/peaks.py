@@ -113,7 +113,7 @@ USUAL_OPERATIONS_PER_BYTE = 330.0
 OVER_FP32 = 40.0
 """Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
 SAME = (0.9, 1.25)
-"""8 bits are about twice 16 bits, or integers are slow; as fast as 16 bits is a dense peak beside a sparse one."""
+"""8 bits are about twice 16 bits, or integers are slow; if as fast as 16 bits, one of the peaks is sparse."""
 
 REACHED = 0.3
 """Minimum share of a dense peak that large products reach; of a peak that was doubled they reach half as much."""

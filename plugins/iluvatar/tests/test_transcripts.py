@@ -1,4 +1,4 @@
-"""What ixsmi printed on real machines (tests/smi), beside what the kit asks of each: whole, cut and garbled."""
+"""What ixsmi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
 
 from pathlib import Path
 

@@ -22,9 +22,9 @@ def test_a_dead_device_is_left_out_and_reported() -> None:
 def test_an_unknown_line_is_reported_in_full() -> None:
     listing = smi.read(TABLE.replace("826/65536 MiB ", "much of it    ", 1))
     assert len(listing.rows) == 7
-    (told,) = listing.left_out
-    assert "0000:0e:00.0" in told
-    assert "much of it" in told
+    (message,) = listing.left_out
+    assert "0000:0e:00.0" in message
+    assert "much of it" in message
 
 
 def test_a_truncated_table_is_detected_by_its_device_count() -> None:

@@ -67,9 +67,9 @@ def test_throughput_of_a_server_is_as_measured() -> None:
 @pytest.mark.parametrize("load", ["burst", "waves"])
 def test_settings_of_a_server_are_in_the_measured_order(load: str) -> None:
     answers = list(estimate_jobs([record(setting, load) for setting in SETTINGS]))
-    told = [answer["output_tokens_per_s"] for answer in answers]
+    rates = [answer["output_tokens_per_s"] for answer in answers]
     measured = [MEASURED[setting, load][0] for setting in SETTINGS]
-    assert sorted(range(3), key=told.__getitem__) == sorted(range(3), key=measured.__getitem__)
+    assert sorted(range(3), key=rates.__getitem__) == sorted(range(3), key=measured.__getitem__)
 
 
 def test_a_burst_waits_as_measured() -> None:

@@ -1,4 +1,5 @@
-"""What nvidia-smi printed on real machines (tests/smi), beside what the kit asks of each: whole, cut and garbled."""
+"""What nvidia-smi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and
+garbled."""
 
 import json
 from pathlib import Path

@@ -69,8 +69,8 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
 def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_reported(second: str, reason: str) -> None:
     listing = smi.read(HEAD + WELL + second + PROCESSES)
     assert [row.device.index for row in listing.rows] == [0]
-    (told,) = listing.left_out
-    assert reason in told
+    (message,) = listing.left_out
+    assert reason in message
 
 
 def test_processes_are_not_devices() -> None:
@@ -135,8 +135,8 @@ index, gpu_name, gpu_uuid, memory.total [MiB], power.draw [W], temperature.gpu, 
     listing = smi.read(text)
     assert listing.rows[0].reading == {"power_watts": 110.12, "temperature_celsius": 30}
     assert listing.rows[1].reading == {}
-    (told,) = listing.left_out
-    assert "device 2" in told
+    (message,) = listing.left_out
+    assert "device 2" in message
 
 
 @pytest.mark.parametrize(

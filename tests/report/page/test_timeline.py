@@ -58,10 +58,10 @@ def test_a_device_runs_passes_one_at_a_time_and_completely(passes: Passes) -> No
     parts = 1 if passes.schedule == "dualpipe" else SCHEDULES[passes.schedule].parts or passes.virtual
     assert len(work) == 3 * 4 * parts * passes.microbatches
     for device in range(4):
-        mine = [each for each in done if each.device == device and each.beside <= 0]
+        mine = [each for each in done if each.device == device and each.lane <= 0]
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(mine))
-        second = {(each.start_s, each.end_s) for each in done if each.device == device and each.beside > 0}
-        assert second == {(each.start_s, each.end_s) for each in mine if each.beside < 0}
+        second = {(each.start_s, each.end_s) for each in done if each.device == device and each.lane > 0}
+        assert second == {(each.start_s, each.end_s) for each in mine if each.lane < 0}
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
@@ -171,7 +171,7 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     assert sorted(drawn_of(chart)) == sorted(map(bar, done))
     assert ("W" in {each.kind for each in done}) is SCHEDULES[schedule].splits_backward
     assert len({trace["marker"]["pattern"]["shape"] for trace in chart.traces}) == len(chart.traces)
-    alone = [each for each in done if each.beside <= 0]
+    alone = [each for each in done if each.lane <= 0]
     busy = [sum(each.end_s - each.start_s for each in alone if each.device == r) for r in range(4)]
     place = chart.table.headings.index("~busy, s")
     assert [each[place].value for each in chart.table.rows] == pytest.approx(busy)

@@ -59,7 +59,7 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return what an FFN of `width` on tensor-parallel ranks stores before and after its activation function, and what
-    its backward needs besides the gradient of its output.
+    its backward needs in addition to the gradient of its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)
     enter = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
@@ -88,7 +88,7 @@ def products(
 
 
 def stored_scores(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes that the attention core stores besides its inputs and output.
+    """Return the bytes that the attention core stores in addition to its inputs and output.
 
     A fused core stores one fp32 number a row (log-sum-exp; Dao 2023, arXiv 2307.08691), one that is not fused the
     probabilities, and with dropout `DROPPED` as much.
@@ -153,7 +153,7 @@ def _apart(train: Training, layout: Layout) -> FloatArray:
 
 
 def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return what the attention core's backward adds besides the gradient of its output.
+    """Return what the attention core's backward adds to the gradient of its output.
 
     Gradients of queries, keys and values; a fused kernel's fp32 sum of the queries' gradients, and gradients of keys
     and values for each query head where heads share them; two pairs of buffers for other ranks' keys and values and
@@ -215,8 +215,8 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
         enter = np.maximum(2.0 * sent, np.maximum((sent + every) * apart, 2.0 * every * several))
         forward = _dispatch(layout, sent, every, several, apart)
     backward = sizes.hidden + np.maximum(enter, np.maximum(every + moments[0], each))
-    beside = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
-    forward = forward + sizes.hidden * beside  # a gradient that the pipeline still holds, the shared experts' output
+    held = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
+    forward = forward + sizes.hidden * held  # a gradient that the pipeline still holds, the shared experts' output
     tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * number, "moe_act": last * number}
     return Module("experts", tensors, np.maximum(forward, backward))
 
@@ -228,7 +228,7 @@ def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
 
 
 def _dispatch(layout: Layout, sent: FloatArray, every: FloatArray, several: BoolArray, apart: BoolArray) -> FloatArray:
-    """Return what lies on the way to the experts and back, besides the experts' input, when their output goes back.
+    """Return what lies on the way to the experts and back, except the experts' input, when their output goes back.
 
     The tokens sorted by expert, what came in from other expert ranks, the experts' output, and the same in the
     order of the tokens or summed over ranks; a step that a layout does not have is no tensor.
@@ -249,7 +249,7 @@ def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
 def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     """Return final norm and output head with its loss.
 
-    The loss stores fp32 probabilities, and has 16-bit logits besides at its peak; in backward the 16-bit gradient
+    The loss stores fp32 probabilities, and also has 16-bit logits at its peak; in backward the 16-bit gradient
     replaces them while the gradients of input and weight are computed. A fused loss works in the
     logits themselves. The logits of the last depth of multi-token prediction are still there.
     """
@@ -268,8 +268,8 @@ def depths(
     """Return multi-token prediction: per depth one more layer, which stores `stored` and needs `above`, and a loss.
 
     Besides, a depth stores an embedding of all tokens, two norms' inputs and their outputs side by side, its output
-    before and after a norm, and a copy of that beside the others' outputs. Uniform recompute stores inputs alone, and
-    has an output besides, where the stage's other `layers` and depths spare as much.
+    before and after a norm, and a copy of that. Uniform recompute stores inputs alone, and
+    also has an output where the stage's other `layers` and depths spare as much.
     """
     number = train.model.mtp_num_layers
     if not number:

@@ -215,26 +215,26 @@ class _Work:
     def in_blocks(self) -> FloatArray:
         """Return the worst moment, with all that is stored, of block recompute: never more than with a smaller block.
 
-        It is in the last recomputed layer, whose inputs before it were stored, or in the last layer of all, beside the
+        It is in the last recomputed layer, whose inputs before it were stored, or in the last layer of all, next to the
         output of the recomputed ones. The former grows by an input a layer where one micro-batch is in flight, and
         Megatron with it; the least of all smaller blocks lies where they meet, where the kind of layer changes, at
         none, or at the block itself, since both are straight lines between.
         """
         repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
-        beside = self.plain + self.hidden * (self.stage.last == 0)
+        held = self.plain + self.hidden * (self.stage.last == 0)
         none = np.zeros(())
 
         def moment(block: FloatArray) -> FloatArray:
             dense, moe, inputs = self.split(block)
             later = self.bytes(dense, moe, none) / virtual
-            above = np.maximum(np.where(self.chunk > block, beside, 0.0), repeated - later)
+            above = np.maximum(np.where(self.chunk > block, held, 0.0), repeated - later)
             return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
 
         leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
-        meet = leading + behind - (repeated - beside) / np.maximum(self.moe.stored, 1.0)
+        meet = leading + behind - (repeated - held) / np.maximum(self.moe.stored, 1.0)
         turns = [meet]
         if self.dense is not self.moe:
-            short = repeated - beside - behind * self.moe.stored
+            short = repeated - held - behind * self.moe.stored
             turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
         found = np.minimum(moment(self.block), self._without())
         for turn in turns:
@@ -256,7 +256,7 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
     """Return how far backward of a stage's layers that are stored whole lies above what they store.
 
     It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
-    runs beside it, that has taken their place by then.
+    runs at the same time, that has taken their place by then.
     """
     crossed, whole = stage.in_flight < layout.microbatches, _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)

@@ -29,7 +29,7 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(ArrayRecord):
     """Bytes of one stage of each candidate. `static` is what stays allocated between steps, `activation` what a step
-    holds besides states and buffers at the worst moment of forward and backward, `peak` the worst moment of the step.
+    also holds at the worst moment of forward and backward, `peak` the worst moment of the step.
     """
 
     static: FloatArray
@@ -95,7 +95,7 @@ def component_table(
 
     The bytes but activations add up to `Memory.static`, the activations to `Memory.activation`. Besides components,
     `padding` fills gradient buffers up, `buffers` belong to the engine, and `backward` is what the worst moment needs
-    besides the tensors that wait for it.
+    in addition to the tensors that wait for it.
     """
     where = stage(train.model, layout, index, train.options)
     estimate = _Estimate.of(train, layout)

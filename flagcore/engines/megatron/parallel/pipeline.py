@@ -70,7 +70,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     """Return stage `index` of each candidate.
 
     A layout of stages holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
-    beside the numbers given for the first and last stage, embedding and loss counting as a layer each if options
+    except the numbers given for the first and last stage, embedding and loss counting as a layer each if options
     require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
     """
     part = _even(model, layout, index, options)
@@ -105,7 +105,7 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
     chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). Where the
     exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
-    further one runs layer by layer beside a backward, which frees as much.
+    further one runs layer by layer during a backward, which frees as much.
     """
     schedule = options.schedule or "interleaved"
     return catalogue.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)

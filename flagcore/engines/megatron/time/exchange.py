@@ -15,7 +15,7 @@ from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.transformer import widths
 
 OVERLAPPED_EXPOSED = 0.7
-"""Share of a tensor-parallel collective that is waited for although it is cut up and run beside its product
+"""Share of a tensor-parallel collective that is waited for although it is split and overlaps its product
 (`tp_comm_overlap`). Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
 
 

@@ -25,7 +25,7 @@ OWNED_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
 """Kernels for each tensor whose state a rank owns; a distributed optimizer copies each by itself."""
 
 STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
-"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. All were fitted to
+"""Kernels of a step of any size, and those that the optimizer of the experts adds. All were fitted to
 the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
 
 

@@ -108,7 +108,7 @@ def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ..
         Rule(
             name="sizes_are_tensor_ranks",
             knobs=(SIZES, *others),
-            message=f"{' and '.join(others)} must be 1 beside {SIZES}, whose devices split matrices",
+            message=f"{' and '.join(others)} must be 1 with {SIZES}, whose devices split matrices",
             broken=lambda c: (c[SIZES] > 0) & np.logical_or.reduce([c[knob] > 1 for knob in others]),
         ),
     )

@@ -165,7 +165,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="sizes_by_rows",
             knobs=(SPLIT, SIZES),
-            message=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
+            message=f"split_mode cannot be combined with {SIZES}: instances of several devices are split by rows",
             broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
         ),
         Rule(

@@ -80,15 +80,15 @@ def _iterations(
     chunk = np.maximum(loop.budget - decoding * over.mixes, 1.0)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
     longest = np.maximum(prompt_tokens / ranks, np.minimum(loop.prompt, prompt_tokens))
-    beside = decoding if over.mixes else np.zeros_like(decoding)
-    whole = beside / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
-    mixed = at(costs.local, beside / ranks + longest) + at(costs.shared, whole)
-    mixed = mixed + at(costs.sampled, beside / ranks + prompt_tokens / loop.prompt)
+    mixed_in = decoding if over.mixes else np.zeros_like(decoding)
+    whole = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
+    mixed = at(costs.local, mixed_in / ranks + longest) + at(costs.shared, whole)
+    mixed = mixed + at(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if over.mixes else 0.0)
     floor = (whole > costs.captured) | (not over.mixes)
     mixed = np.where(floor, np.maximum(mixed, costs.floor), mixed)
     host = costs.fixed + costs.sequence * decoding
-    return plain + host, mixed + costs.fixed + costs.sequence * beside, prompt_tokens
+    return plain + host, mixed + costs.fixed + costs.sequence * mixed_in, prompt_tokens
 
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
@@ -101,7 +101,7 @@ def parts(
     """Return the seconds of a request by part, by candidate; they add up to `e2e`, the mean seconds of one.
 
     `decoding` is the number of sequences of a lane that decode at one time. A prompt is counted as if it ran alone, an
-    answer as if it ran beside decoding sequences only. The rest of `e2e` is the queue: the wait for a slot and for
+    answer as if it ran with decoding sequences only. The rest of `e2e` is the queue: the wait for a slot and for
     other prompts.
     """
     ranks, batch = loop.ranks * loop.stages, decoding / loop.stages

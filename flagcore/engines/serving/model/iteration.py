@@ -147,7 +147,7 @@ def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: Floa
 def _reduce(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return one all-reduce of the tokens' activations among tensor ranks.
 
-    Engines have kernels of their own for small messages among neighbours, which start faster than the library's.
+    Engines have their own kernels for small messages among neighbours, which start faster than the library's.
     """
     over = serving.overheads
     ranks, stride = split.tensor.astype(np.int64), np.ones(split.tensor.shape, dtype=np.int64)

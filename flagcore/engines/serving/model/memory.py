@@ -49,9 +49,9 @@ def serving_memory(
     weights = weight_bytes(serving, split)
     activations = activation_bytes(model, split, np.minimum(batched_tokens, split.pass_tokens), running)
     graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
-    beside = 0.0 if serving.overheads.activations_beside else activations + graphs
+    other = 0.0 if serving.overheads.activations_beside else activations + graphs
     token = token_bytes(model, split)
-    cache = np.where(np.isnan(own_cache), budget - weights - beside, own_cache)
+    cache = np.where(np.isnan(own_cache), budget - weights - other, own_cache)
     return ServingMemory(
         weights=weights,
         activations=activations,

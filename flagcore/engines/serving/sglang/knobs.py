@@ -36,7 +36,7 @@ KV_BYTES = {
 }
 """Bytes of a cached element."""
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
-"""SGLang's default max_prefill_tokens, and the least that it takes for max_running_requests by itself."""
+"""SGLang's default max_prefill_tokens, and the lowest max_running_requests that it sets by default."""
 _LEAST_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),

@@ -107,7 +107,7 @@ def _server_info(fetch: Fetch) -> dict[str, Any]:
 
 
 def _data(info: Mapping[str, Any]) -> int:
-    """Return the attention DP: a size of its own, or in older releases the number of replicas with its switch."""
+    """Return the attention DP: its own size, or in older releases the number of replicas with its switch."""
     size = info.get("attn_dp_size")
     if isinstance(size, int) and size > 1:
         return size
