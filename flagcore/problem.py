@@ -195,7 +195,7 @@ def require_candidate(problem: Problem) -> None:
 def fastest(problem: Problem) -> IntArray:
     """Return the rows that are left, the fastest predicted first; those without a time are the last.
 
-    Those that are predicted to break a limit come behind all that keep them.
+    Candidates that are predicted to break a limit come last.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)

@@ -181,7 +181,7 @@ def _slug(name: str) -> str:
 
 
 def _text(calibration: Calibration) -> str:
-    """Return a calibration as JSON, a line a row."""
+    """Return a calibration as JSON with one line per row."""
     present = {name: value for name, value in asdict(calibration).items() if value is not None}
     head = {"schema": SCHEMA, **{name: value for name, value in present.items() if name != "rows"}}
     if calibration.others is not None:

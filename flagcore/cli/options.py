@@ -145,7 +145,7 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
 
 
 def print_notes(notes: Iterable[ImportNote]) -> None:
-    """Print what became of the keys of an imported config."""
+    """Print how the keys of an imported config were converted."""
     for note in notes:
         say(f"{note.key}: {note.text}")
 

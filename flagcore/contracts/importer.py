@@ -13,7 +13,7 @@ from flagcore.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class ImportNote:
-    """What happened to a key of the other tuner. `at` is the key of the spec that it is about; empty: none."""
+    """The conversion of a key of the other tuner. `at` is the key of the spec that it is about; empty: none."""
 
     key: str
     text: str

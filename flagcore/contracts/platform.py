@@ -17,7 +17,7 @@ from flagcore.domain.spec import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
+    """The inputs of predictions: the plugins' answers, or the core's roofline if they have none.
 
     `guessed` is whether the chip's kernels were neither measured nor fitted. `synchronous`: the host
     computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `run_slowdown` is by how

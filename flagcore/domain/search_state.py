@@ -39,7 +39,7 @@ class Pruned:
         return np.flatnonzero(self.rule == 0)
 
     def reason(self, row: int) -> str | None:
-        """Return what removed `row`, in words, or None."""
+        """Return a description of what removed `row`, or None."""
         code = int(self.rule[row])
         if not code:
             return None

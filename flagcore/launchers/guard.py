@@ -315,7 +315,7 @@ class Trial:
 
 
 def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
-    """Return when no process of the trial is left, or SIGKILL had no effect for too long."""
+    """Wait until no process of the trial is left, or SIGKILL had no effect for too long."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(signals, select.POLLIN)

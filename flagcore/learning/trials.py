@@ -30,7 +30,7 @@ MEMORY_NOISE = 0.01
 FIGURE_NOISE = 0.1
 """Noise of a latency: the slowest of a hundred requests differs this much between two runs of one load."""
 
-BEYOND, FARTHEST = 0.02, 0.5
+BEYOND, MAX_EXCESS = 0.02, 0.5
 """Logarithms: the assumed minimum excess over the capacity of a trial out of memory, and the maximum excess over the
 prediction, beyond which a failure has another cause."""
 
@@ -65,7 +65,7 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     rows = np.array([row for _, row in found], dtype=np.int64)
     bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(context)[rows])
     expected = _expected(context, context.past.time, known, rows, TIME)
-    slow = bound < expected + FARTHEST
+    slow = bound < expected + MAX_EXCESS
     ratio = np.maximum(expected, bound)[slow]
     return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
 
@@ -93,7 +93,7 @@ def observed_memory(context: SearchContext) -> Observed:
         return known
     rows = np.array(failed, dtype=np.int64)
     expected = _expected(context, context.past.memory, known, rows, MEMORY)
-    bound = np.minimum(BEYOND - np.log(share[rows]), FARTHEST)
+    bound = np.minimum(BEYOND - np.log(share[rows]), MAX_EXCESS)
     return Observed.join((known, _observed(context, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
 
 

@@ -159,7 +159,7 @@ def data(kind: Any, answer: object, where: str = "") -> Any:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return what validates a `kind`; in a tuple, because a dataclass alone takes no configuration."""
+    """Return the validator of a `kind`; in a tuple, because a dataclass alone takes no configuration."""
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
     return TypeAdapter(tuple[kind], config=config)
 

@@ -22,7 +22,7 @@ Removed: TypeAlias = "tuple[str, str, int]"
 
 
 def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
-    """Return what was removed of the combinations and then of the candidates; trials only once any ran."""
+    """Return the removed combinations and candidates by reason; trials only if any ran."""
     illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
     pruned = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
     ran = [

@@ -95,7 +95,7 @@ def _without(kind: type[M], data: Mapping[str, Any], wrong: Sequence[KeyPath], a
 
 
 def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecError] = ()) -> dict[str, Any]:
-    """Return what each of `parts` makes. Raises SpecError with `problems` and those of all parts."""
+    """Return the result of each of `parts`. Raises SpecError with `problems` and those of all parts."""
     made: dict[str, Any] = {}
     found = list(problems)
     for name, make in parts.items():

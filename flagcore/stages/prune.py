@@ -39,9 +39,9 @@ def prune(
     before: Pruned | None = None,
     probes: Sequence[Trial] = (),
 ) -> Pruned:
-    """Return what is ruled out by prediction, by `rules` and by what `trials` proved.
+    """Return the rows that are excluded by predictions, by `rules` and by `trials`.
 
-    What trials used of memory corrects what is predicted of all candidates. Of `probes`, which settle nothing, only
+    The memory of trials corrects the predictions of all candidates. Of `probes`, which settle nothing, only
     memory counts: one that ran out rules its own candidate out, too. With `before`, the outcome of an earlier
     call, only trials that are new are applied, unless others fit now than did then.
     """

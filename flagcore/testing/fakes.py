@@ -78,7 +78,7 @@ def printing(transcript: Transcript) -> dict[str, str]:
 def devices(
     plugin: Subject, tools: Mapping[str, str] | None = None, when: str = "", /, **environment: str
 ) -> tuple[Device, ...]:
-    """Return what the plugin finds on a machine with `tools`.
+    """Return the devices that the plugin finds on a machine with `tools`.
 
     Raises the plugin's exceptions, or BadPlugin with the words `when`.
     """
@@ -92,7 +92,7 @@ def devices(
 
 
 def ask(plugin: Subject) -> tuple[Device, ...]:
-    """Return what the plugin finds on this machine now. Raises its exceptions, and BadPlugin."""
+    """Return the devices that the plugin finds on this machine. Raises its exceptions, and BadPlugin."""
     answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
     return () if answer is None else several(Device)(answer)
 
@@ -130,7 +130,7 @@ def tools_of(plugin: Subject) -> tuple[str, ...]:
 
 
 class NoLimit(Exception):
-    """A tool was waited for without a limit of time."""
+    """The plugin waited for a tool without a timeout."""
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, with its place (file and key, or hook), and the fix."""
+    """The problem, with its place (file and key, or hook), and the fix."""
 
     message: str
     fix: str
@@ -87,7 +87,7 @@ class Subject:
 
     @cached_property
     def loaded(self) -> LoadedPlugins:
-        """The plugin as the core would ask it, every answer checked."""
+        """The plugin as the core calls it, every answer checked."""
         return LoadedPlugins.of({self.name: self.hooks})
 
     @cached_property
@@ -102,7 +102,7 @@ class Subject:
 
     @cached_property
     def entry(self) -> str:
-        """What an entry point that names it has: MODULE or MODULE:OBJECT. Empty for an object of no package."""
+        """Its entry point: MODULE or MODULE:OBJECT. Empty for an object without a package."""
         if isinstance(self.hooks, ModuleType):
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
@@ -147,7 +147,7 @@ class Subject:
 
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
-        """What its vendor's tools printed. Raises Skip where there are none."""
+        """Outputs of its vendor's tools. Raises Skip if there are none."""
         found = read_transcripts(self.source)
         if not found:
             raise Skip("tests/smi has no transcripts")
@@ -191,7 +191,7 @@ class Subject:
                 continue  # another check reports it
 
     def once(self, key: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned when `key` was first asked for."""
+        """Return the cached result of `make` for `key`."""
         if key not in self.memory:
             self.memory[key] = make()
         found: T = self.memory[key]
@@ -229,7 +229,7 @@ class Subject:
         return self.chips
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
-        """Return what the plugin answers for its chips. Raises Skip where that is nothing."""
+        """Return the plugin's answers for its chips. Raises Skip if there are none."""
         found = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
         if not found:
             raise Skip(f"{hook} returns None for all chips: the core's default is used")

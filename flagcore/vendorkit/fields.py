@@ -108,7 +108,7 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return what reads a `kind` from JSON, in which strict types are those of YAML.
+    """Return the reader of a `kind` from JSON, in which strict types are those of YAML.
 
     It reads a list of one, because a dataclass alone takes no configuration.
     """

@@ -59,7 +59,7 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Output | None:
 
 
 def tool_output(*argv: str, timeout_seconds: float = 10.0) -> str | None:
-    """Return what a command prints, or None if it is missing, fails or exceeds the time limit."""
+    """Return the output of a command, or None if it is missing, fails or exceeds the time limit."""
     output = run_tool(*argv, timeout_seconds=timeout_seconds)
     return output.text if output is not None and output.status == 0 else None
 

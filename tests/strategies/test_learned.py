@@ -13,8 +13,8 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.trials import (
     BEYOND,
-    MAX_LOG_RATIO,
     LEAST_NOISE,
+    MAX_EXCESS,
     PARTIAL_NOISE,
     PROBE_NOISE,
     observed_memory,
@@ -140,7 +140,7 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
     for share in (0.9, 0.01):
         tight = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
         bounds.append(observed_memory(search_context(tight, [ran(row, None, 0)])).log_ratio[0])
-    assert bounds == pytest.approx([BEYOND - np.log(0.9), MAX_LOG_RATIO])
+    assert bounds == pytest.approx([BEYOND - np.log(0.9), MAX_EXCESS])
 
 
 def test_before_any_run_probes_decide_what_is_the_fastest() -> None:

@@ -86,7 +86,7 @@ class CalibratedPlugins(LoadedPlugins):
         return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *below))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
+        """Return measured times inside a node, and the topology's times beyond it. Raises RunError."""
         known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
         if calibration is not None:
             self._warn_about_few(group, calibration)
@@ -135,7 +135,7 @@ def _installed_torch() -> str | None:
 
 
 SECONDS = 60.0
-"""What importing torch with a vendor's driver may take."""
+"""Timeout of importing torch with a vendor's driver."""
 
 VENDOR = "uncatalogued"
 
@@ -164,7 +164,7 @@ class Torch:
 
 
 def ask_torch() -> Torch | None:
-    """Return what torch reports, in a separate process; None without torch or without an accelerator."""
+    """Return torch's report of the device, from a separate process; None without torch or without an accelerator."""
     if (_installed_torch() or "").endswith("+cpu"):
         return None
     for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):

@@ -138,6 +138,6 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
 
 
 def values_of(axis: Axis) -> str:
-    """Return what the space has of a knob, the first of many."""
+    """Return the space's value of a knob, the first of several."""
     few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
     return _("the space has {values}", values=few + (", ..." if len(axis.values) > 12 else ""))

@@ -46,7 +46,7 @@ class Snapshot:
 
     @property
     def task(self) -> Task:
-        """What is to be done, and on what."""
+        """The job of the spec and its cluster."""
         return self.problem.platform.task
 
     def pruned_by(self, columns: Columns) -> list[str]:

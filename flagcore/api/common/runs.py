@@ -35,7 +35,7 @@ class Run(Notebook):
     `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
     before it was written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best
     and its rivals at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes,
-    as in `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of
+    as in `flagcore.domain.trial`. `gains` is best over baseline minus one, per round. `engines` are the runs of
     each engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials
     teach.
     """
@@ -56,7 +56,7 @@ class Run(Notebook):
 
     @property
     def gain(self) -> float | None:
-        """The lowest gain of the rounds: 0.25 is a quarter more tokens a second. None if unknown."""
+        """The lowest gain of the rounds: 0.25 is a quarter more tokens per second. None if unknown."""
         return min(self.gains, default=None)
 
     @property

@@ -38,7 +38,7 @@ MAX_LOG_RATIO = 3.0
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> Past:
-    """Return what runs other than `run` measured on the chip of a problem; empty if the spec does not want it."""
+    """Return the measurements of runs other than `run` on the chip of a problem; empty if the spec does not want it."""
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
         return Past.empty()
@@ -54,8 +54,9 @@ def past(
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> Past:
-    """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
-    one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may have."""
+    """Return observations from measured records of `chip`. A record that cannot be read or predicted is skipped, and so
+    is one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may
+    have."""
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     known = engines()
     for record in islice(records, MOST):

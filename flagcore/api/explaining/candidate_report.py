@@ -174,7 +174,7 @@ def _no_best(snapshot: Snapshot) -> str:
 
 
 def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
-    """Return what trials, of this run and of earlier ones, made of a prediction; None for a spec, or without any."""
+    """Return the prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
     taught = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
     if snapshot.run is None or row is None or not taught:
         return None

@@ -28,7 +28,7 @@ from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
-"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; not both were measured,
+"""Certainty of a comparison: all runs of one are faster, by more than their noise; not so; not both were measured,
 and trials of both their runs taught what to believe, or did not; no times."""
 MOST_DIFFERENCES = 12
 

@@ -1,4 +1,4 @@
-"""What became of combinations and of single candidates, and why."""
+"""States of combinations and of single candidates, with reasons."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def state_of(
     broken: Sequence[Mapping[str, Any]],
     predicted: Mapping[str, Any] | None,
 ) -> tuple[str, list[str], list[Mapping[str, Any]]]:
-    """Return what became of a candidate, why in words, and the rules of this stage behind it."""
+    """Return the state of a candidate, the reasons, and the pruning rules behind it."""
     if broken:
         lines = []
         for rule in broken:
@@ -189,11 +189,11 @@ def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation(Notebook):
-    """Where all combinations went, the message of each rule by name, and why the run stopped.
+    """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
 
     `nothing_fits` reports, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
-    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are numbers of candidates.
     `fidelity` is that of a run's trials.
     """
 

@@ -1,4 +1,4 @@
-"""Which candidates are near to one: how far others are from it, and what would have to change."""
+"""Neighbors of a candidate: distances of others, and the changes between them."""
 
 from __future__ import annotations
 

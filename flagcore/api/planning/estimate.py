@@ -100,7 +100,7 @@ def estimate(
 
 
 def _runs(task: Task) -> str:
-    """Return what runs the job that a prediction is of: the user's own command, the engine, or the trial program."""
+    """Return the runner of a predicted job: the user's command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
         return _("as {engine} serves the load of serve.profile", engine=task.spec.work.engine)
     train = task.spec.train
@@ -115,7 +115,7 @@ def _runs(task: Task) -> str:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return where every combination went before anything ran."""
+    """Return the counts of combinations by outcome before anything ran."""
     nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
     return count(problem.space, problem.pruned, nothing)
 
@@ -129,7 +129,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
-    """Return what plugins set for all candidates, and their notes on engine and chip."""
+    """Return the plugins' settings for all candidates, and their notes on engine and chip."""
     forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in platform.support.forced)
     return (*forced, *platform.support.notes)
 

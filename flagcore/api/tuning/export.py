@@ -1,4 +1,4 @@
-"""What a tune leaves behind: the result, and the best configuration as a spec, a launch and a script."""
+"""The files of a tune: the result, and the best configuration as a spec, a launch and a script."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from flagcore.store.directory import writable, write
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome(Notebook):
-    """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
+    """The outcome of a tune: the plan, its folder, and the same as plain data (`result.json`) and text.
 
     `run_best`: the spec asks to start the winner at the end, `can_start`: the winner can be started as it
     stands, `reported` that the run's page was written.

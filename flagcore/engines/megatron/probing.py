@@ -50,7 +50,7 @@ def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ..
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:
-    """Return what the trial program measured as one rank. Raises NoMetrics."""
+    """Return the trial program's measurement of one rank. Raises NoMetrics."""
     data = read_metrics(folder)
     try:
         steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]

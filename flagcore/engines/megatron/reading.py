@@ -38,7 +38,7 @@ def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
 
 
 def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-    """Return what a trial measured. Raises NoMetrics."""
+    """Return the measurement of a trial. Raises NoMetrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
     return _read_program(task, folder, partial=partial)

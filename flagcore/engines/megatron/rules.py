@@ -1,4 +1,4 @@
-"""What Megatron refuses, and which candidates are the same to it.
+"""Megatron's rules, and the candidates that it treats as equal.
 
 Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
 `pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
@@ -245,7 +245,8 @@ def _recompute(task: Task) -> Sequence[Rule]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
+    """Return the merges of values that Megatron treats as equal: knobs without effect, two spellings of one
+    schedule."""
     split, dense = Split.of(task), task.spec.model.num_moe_experts is None
 
     def virtual(c: Columns) -> dict[str, IntArray]:

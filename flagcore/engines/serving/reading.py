@@ -23,7 +23,7 @@ LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 
 
 def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> Measurement:
-    """Return what the trial program measured. `each` has the devices of each instance.
+    """Return the measurement of the trial program. `each` has the devices of each instance.
 
     A figure is the median of its repeats. Of several load points one counts: for a rate the best among those that keep
     the SLO, or, if none does, the nearest to it; for a latency, which the lightest load would always win, the one that

@@ -1,4 +1,4 @@
-"""What an engine does with candidates, how one of its servers is started, and what published runs leave out."""
+"""Effective settings of an engine, the launch of one of its servers, and defaults of published runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fetch = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an engine does with candidates, by columns, with the engine's own defaults for knobs that are not set.
+    """Effective settings of candidates, by columns, with the engine's own defaults for knobs that are not set.
 
     Sizes count devices, sequences and tokens. `devices` are those of one instance: tensor x pipeline x data, or, where
     devices are CPU cores, its threads. `graphs` False is eager mode. `memory_fraction` is the share of a device's

@@ -47,7 +47,7 @@ class Pipe:
         return self.devices[part] != self.devices[part + 1 if kind == "F" else part - 1]
 
     def ready(self, one: Pass, end: Mapping[Pass, float]) -> float | None:
-        """Return when the input of a pass is available, or None if it is not known yet. `end` lists BW as B."""
+        """Return the time at which the input of a pass is available, or None if unknown yet. `end` lists BW as B."""
         kind, part, batch = one
         place, source = part % self.length, part
         if kind == "F":

@@ -160,7 +160,7 @@ def _load_of(run: RunData, best: Record) -> str:
 
 
 def _without_limits(run: RunData, best: Record) -> str:
-    """Return what the fastest load point of all trials reached, and which limits it exceeded."""
+    """Return the figures of the fastest load point of all trials, and the limits that it exceeded."""
     name = figure_name(run.objective)
     free = [
         (seconds(run.objective, float(value)), trial, point)

@@ -69,7 +69,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
 
 
 def _stable(chip: Chip) -> object:
-    """Return what must not change; a figure may, such as this machine's clock."""
+    """Return the values that must not change; figures, such as this machine's clock, may."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
 
 

@@ -55,7 +55,7 @@ class Dropped:
 
 
 def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[Dropped]:
-    """Return what selective recompute of each of the named modules drops, where it is 1.
+    """Return the bytes that selective recompute of each of the named modules drops, where it is 1.
 
     A module that is recomputed as a whole also has its output, until its backward is done; one whose output alone
     is recomputed has it twice (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward
@@ -149,7 +149,7 @@ def _send(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """How far a layer's moments lie above what it stores: the worst of those that save nothing, and each that does."""
+    """Peaks of a layer above its stored bytes: the highest without savings, and one for each saving."""
 
     plain: FloatArray
     saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]

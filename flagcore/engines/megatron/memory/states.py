@@ -95,7 +95,7 @@ all weights of the group at once. Groups are weights without and with decay, of 
 
 
 def workspaces(train: Training) -> float:
-    """Return how many workspaces of the library of matrix products a rank has.
+    """Return the number of matrix-library workspaces of a rank.
 
     torch has one for each thread that calls it, that of forward and that of backward; transformer-engine one more,
     and four for grouped products.
@@ -176,7 +176,7 @@ def unsharded(train: Training, layout: Layout, dense: State, experts: State) -> 
 
 
 def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:
-    """Return what the optimizer's step adds, from the weights that ranks replicate and those of the experts.
+    """Return the bytes that the optimizer's step adds, from the weights that ranks replicate and those of the experts.
 
     Transformer-engine's Adam works in place. 16-bit gradient buffers are copied into fp32 first.
     """

@@ -85,7 +85,7 @@ class Kinds:
         return found[0], found[-1]
 
     def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
-        """Return what follows the layers of the last stage; multi-token prediction sends nothing to the host."""
+        """Return the modules after the layers of the last stage; multi-token prediction sends nothing to the host."""
         depth = train.model.mtp_num_layers
         if not depth:
             return self.head
@@ -136,7 +136,7 @@ class StageActivations:
 
 
 def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
-    """Return what a stage holds.
+    """Return the bytes that a stage holds.
 
     Full recompute stores the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
@@ -201,7 +201,7 @@ class _Work:
         return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return what so many recomputed layers, of the kind of the last, hold at their own worst moment."""
+        """Return the peak of so many recomputed layers of the kind of the last one."""
         found = number * self.moe.stored + self.moe.above(number)
         if self.dense is self.moe:
             return found
@@ -270,7 +270,7 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
 
 
 def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
-    """Return what the micro-batches that a stage holds store, by component."""
+    """Return the stored bytes of a stage's micro-batches, by component."""
     dense, moe = kinds.on(train, stage)
     parts: Parts = {}
     add_parts(parts, dense.parts, found.dense * stage.in_flight)
@@ -282,7 +282,7 @@ def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds
 
 
 def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
-    """Return what waits for the gradients of weights alone; ZB-2p plans it for a memory of 2p micro-batches."""
+    """Return the bytes that wait only for weight gradients; ZB-2p plans it for a memory of 2p micro-batches."""
     count = stage.deferred
     if train.options.schedule == "zb-2p":
         count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)

@@ -238,7 +238,8 @@ class Placement:
         return number
 
     def pick(self, index: FloatArray, values: Sequence[T]) -> T:
-        """Return of `values`, one a group, arrays or records of arrays, those of stage `index` of each candidate."""
+        """Select from `values` (one per group, arrays or records of arrays) those of stage `index` of each
+        candidate."""
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 
     def stages(self, layout: Layout) -> list[FloatArray]:

@@ -136,7 +136,7 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
 
 
 def _placed(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
-    """Return what a layout gives to stage `index`: (virtual) stage c p + r for each c."""
+    """Return the layers that a layout assigns to stage `index`: (virtual) stage c p + r for each c."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in options.stage_layout], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])

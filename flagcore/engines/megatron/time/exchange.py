@@ -58,7 +58,7 @@ class TensorExchange:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
     def backward(self, first: Linear) -> FloatArray:
-        """Return what a block waits for in its backward pass; `first` is its first layer.
+        """Return the wait time of a block in its backward pass; `first` is its first layer.
 
         The gradient of its output is gathered first (sequence parallel). Behind that layer's own products hide
         the second gather of its input (behind the gradient of the input) and the reduction of the input's gradient

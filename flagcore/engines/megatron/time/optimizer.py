@@ -31,7 +31,7 @@ the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, tor
 
 HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
 """Adam on the host: bytes moved a parameter (fp32 weight, gradient and two moments read, three written), and what one
-rank's share of the processors moves a second. The rate is an estimate: 200 GB/s of a socket over 8 ranks."""
+rank's share of the processors moves per second. The rate is an estimate: 200 GB/s of a socket over 8 ranks."""
 
 
 def optimizer_time(
@@ -69,7 +69,7 @@ def gradient_time(
     groups: Sequence[tuple[CollectiveCosts, tuple[FloatArray, FloatArray]]],
     stage: StageTime,
 ) -> FloatArray:
-    """Return what a step waits for to reduce gradients and, with a distributed optimizer, to gather weights.
+    """Return the time that a step waits to reduce gradients and, with a distributed optimizer, to gather weights.
 
     Each of `groups` has its collectives and the most that a stage on it holds of the parameters that all ranks
     replicate, and of those of experts, which have their own group; the slowest node group decides. Gradients are
@@ -109,7 +109,7 @@ def gradient_time(
 
 
 def _behind(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return what is left of a collective that hides behind kernels, and what it costs these."""
+    """Return the exposed time of a collective that overlaps kernels, including their slowdown."""
     hidden = np.minimum(seconds, window)
     return seconds - hidden + share * hidden
 

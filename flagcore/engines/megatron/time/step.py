@@ -227,7 +227,7 @@ def _recomputed(train: Training, layout: Layout, found: Stage) -> FloatArray:
 
 
 def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, window: FloatArray) -> FloatArray:
-    """Return what a pass of one micro-batch waits for while activations travel to or from the host."""
+    """Return the time that a pass of one micro-batch waits while activations travel to or from the host."""
     if not train.options.offload_modules:
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, found)) - window, 0.0)

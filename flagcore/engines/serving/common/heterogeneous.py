@@ -82,7 +82,8 @@ def _are_powers_of_two(parts: tuple[int, ...]) -> bool:
 
 
 def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ...]:
-    """Return what makes a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole heads."""
+    """Return the rules that make a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole
+    heads."""
     hardware, model = Hardware.of(task), task.spec.model
     known = [(), *(sizes(word) for word in words(task))]
     groups, latent = model.num_query_groups, model.multi_latent_attention

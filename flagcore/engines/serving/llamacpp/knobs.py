@@ -211,7 +211,7 @@ def _trained_context(spec: Spec) -> int | None:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what llama.cpp does with candidates. Slots are sequences; an iteration is a logical batch."""
+    """Return llama.cpp's effective settings for candidates. Slots are sequences; an iteration is a logical batch."""
     get = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
     slots, batch = or_default(get[PARALLEL], AUTO_SLOTS), or_default(get[N_BATCH], BATCH)

@@ -107,7 +107,7 @@ def default_batch(task: Task) -> int:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what LMDeploy does with candidates."""
+    """Return LMDeploy's effective settings for candidates."""
     get = PROGRAM.columns(task, columns)
     pytorch = get[BACKEND] == PYTORCH
     prefill = or_default(get[PREFILL], DEFAULT_PREFILL)

@@ -39,7 +39,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return what the log reports of the engine that was chosen."""
+    """Return the settings of the selected engine from its log."""
     for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
         if line in log:
             return {own.BACKEND: backend, **metrics.settings(log, own.PROGRAM.settings)}

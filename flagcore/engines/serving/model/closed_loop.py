@@ -41,7 +41,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Seconds to the first token and between tokens, and output tokens a second of one lane, by candidate."""
+    """Seconds to the first token and between tokens, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray
     tpot: FloatArray

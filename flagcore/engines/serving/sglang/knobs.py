@@ -169,7 +169,8 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what SGLang does with candidates: with attention DP it divides chunks and requests among the groups."""
+    """Return SGLang's effective settings for candidates: with attention DP it divides chunks and requests among the
+    groups."""
     get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, get)

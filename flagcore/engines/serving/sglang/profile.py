@@ -94,7 +94,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return what each rank logs of its weights, pools and graphs; its GB are GiB."""
+    """Return the memory that each rank logs for weights, pools and graphs; its GB are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
     return metrics.largest(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
 

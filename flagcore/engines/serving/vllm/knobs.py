@@ -185,7 +185,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what vLLM does with candidates."""
+    """Return vLLM's effective settings for candidates."""
     get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, get)
