@@ -20,7 +20,7 @@ LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?
 """What a browser would fetch from elsewhere; links that a reader may follow are none of it."""
 
 
-def test_each_page_has_one_place_in_the_navigation() -> None:
+def test_each_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
     pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED
     assert sorted(_pages(SITE["nav"])) == sorted(pages)

@@ -262,7 +262,7 @@ def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
     assert knobs(plan.best.candidate) == (2, 2)
 
 
-def test_drift_of_the_machine_is_reported(bench: Bench) -> None:
+def test_machine_drift_is_reported(bench: Bench) -> None:
     starts = iter(range(100))
     bench.launcher = Instant(lambda *of: plain(*of) * (1.2 if next(starts) >= 6 else 1.0))
     plan = bench.tune(repeats=1).plan

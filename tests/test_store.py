@@ -210,7 +210,7 @@ while True:
 
 
 @pytest.mark.long
-def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) -> None:
+def test_a_kill_at_any_time_keeps_every_finished_trial_once(tmp_path: Path) -> None:
     draw = random.Random(5)
     promised: list[int] = []
     root = Path(__file__).parents[1]

@@ -98,7 +98,7 @@ def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
     assert run.baseline is None
 
 
-def test_tune_continues_from_the_rows_of_the_same_machine_and_reports_a_gain_of_its_own_runs_only(
+def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
     taken: Callable[..., Any], project: Project
 ) -> None:
     spec = project.spec(control={"max_trials": 2, "repeats": 1})

@@ -34,7 +34,7 @@ def test_importing_flagcore_imports_nothing_else() -> None:
         _ = flagcore.nothing  # type: ignore[attr-defined]
 
 
-def test_run_reports_what_the_outcome_and_its_result_report(project: Project) -> None:
+def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
     outcome = flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
     run = flagcore.load_run(project.run_dir)
     assert (run.trials, run.repeats, run.best, run.gains) == (

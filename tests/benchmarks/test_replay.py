@@ -77,7 +77,7 @@ def replay(tmp_path: Path, records: list[dict[str, Any]], *options: str) -> tupl
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
-def test_the_last_line_has_mean_trials_of_flagcore_flagscale_tpe_and_chance(tmp_path: Path) -> None:
+def test_the_last_line_has_mean_trials_of_all_searches(tmp_path: Path) -> None:
     figures, text = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
     trials = figures["trials_to_within_1pct"]
     assert set(trials) == {"flagcore", "flagscale", "tpe", "random"}

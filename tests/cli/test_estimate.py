@@ -371,7 +371,7 @@ def test_jobs_can_be_a_table(flag: Flag, tmp_path: Path) -> None:
     assert flag("estimate", "--jobs", file).out == flag("estimate", "--jobs", file, "--format", "jsonl").out
 
 
-def test_one_in_full_has_no_columns_for_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
+def test_the_detailed_view_has_no_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
     for arguments in ((project.spec(), "--explain", "1"), ("--jobs", jobs(tmp_path, JOB), "--explain", "moe")):
         ran = flag("estimate", *arguments, "--format", "csv")
         assert (ran.code, ran.out) == (2, "")

@@ -83,7 +83,7 @@ def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     assert "cluster.chip: cpu" in ran.err
 
 
-def test_estimate_reports_the_same_in_each_format(flag: Flag, project: Project) -> None:
+def test_estimate_has_the_same_content_in_each_format(flag: Flag, project: Project) -> None:
     spec = project.spec()
     rows = json.loads(flag("estimate", spec, "--json", "--top", "3").out)
     assert len(rows) == 3

@@ -118,7 +118,7 @@ def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, proj
     assert "elapsed time per iteration" in ran.err
 
 
-def test_each_format_reports_the_same(flag: Flag, project: Project) -> None:
+def test_all_formats_have_the_same_content(flag: Flag, project: Project) -> None:
     table = tune(flag, project, control={"max_trials": 4, "repeats": 0})
     assert table.code == 0
     assert "Best on 2 x cpu" in table.out
@@ -220,7 +220,7 @@ def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag,
     assert time.monotonic() - began < 20
 
 
-def test_a_hanging_trial_does_not_outlive_the_run(flag: Flag, project: Project) -> None:
+def test_a_hanging_trial_ends_with_the_run(flag: Flag, project: Project) -> None:
     began = time.monotonic()
     ran = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
     assert ran.code == 5

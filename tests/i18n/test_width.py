@@ -5,7 +5,7 @@ from __future__ import annotations
 from flagcore.i18n.width import columns, left, pieces, right, wrapped
 
 
-def test_a_wide_letter_takes_two_columns() -> None:
+def test_a_wide_character_takes_two_columns() -> None:
     assert [columns(text) for text in ("", "abc", "显存 GiB", "（1）")] == [0, 3, 8, 5]
     assert left("显存", 6) == "显存  "
     assert right("显存", 6) == "  显存"
@@ -24,7 +24,7 @@ def test_no_line_starts_with_a_comma_or_ends_with_an_opening_bracket() -> None:
         assert max(map(columns, lines)) <= width
 
 
-def test_a_word_longer_than_a_line_is_cut_unless_it_is_a_path() -> None:
+def test_long_words_are_cut_except_paths() -> None:
     assert wrapped("显存a" + "b" * 20, 10, " ")[0] == "显存"
     assert max(map(columns, wrapped("显存a" + "b" * 20, 10, " "))) == 10
     assert wrapped("see /a/very/long/path", 10, cut=False) == ["see", "/a/very/long/path"]

@@ -221,7 +221,7 @@ def test_the_end_is_detected_within_20_ms(tmp_path: Path) -> None:
     assert min(late) < 0.02
 
 
-def test_a_daemon_does_not_outlive_its_trial(tmp_path: Path, marked: Marked) -> None:
+def test_a_daemon_ends_with_its_trial(tmp_path: Path, marked: Marked) -> None:
     running = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
     ended = running.wait(10)
     assert ended is not None
@@ -306,7 +306,7 @@ def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
         running.stop()
 
 
-def test_ended_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
+def test_finished_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
     before, ended = len(os.listdir("/proc/self/fd")), []
     for name in "abc":
         ended.append(LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))))
@@ -418,7 +418,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_pipe_in_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_log_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "stdout.log")
     ended = LAUNCHER.start(Launch(argv=("/bin/echo", "here"), folder=str(tmp_path))).wait(10)
     assert ended is not None

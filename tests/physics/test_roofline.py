@@ -116,7 +116,7 @@ def test_a_precision_may_reach_its_own_share_of_its_peak() -> None:
     assert own.gemm_seconds(side, side, side, "bf16") == ROOFLINE.gemm_seconds(side, side, side, "bf16")
 
 
-def test_attention_in_another_precision_reaches_as_much_more_as_its_products_do() -> None:
+def test_attention_scales_with_the_products_of_another_precision() -> None:
     double = Roofline(chip=CHIP, curve=replace(Curve(), gemm_share=0.4, gemm_shares={"fp32": 0.8}))
     half = Roofline(chip=CHIP, curve=replace(Curve(), gemm_share=0.4))
     shape = shaped(16384, 16384)
@@ -143,7 +143,7 @@ def test_a_small_head_dimension_costs_more_than_its_share() -> None:
     assert attention(8192, 8192, width=64)[0] > 0.6 * attention(8192, 8192)[0]
 
 
-def test_one_query_is_bound_by_reading_keys_and_values_of_the_groups() -> None:
+def test_a_single_query_is_bound_by_reading_keys_and_values() -> None:
     for groups in (8.0, 4.0):
         expected = 64 * groups * 32768 * 128 * 2 * 2 / (0.91 * 3e12)
         assert attention(1, 32768, batch=64, groups=groups)[0] == pytest.approx(expected, rel=0.1)

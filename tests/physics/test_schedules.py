@@ -241,7 +241,7 @@ microseconds of F, B, W and one send (as in the authors' public scheduler); meas
 interleaved, ZB-1p and ZB-2p (from throughput with three digits)."""
 
 
-def test_published_steps_of_four_schedules_agree_with_one_scale_a_model() -> None:
+def test_published_steps_of_four_schedules_agree_with_one_scale_per_model() -> None:
     """Sends block in Megatron's own schedules of these runs, and overlap in theirs, which skip the barrier."""
     shares = {8: 0.366, 16: 0.432, 32: 0.432}  # 32 h / (34 h + 5 a s)
     rows = np.array([line.split() for line in PAPER.strip().splitlines()], dtype=np.float64)
@@ -283,7 +283,7 @@ def held_of(order: list[tuple[Pass, ...]], parts: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED, "dualpipe"])
 @pytest.mark.parametrize("p", [2, 4, 5, 8])
-def test_a_stage_holds_what_the_orders_hold(schedule: str, p: int) -> None:
+def test_memory_of_a_stage_matches_its_execution_order(schedule: str, p: int) -> None:
     m, parts = 4 * p, 2 if schedule in FOLDED else 1
     if schedule == "dualpipe" and p % 2:
         return

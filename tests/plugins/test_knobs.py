@@ -182,7 +182,7 @@ def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> N
     assert "acme_schedule_offload_stages" in broken("both", **two)
 
 
-def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob_sets() -> None:
+def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     knob = replace(SCHEDULE, effects={"zb-2p": Effect(settings={"pipeline_schedule": "zb-2p"})})
     task = small.task(space={"acme_schedule": (None, "zb-2p")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))

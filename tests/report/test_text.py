@@ -68,7 +68,7 @@ def test_figures_in_a_table_are_right_aligned_and_words_left_aligned() -> None:
     ]
 
 
-def test_each_format_holds_the_same_figures() -> None:
+def test_each_format_has_the_same_figures() -> None:
     records = [{"id": "x", "time": {"s": 0.123456789}}]
     columns = {"id": "id", "s": "time.s"}
     assert "0.123456789" in render(records, "json", columns)

@@ -146,7 +146,7 @@ def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:
     assert read_spec(path, ENGINES).model.name == "Tiny"
 
 
-def test_data_as_read_is_kept_and_serialisable(read: Read, tmp_path: Path) -> None:
+def test_raw_data_is_stored_and_serializable(read: Read, tmp_path: Path) -> None:
     spec = read("envs: {A: 1, B: on}")
     data = spec_as_data(tmp_path / "spec.yaml")
     assert data["envs"] == {"A": 1, "B": "on"}

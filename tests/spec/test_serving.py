@@ -24,7 +24,7 @@ def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = 
     return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 
-def test_a_list_of_clients_is_several_load_points() -> None:
+def test_a_list_of_clients_gives_several_load_points() -> None:
     assert [load.concurrency for load in serve({"concurrency": [1, 8]}).loads] == [1, 8]
     assert [load.request_rate for load in serve({"request_rate": [2.5, "inf"]}).loads] == [2.5, math.inf]
     assert [load.concurrency for load in serve({"num_prompts": 10}).loads] == [10]

@@ -127,7 +127,7 @@ def test_interval_is_narrow_where_all_was_measured() -> None:
     assert 0.9 * 2.6 < found.low_s < 2.6 < found.high_s < 1.25 * 2.6
 
 
-def test_nothing_changes_where_nothing_was_measured() -> None:
+def test_without_measurements_nothing_changes() -> None:
     assert combine(PREDICTED, probe(failed=TrialState.FAILED), MEMORY, WORK) == PREDICTED
 
 

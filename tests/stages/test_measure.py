@@ -141,7 +141,7 @@ def test_a_finished_trial(name: str, tmp_path: Path) -> None:
     assert done.duration_s == 12.0
 
 
-def test_binary_logs_make_a_printable_reason_of_one_short_line(tmp_path: Path) -> None:
+def test_binary_logs_give_a_short_printable_reason(tmp_path: Path) -> None:
     (tmp_path / "stdout.log").write_bytes(bytes(range(256)) * 4000)
     done = measured(Ran(ended(1)), tmp_path)
     assert done.state is TrialState.FAILED

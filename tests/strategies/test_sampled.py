@@ -50,7 +50,7 @@ def test_tpe_tries_open_rows_and_learns_from_their_times() -> None:
     assert best_of(trials) <= by_chance
 
 
-def test_a_run_that_continues_chooses_as_if_it_had_not_stopped() -> None:
+def test_a_resumed_run_chooses_as_an_uninterrupted_one() -> None:
     trials = search(TPE, 14)
     again = importlib.reload(importlib.import_module("flagcore.strategies.sampled")).TPE
     assert again.next(search_context(KNOWN, trials[:12])).row == SPACE.find(trials[12].candidate)

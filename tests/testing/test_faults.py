@@ -32,7 +32,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return healthy(tmp_path_factory.mktemp("healthy"))
 
 
-def test_healthy_plugin_passes_all_checks(acme: Path) -> None:
+def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     with imported(acme) as plugin:
         results = list(run_all(CHECKS, plugin))
     assert [result for result in results if result.state == "failed"] == []

@@ -21,7 +21,7 @@ curves:
 """
 
 
-def test_a_file_of_curves_is_read_with_its_source() -> None:
+def test_curves_are_read_with_their_source() -> None:
     table = read_collectives(GOOD, "collectives.yaml")
     assert isinstance(table, CollectiveTable)
     assert (table.level, table.source) == ("node", "measured: accl-tests, software accl 1.2")

@@ -37,7 +37,7 @@ def test_a_variable_is_left_out_with_a_conflicting_setting() -> None:
     ("versions", "release", "holds"),
     [("", "0.1", True), (">=0.11,<0.13", "0.12.0+corex", True), (">=0.11,<0.13", "0.13", False), ("<1", None, True)],
 )
-def test_a_range_of_releases_holds_where_the_release_is_in_it_or_not_known(
+def test_a_release_range_matches_a_release_inside_it_or_unknown(
     versions: str, release: str | None, holds: bool
 ) -> None:
     assert in_versions(versions, release) == holds

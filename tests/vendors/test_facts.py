@@ -20,7 +20,7 @@ def facts(chip: Chip) -> Iterator[Fact]:
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_each_figure_reports_where_it_is_from(chip: Chip) -> None:
+def test_each_figure_has_a_source(chip: Chip) -> None:
     for fact in facts(chip):
         assert fact.source.kind in ("measured", "published", "datasheet", "estimated")
         assert len(fact.source.detail) > 10

@@ -99,7 +99,7 @@ def test_peak_follows_the_instruction_set(
     assert ("emulated" in chip.notes) == (bf16 < fp32)
 
 
-def test_threads_of_one_core_share_its_peak(tmp_path: Path) -> None:
+def test_threads_of_a_core_share_its_peak(tmp_path: Path) -> None:
     rows = [
         CPUINFO.format(row=row, core=row // 2, vendor="GenuineIntel", family=6, flags="avx2 fma") for row in range(4)
     ]

@@ -42,7 +42,7 @@ def test_another_vendors_mx_smi_is_distinguished() -> None:
     assert not smi.is_metax(text("moffett-mx-smi-1.txt"))
 
 
-def test_a_rebranded_device_keeps_its_name_and_stays_unknown() -> None:
+def test_a_rebranded_device_stays_unknown() -> None:
     (row,) = smi.read(text("ht-smi-1.txt")).rows
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 

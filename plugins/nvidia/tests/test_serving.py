@@ -72,7 +72,7 @@ def test_settings_of_a_server_are_in_the_measured_order(load: str) -> None:
     assert sorted(range(3), key=rates.__getitem__) == sorted(range(3), key=measured.__getitem__)
 
 
-def test_a_burst_waits_as_measured() -> None:
+def test_queueing_of_a_burst_matches_measurements() -> None:
     for setting in SETTINGS:
         (answer,) = estimate_jobs([record(setting, "burst", concurrency=None, request_rate="inf")])
         rate, first = MEASURED[setting, "burst"]

@@ -71,7 +71,7 @@ def test_another_vendors_nvidia_smi_is_distinguished_by_the_pci_id(foreign: str)
     assert smi.read(foreign).rows == ()
 
 
-def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
+def test_an_unknown_gpu_is_listed_by_its_name() -> None:
     (row,) = smi.read("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled").rows
     assert row.device.chip == "NVIDIA Z900 96GB"
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())

@@ -50,7 +50,7 @@ def test_parameters_of_a_latent_attention_mixture_are_exact() -> None:
     assert parameters(DEEPSEEK_16B, layout(), 0) == 15_911_223_296 + norms
 
 
-def test_a_tied_head_is_a_second_copy_only_on_another_stage() -> None:
+def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
     tied = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
     table = 32000 * 4096
     assert parameters(LLAMA, layout(), 0) - parameters(tied, layout(), 0) == table
@@ -217,7 +217,7 @@ def test_offload_empties_the_named_stages() -> None:
         ("fp32", Options(), 4 + 4 + 8 / 8),
     ],
 )
-def test_bytes_a_parameter(precision: str, options: Options, each: float) -> None:
+def test_bytes_per_parameter(precision: str, options: Options, each: float) -> None:
     split = layout(data=8, sharded_optimizer=1)
     work = train(precision=precision, options=options)
     table = memory.component_table(work, split, np.zeros(1))

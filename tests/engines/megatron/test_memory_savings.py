@@ -208,7 +208,7 @@ def test_fully_sharded_on_one_rank_adds_nothing() -> None:
     assert rank_memory(sharded, split, 0).peak == rank_memory(job, split, 0).peak
 
 
-def test_fully_sharded_layers_are_whole_one_after_another() -> None:
+def test_fully_sharded_layers_are_gathered_one_at_a_time() -> None:
     job, split = train(LLAMA, options=Options(fsdp=True)), layout(data=64)
     adapters = changed(job, adapters=True)
     layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096

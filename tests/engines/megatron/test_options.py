@@ -180,7 +180,7 @@ def test_gradients_are_as_wide_as_megatron_keeps_them(precision: str, width: int
     assert of({"accumulate_allreduce_grads_in_fp32": True}, precision=precision).grad_bytes == 4
 
 
-def test_defaults_are_those_of_what_runs() -> None:
+def test_defaults_match_the_runner() -> None:
     trial, command = of(), of(command=COMMAND)
     assert (trial.dispatcher, command.dispatcher) == ("alltoall", "allgather")
     for each in (trial, command):
@@ -351,7 +351,7 @@ def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) ->
     assert not broken[1]
 
 
-def test_embedding_and_loss_that_count_as_layers_let_others_divide() -> None:
+def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
     model = dataclasses.replace(small.DENSE, num_layers=6)
     settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     for given, legal in (({}, False), (settings, True)):

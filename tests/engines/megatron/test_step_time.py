@@ -134,7 +134,7 @@ def test_tensor_parallelism_waits_longer_without_overlap_and_across_nodes() -> N
     assert parts(tensor=16.0, sequence_parallel=1.0, data=1.0)["tp_comm_s"] > 1.5 * inside
 
 
-def test_gradients_hide_behind_the_backward_pass_and_slow_it_down_a_little() -> None:
+def test_gradient_reduction_overlaps_backward_and_slows_it_slightly() -> None:
     plain = parts(microbatches=4.0)["dp_comm_exposed_s"]
     hidden = parts(with_options(overlap_grad_reduce=True, overlap_param_gather=True), microbatches=4.0)
     assert 0 < hidden["dp_comm_exposed_s"] < 0.5 * plain
@@ -221,7 +221,7 @@ def test_the_optimizer_takes_less_where_more_ranks_share_its_state() -> None:
     assert shared < parts(data=8.0)["optimizer_s"] < parts(sharded_optimizer=0.0)["optimizer_s"]
 
 
-def test_a_single_rank_waits_for_no_other() -> None:
+def test_a_single_rank_has_no_wait_time() -> None:
     counts = {"tensor": 4.0, "sequence_parallel": 1.0, "pipeline": 4.0, "data": 2.0}
     compute, optimizer = rank_time(TRAIN, layout(**counts), costs(), np.array([1.0]))
     step = parts(**counts)

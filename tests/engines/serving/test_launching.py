@@ -107,7 +107,7 @@ def test_an_invalid_job_is_reported(text: str, tmp_path: Path) -> None:
         read_job(tmp_path)
 
 
-def test_a_load_without_end_is_not_run(tmp_path: Path) -> None:
+def test_an_endless_load_is_refused(tmp_path: Path) -> None:
     where = on_cards(tmp_path, loads=(Load(num_prompts=None, concurrency=1),))
     with pytest.raises(SpecError, match="num_prompts"):
         LLAMACPP.ready(where.task.spec)

@@ -35,7 +35,7 @@ def predictions(ttft: list[float], low: float) -> Predictions:
     )
 
 
-def test_more_sequences_need_at_least_as_much_memory_all_else_being_equal() -> None:
+def test_more_sequences_never_need_less_memory() -> None:
     failed = Candidate.of({"max_num_seqs": 64, "instances": 1})
     assert WORKLOAD.needs_at_least(
         columns(max_num_seqs=[32, 64, 128, 128], instances=[1, 1, 1, 2]), failed

@@ -185,7 +185,7 @@ def test_cache_of_a_server_is_that_of_all_instances() -> None:
     assert gib[0] * 2**30 == pytest.approx(tokens[0] * 36 * 2 * 8 * 128 * 2)
 
 
-def test_attention_ranks_step_together() -> None:
+def test_attention_ranks_are_synchronized_per_step() -> None:
     experts = task(precision="fp8")
     experts = replace(experts, spec=replace(experts.spec, model=EXPERTS))
     one, four = figure(predicted(experts, data=[1, 4], expert=[1, 4]))

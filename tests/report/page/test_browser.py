@@ -165,7 +165,7 @@ def test_shown_figures_are_those_of_the_result(opened: Open, runs: Runs) -> None
     assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
 
 
-def test_a_table_is_sorted_with_the_keyboard_and_that_is_reported(opened: Open) -> None:
+def test_a_table_is_sortable_by_keyboard_with_an_announcement(opened: Open) -> None:
     page = opened("dense").page
     heading = page.locator("#trials th", has_text="step s").first
     heading.get_by_role("button").focus()
@@ -198,7 +198,7 @@ def test_a_sorted_table_is_reported_in_the_pages_language(opened: Open) -> None:
     assert page.locator("[role=status]").inner_text() == "已按“试验”升序排列"
 
 
-def test_a_link_to_a_trial_unfolds_it(opened: Open) -> None:
+def test_a_link_to_a_trial_opens_it(opened: Open) -> None:
     page = opened("failed", anchor="#trial-1").page
     assert page.locator("#trial-1").evaluate("each => each.open")
     page.locator("#trials table a").first.click()
@@ -206,7 +206,7 @@ def test_a_link_to_a_trial_unfolds_it(opened: Open) -> None:
     assert page.locator("#trial-0 pre").first.is_visible()
 
 
-def test_charts_follow_the_browsers_theme_while_the_page_is_open(opened: Open) -> None:
+def test_charts_follow_the_browsers_theme(opened: Open) -> None:
     page = opened("dense", color_scheme="light").page
     text = page.locator(".plot .xtitle").first
     light = text.evaluate(COLOUR)

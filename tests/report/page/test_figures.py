@@ -25,7 +25,7 @@ MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
 
 @pytest.mark.parametrize("kind", FINISHED)
-def test_the_answer_is_the_best_with_its_gain(runs: Runs, kind: str) -> None:
+def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> None:
     made = runs(kind)
     best, facts = made.result["best"], made.page.facts("summary")
     assert facts["Speedup over the baseline"].value == made.result["gain"]
@@ -251,7 +251,7 @@ def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_of_a_figure_is_its_figure_rounded(runs: Runs, kind: str) -> None:
+def test_the_text_of_a_figure_is_its_rounded_value(runs: Runs, kind: str) -> None:
     for element in runs(kind).page.root.every("td", "th", "dd"):
         plain = re.fullmatch(r"~?(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?)", element.text)
         if element.value is not None and plain:

@@ -128,7 +128,7 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     assert played == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
 
 
-def test_a_long_step_is_drawn_by_its_first_micro_batches() -> None:
+def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
     long = replace(PASSES, microbatches=512)
     assert fewest(long, 3000) == 8
     assert fewest(replace(long, virtual=4), 3000) == 8
@@ -193,7 +193,7 @@ def test_passes_that_run_in_parallel_are_drawn_above_each_other(schedule: str) -
     assert {tuple(sorted(each)) for each in covered.values()} == {((-0.425, 0.425),), ((-0.425, 0.0), (0.0, 0.425))}
 
 
-def test_a_long_step_reports_how_many_micro_batches_are_drawn() -> None:
+def test_the_number_of_drawn_micro_batches_is_shown() -> None:
     (chart,) = section_of(named("zb-h1", microbatches=400)).blocks
     assert isinstance(chart, Chart)
     assert ", 400 micro-batches." in chart.summary

@@ -147,7 +147,7 @@ def test_values_of_a_baseline_are_read_as_those_of_a_space() -> None:
         ENGINE.parse({"kv_cache_type": "q9"})
 
 
-def test_instances_share_the_cores_and_each_has_its_own() -> None:
+def test_instances_have_disjoint_cores() -> None:
     servers = [started(cores(), index, instances=2) for index in (0, 1)]
     assert after(servers[0].argv, "--threads") == "1"
     assert servers[0].environment["OMP_WAIT_POLICY"] == "passive"
@@ -250,7 +250,7 @@ def test_the_default_takes_as_many_cards_as_the_weights_need() -> None:
         ("E srv init: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 8080", TrialState.FAILED),
     ],
 )
-def test_log_lines_have_a_meaning(line: str, state: TrialState | None) -> None:
+def test_log_lines_are_classified(line: str, state: TrialState | None) -> None:
     first = next(known for known in ENGINE.program.failures if re.search(known.pattern, line))
     assert first.state is (state or TrialState.OUT_OF_MEMORY)
 

@@ -176,7 +176,7 @@ def test_failures_are_classified(line: str, state: TrialState) -> None:
     assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, WORKLOAD.program.failures)[0] is state
 
 
-def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:
+def test_a_request_has_token_ids_and_a_streamed_answer() -> None:
     sent = json.loads(body("m", np.array([5, 6, 7]), 2, GENERATE))
     assert (sent["input_ids"], sent["max_tokens"], sent["ignore_eos"]) == ([5, 6, 7], 2, True)
     stream = Stream()

@@ -48,7 +48,7 @@ def test_shares_of_ranks_are_averaged_and_tokens_summed() -> None:
     assert metrics.joined("output_tokens", [3.0, 4.0]) == 7.0
 
 
-def test_cards_are_those_of_the_spec_or_all_of_the_cluster() -> None:
+def test_cards_come_from_the_spec_or_the_cluster() -> None:
     assert Hardware.of(serving("vllm", devices=8)).cards == 8
     assert Hardware.of(serving("vllm", devices=8, cards=4)).cards == 4
 

@@ -239,7 +239,7 @@ def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path
         ("KeyError: 'qk'", TrialState.FAILED),
     ],
 )
-def test_log_lines_have_a_meaning(line: str, state: TrialState) -> None:
+def test_log_lines_are_classified(line: str, state: TrialState) -> None:
     log = f"[2026-11-20 19:00:00] start\n{line}\nReceived sigquit from a child process\n"
     found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.program.failures)
     assert found is state

@@ -166,7 +166,7 @@ def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
     assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
 
 
-def test_batch_sizes_on_cores_grow_with_the_ranks() -> None:
+def test_batch_sizes_on_cores_grow_with_the_number_of_ranks() -> None:
     found = settings(cores(), tensor_model_parallel_size=2)
     assert (found.max_batched_tokens.item(), found.max_running.item()) == (4096, 256)
     assert settings(cores()).block_size.item() == 128

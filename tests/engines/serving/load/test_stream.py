@@ -60,7 +60,7 @@ def test_a_delayed_last_token_ends_with_the_finish_event() -> None:
     assert got.tpot_s == 1.5
 
 
-def test_counts_that_come_after_the_answer_do_not_lengthen_it() -> None:
+def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
     stream = Stream()
     stream.feed(event() + event(), 11.0)
     stream.feed(event("", choice={"finish_reason": "length"}), 12.0)
@@ -86,7 +86,7 @@ def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
     assert got.gaps_s == (1.0, 1.0)
 
 
-def test_piece_that_has_token_ids_and_no_text_counts() -> None:
+def test_a_chunk_with_token_ids_but_no_text_counts() -> None:
     got = fed((11.0, event("", choice={"token_ids": [7]})), (12.0, event()), (12.0, ending()))
     assert got.ttft_s == 1.0
 
@@ -170,6 +170,6 @@ def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
     assert got.gaps_s == (1.0, 1.0)
 
 
-def test_nothing_after_the_end_counts() -> None:
+def test_events_after_the_end_are_ignored() -> None:
     got = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
     assert len(got.gaps_s) == 1

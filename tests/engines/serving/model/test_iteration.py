@@ -47,11 +47,11 @@ def test_each_tensor_rank_reads_a_latent_which_is_smaller_than_its_heads() -> No
     assert found[0] < 0.2 * heads
 
 
-def test_a_cache_of_fewer_bytes_is_read_faster() -> None:
+def test_a_smaller_cache_type_is_read_faster() -> None:
     assert times(cache_bytes=[2.0, 1.0]).cached[1] == pytest.approx(0.5 * times().cached[0])
 
 
-def test_few_tokens_touch_few_experts_and_many_touch_all() -> None:
+def test_few_tokens_use_few_experts_and_many_use_all() -> None:
     assert touched(128.0, 8.0, np.array([1.0, 2.0, 1e4])) == pytest.approx([8.0, 15.5, 128.0])
     shared = times(EXPERTS).shared[0]
     assert shared[0] < 0.5 * shared[NODES.tolist().index(128)]
@@ -72,14 +72,14 @@ def test_batches_without_a_graph_wait_for_the_host() -> None:
     assert captured.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(host, rel=1e-2)
 
 
-def test_a_pass_that_is_too_large_is_several() -> None:
+def test_a_large_pass_is_split() -> None:
     found = times(pass_tokens=[1e9, 512.0]).local
     last = NODES.tolist().index(2048)
     assert found[1, last] == pytest.approx(4 * found[1, NODES.tolist().index(512)])
     assert found[1, last] > found[0, last]
 
 
-def test_cores_share_the_work() -> None:
+def test_work_is_shared_among_cores() -> None:
     one, four = times(cores=[1.0, 4.0]).local[:, 0]
     assert one == pytest.approx(4 * four)
 

@@ -47,7 +47,7 @@ def test_narrow_weights_leave_tables_in_16_bits() -> None:
     assert narrow - tables == pytest.approx(0.5 * (wide - tables))
 
 
-def test_a_cached_token_takes_keys_and_values_of_all_layers() -> None:
+def test_a_cached_token_holds_keys_and_values_of_all_layers() -> None:
     assert token_bytes(DENSE, split())[0] == 36 * 2 * 8 * 128 * 2
     found = token_bytes(DENSE, split(tensor=[8.0, 16.0], cache_bytes=1.0))
     assert found.tolist() == [36 * 2 * 128, 36 * 2 * 128]

@@ -187,6 +187,6 @@ def test_gaps_are_all_tokens_after_the_first() -> None:
     assert sum(count for _, count in outcome.gaps) == 5 * 29
 
 
-def test_the_same_requests_give_the_same_times() -> None:
+def test_equal_requests_give_equal_times() -> None:
     lengths = [(300, 50)] * 20
     assert ends(simulate(priced(), lengths, None, 4)) == ends(simulate(priced(), lengths, None, 4))
