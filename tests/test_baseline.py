@@ -1,4 +1,4 @@
-"""The configuration that the gain is told against, where the user gives none."""
+"""The default baseline of the reported gain."""
 
 from __future__ import annotations
 

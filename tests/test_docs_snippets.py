@@ -205,7 +205,7 @@ def _shorter(arguments: list[str]) -> list[str]:
         return arguments
     if spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int):
         return ["estimate", *source, "--chip", _any_chip()]
-    return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/foretold", "--new"]
+    return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/predicted", "--new"]
 
 
 def _any_chip() -> str:

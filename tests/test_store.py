@@ -226,9 +226,9 @@ def test_a_kill_at_any_time_keeps_every_finished_trial_once(tmp_path: Path) -> N
         assert writer.stdout.readline() == "open\n"
         time.sleep(draw.uniform(0, 0.1))
         writer.send_signal(signal.SIGKILL)
-        said = [line for line in writer.stdout if line.startswith("kept") and line.endswith("\n")]
+        message = [line for line in writer.stdout if line.startswith("kept") and line.endswith("\n")]
         writer.wait()
-        promised += [int(line.split()[1]) for line in said]
+        promised += [int(line.split()[1]) for line in message]
     trials = store(tmp_path).trials()
     numbers = [trial.number for trial in trials]
     assert len(set(numbers)) == len(numbers)

@@ -193,7 +193,7 @@ def _task_priors(scales: Scales, past: Points, measured: FloatArray, noise: Floa
 def _processes(
     scales: Scales, task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return the processes of all task_priors and errors, weighted by their likelihood."""
+    """Return the processes of all task priors and errors, weighted by their likelihood."""
     prior, found, likely = covariance(scales, own, own), [], []
     for task_prior in task_priors:
         middle, root = task_prior.about(own)

@@ -22,7 +22,7 @@ RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backen
 
 
 def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clocks of all processors are played: nobody can say what else runs on this machine."""
+    """The clocks of all processors are simulated, because other load on this machine is unknown."""
     start = psutil.cpu_times()._replace(user=100.0, idle=100.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: start)
     load = Load()
@@ -35,13 +35,13 @@ def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.Monke
 
 def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     made = {"torch": "2", "seconds": 5.0, "rows": []}
-    told = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
-    assert "others on 42% of the processors" in told.how
+    reported = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
+    assert "others on 42% of the processors" in reported.how
     with caplog.at_level(logging.WARNING, logger="flagcore"):
         calibration.warn(busy(0.42))
         assert "42% of the processors" in caplog.text
     assert busy(0.05) == []
-    assert told.others == 0.42
+    assert reported.others == 0.42
 
 
 def test_the_spread_is_reported_in_percent() -> None:

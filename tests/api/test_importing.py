@@ -149,7 +149,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     ]
     found = taken([*ROWS, *wrong], same_machine=True)
     assert len(found.trials) == 4
-    unknown, *told = found.notes
+    unknown, *reported = found.notes
     assert unknown.endswith(": speed")
     says = [
         "not in the space",
@@ -159,10 +159,10 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
         "not a size",
         "valid value",
     ]
-    assert len(told) == len(says)
-    for line, (note, said) in enumerate(zip(told, says, strict=True), start=6):
+    assert len(reported) == len(says)
+    for line, (note, message) in enumerate(zip(reported, says, strict=True), start=6):
         assert note.startswith(f"line {line} ")
-        assert said in note
+        assert message in note
     with pytest.raises(RunError, match="has the rows of"):
         taken(ROWS)
     far = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
@@ -173,7 +173,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
 
 def test_a_file_that_is_not_a_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
     spec = project.spec()
-    for text, said in {
+    for text, message in {
         "": "is empty",
         "a,b\n1,2\n": "is not a history of FlagScale",
         "idx,ttft,itl\n1,2,3\n": "wrong.csv: serving; ",
@@ -183,7 +183,7 @@ def test_a_file_that_is_not_a_history_is_refused(taken: Callable[..., Any], proj
         "\x00,\x1b[2J\n1,2\n": r"'\x00'..., '\x1b[2J'...",
     }.items():
         (tmp_path / "wrong.csv").write_text(text)
-        with pytest.raises(UsageError, match=re.escape(said)):
+        with pytest.raises(UsageError, match=re.escape(message)):
             import_history(tmp_path / "wrong.csv", spec, run_dir=tmp_path / "never")
     with pytest.raises(UsageError, match="cannot be read"):
         import_history(tmp_path / "nothing.csv", spec)

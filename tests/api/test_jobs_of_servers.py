@@ -33,21 +33,21 @@ RECORD: dict[str, Any] = {
 def answer(engine: str = "vllm", devices: int = 8, **candidate: Any) -> dict[str, Any]:
     cluster, serve = {**RECORD["cluster"], "devices": devices}, {**SERVE, "engine": engine}
     record = {**RECORD, "cluster": cluster, "serve": serve, "candidate": candidate}
-    (told,) = estimate_jobs([record])
-    return told
+    (reported,) = estimate_jobs([record])
+    return reported
 
 
 def rate(engine: str, **candidate: Any) -> float:
-    told = answer(engine, **candidate)
-    assert told["status"] == "ok", told
-    return float(told["output_tokens_per_s"])
+    reported = answer(engine, **candidate)
+    assert reported["status"] == "ok", reported
+    return float(reported["output_tokens_per_s"])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
 def test_an_unknown_key_of_the_engine_is_reported_with_the_nearest(engine: str) -> None:
-    told = answer(engine, tensor_model_paralel_size=2)
-    assert told["status"] == "invalid"
-    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in told["reason"]
+    reported = answer(engine, tensor_model_paralel_size=2)
+    assert reported["status"] == "invalid"
+    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in reported["reason"]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_a_limit_under_its_general_name_sets_the_engines_argument(
 
 
 def test_one_limit_under_two_names_is_refused() -> None:
-    told = answer("sglang", max_num_seqs=4, max_running_requests=8)
-    assert told["status"] == "invalid"
-    assert "max_running_requests is the same knob as max_num_seqs" in told["reason"]
+    reported = answer("sglang", max_num_seqs=4, max_running_requests=8)
+    assert reported["status"] == "invalid"
+    assert "max_running_requests is the same knob as max_num_seqs" in reported["reason"]
 
 
 def test_missing_engine_features_imply_only_the_off_value() -> None:
@@ -104,9 +104,9 @@ def test_predictions_of_unequal_instances_lie_between_those_of_equal_ones() -> N
     ],
 )
 def test_an_impossible_split_is_reported(sizes: str, says: str) -> None:
-    told = answer(instance_sizes=sizes)
-    assert told["status"] == "invalid"
-    assert says in told["reason"]
+    reported = answer(instance_sizes=sizes)
+    assert reported["status"] == "invalid"
+    assert says in reported["reason"]
 
 
 @pytest.mark.parametrize(
@@ -122,31 +122,31 @@ def test_a_key_of_a_record_in_the_wrong_place_is_reported(key: str, value: objec
     given = {**RECORD, key: value}
     if key == "candidates":
         del given["candidate"]
-    (told,) = estimate_jobs([given])
-    assert told["status"] == "invalid"
-    assert says in told["reason"]
+    (reported,) = estimate_jobs([given])
+    assert reported["status"] == "invalid"
+    assert says in reported["reason"]
 
 
 def test_extra_keys_of_a_source_are_ignored() -> None:
     (plain,) = estimate_jobs([RECORD])
-    (told,) = estimate_jobs([{**RECORD, "engine": "vllm", "measured": {}, "source": "a", "quality": 3}])
-    assert told == plain
+    (reported,) = estimate_jobs([{**RECORD, "engine": "vllm", "measured": {}, "source": "a", "quality": 3}])
+    assert reported == plain
 
 
 def test_an_unknown_kind_is_reported_first() -> None:
-    (told,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
-    assert told["reason"].startswith("kind = 'sevre' must be train or serve")
+    (reported,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
+    assert reported["reason"].startswith("kind = 'sevre' must be train or serve")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
 def test_unknown_memory_of_a_chip_is_valid_json(engine: str) -> None:
-    (told,) = estimate_jobs(
+    (reported,) = estimate_jobs(
         [{**RECORD, "cluster": {**RECORD["cluster"], "chip": "MLU580"}, "serve": {**SERVE, "engine": engine}}]
     )
-    assert told["status"] == "ok"
-    assert told["reason"].startswith("no time")
-    assert "fits" not in told["memory"]
-    assert 0.0 < json.loads(json.dumps(told, allow_nan=False))["memory"]["device_used_gib"] < 100.0
+    assert reported["status"] == "ok"
+    assert reported["reason"].startswith("no time")
+    assert "fits" not in reported["memory"]
+    assert 0.0 < json.loads(json.dumps(reported, allow_nan=False))["memory"]["device_used_gib"] < 100.0
 
 
 @pytest.mark.parametrize("load", [{"concurrency": 64}, {"request_rate": "inf"}])
@@ -159,5 +159,5 @@ def test_instances_without_requests_answer_none(load: dict[str, object]) -> None
 
 def test_an_open_loop_over_many_instances_answers_at_most_the_arrivals() -> None:
     serve = {**SERVE, "concurrency": None, "request_rate": 1, "num_prompts": 64, "engine": "vllm"}
-    (told,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
-    assert told["requests_per_s"] <= 64 / 63
+    (reported,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
+    assert reported["requests_per_s"] <= 64 / 63

@@ -110,7 +110,7 @@ def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of
     for of, size in (("measured", 18), ("candidates", 18), ("combinations", 81)):
         assert by_name[f"never_tried_of_{of}"] == pytest.approx(1 - 6 / size, abs=1e-3)
     part, _ = replay(tmp_path, sweep(best=(1, 4, 2))[1:], "--strategy", "predicted")
-    assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # what nobody ran is legal all the same
+    assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # unmeasured ones are legal, too
     assert part["figures"]["oracle"]["never_tried_of_candidates"] == pytest.approx(1 - 2 / 18, abs=1e-3)
 
 

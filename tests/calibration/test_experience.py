@@ -85,12 +85,12 @@ def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(k
 def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(kept: Experience, tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
     file.touch()
-    for place, (weights, told) in enumerate([(file, str(file)), (tmp_path, None)]):
+    for place, (weights, reported) in enumerate([(file, str(file)), (tmp_path, None)]):
         task = serving(Load(concurrency=4))
         work = replace(task.spec.serve, weights=str(weights))
         kept.save(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
         (record,) = json.loads(f"[{(kept.folder / f'{place}.jsonl').read_text().strip()}]")
-        assert record["serve"].get("weights") == told
+        assert record["serve"].get("weights") == reported
 
 
 def test_a_run_under_several_loads_is_not_kept(kept: Experience) -> None:

@@ -96,7 +96,7 @@ BEST = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}
 
 @dataclass(frozen=True)
 class Ran:
-    """One call of `flag`: its exit status, what it printed, and what it said."""
+    """One call of `flag`: its exit status, stdout and stderr."""
 
     code: int
     out: str

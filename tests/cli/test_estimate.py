@@ -1,4 +1,4 @@
-"""`flag estimate`: what is listed, what one candidate is told in full, and job records."""
+"""`flag estimate`: the list, one candidate in full, and job records."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_candidates_are_numbered_and_each_reports_what_limits_it(flag: Flag, pro
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, project: Project) -> None:
     spec = project.spec()
     second = json.loads(flag("estimate", spec, "--json").out)[1]
-    told = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
-    assert {key: told[key] for key in second} == second
-    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == told
+    reported = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
+    assert {key: reported[key] for key in second} == second
+    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == reported
     baseline = json.loads(flag("estimate", spec, "--explain", "baseline", "--json").out)
     assert "number" not in baseline
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
@@ -93,9 +93,9 @@ def test_a_candidate_number_outside_the_list_is_wrong_usage(flag: Flag, project:
 
 def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "id": "other"}, JOB)
-    told = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
-    assert (told["id"], told["chip"], told["devices"]) == ("moe", "H200", 8)
-    assert told["settings"]["moe_token_dispatcher_type"] == "flex"
+    reported = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
+    assert (reported["id"], reported["chip"], reported["devices"]) == ("moe", "H200", 8)
+    assert reported["settings"]["moe_token_dispatcher_type"] == "flex"
     text = flag("estimate", "--jobs", file, "--explain", "moe").out
     lines = [line.split() for line in text.splitlines()]
     assert ["Embedding", "0.3112", "1", "0.3112"] in lines
@@ -103,21 +103,21 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
     assert ["MoE", "0.5711", "26", "14.8482"] in lines
     assert ["MLP", "0.0692", "1", "0.0692"] in lines
     assert ["Total", "15.9113"] in lines
-    memory = told["memory"]
+    memory = reported["memory"]
     weights, kept = memory["static_gib"] * 1024, memory["activation_gib"] * 1024
     assert f"weight and optimizer={weights:.2f} MB, activation={kept:.2f} MB, total={weights + kept:.2f} MB" in text
     assert "Shared Experts" in text
-    assert f"Bottleneck: {told['limit']}" in text
+    assert f"Bottleneck: {reported['limit']}" in text
 
 
 def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
-    told = flag("estimate", "--jobs", file, "--explain", "moe").out
-    assert told.startswith("unknown: ")
-    assert "'X1'" in told
-    assert "`flag plugins chips`" in told
+    reported = flag("estimate", "--jobs", file, "--explain", "moe").out
+    assert reported.startswith("unknown: ")
+    assert "'X1'" in reported
+    assert "`flag plugins chips`" in reported
 
 
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Pat
 
 def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp_path: Path) -> None:
     plain = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
-    told = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}
+    reported = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}
     layout = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"}}
     wrong = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"}}
     nobody = {**plain, "candidate": {**plain["candidate"], "pipeline_schedule": "zigzag"}}
-    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, told, layout, wrong, nobody)))
+    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, reported, layout, wrong, nobody)))
     assert [each["status"] for each in found] == ["ok", "ok", "ok", "invalid", "unknown"]
     exposed = [each["time"]["dp_comm_exposed_s"] for each in found[:2]]
     assert exposed[0] < exposed[1]
@@ -278,11 +278,11 @@ def test_an_unsupported_precision_is_reported_with_the_supported_ones(flag: Flag
     spec = project.spec(
         cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
     )
-    told = flag("estimate", spec).err
-    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in told
-    assert "calibrate" not in told
-    assert told.startswith("Candidates with the least memory on 2 x A100-80GB:")
-    assert "fastest" not in told
+    reported = flag("estimate", spec).err
+    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in reported
+    assert "calibrate" not in reported
+    assert reported.startswith("Candidates with the least memory on 2 x A100-80GB:")
+    assert "fastest" not in reported
 
 
 def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
@@ -313,11 +313,11 @@ def test_a_layer_count_without_any_pipeline_split_is_reported(
 
 
 def test_counts_without_trials_and_the_runner_of_a_prediction(flag: Flag, project: Project) -> None:
-    told = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
-    assert "untried" in told
-    assert "measured" not in told
-    assert "failed" not in told
-    assert "; with train.settings." in told
+    reported = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
+    assert "untried" in reported
+    assert "measured" not in reported
+    assert "failed" not in reported
+    assert "; with train.settings." in reported
     assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 

@@ -273,7 +273,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
     assert flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q").code == 0
     journal = project.run_dir / "journal.log"
     kept = journal.read_text()
-    for name, old, new, said in (
+    for name, old, new, message in (
         ("recompute_method", "null", '"sometimes"', "is of another version"),
         ("recompute_method", "null", "NaN", "not a valid value"),
         ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
@@ -285,7 +285,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
         journal.write_text(kept.replace(f'"{name}":{old}', f'"{name}":{new}'))
         ran = flag("explain", str(project.run_dir), "tp=2")
         assert ran.code == 2
-        assert said in ran.err
+        assert message in ran.err
         assert ran.err.count("\n") == 1
 
 

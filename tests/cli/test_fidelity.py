@@ -193,8 +193,8 @@ def test_a_run_killed_in_any_phase_resumes_without_loss(project: Project) -> Non
     for what in ("probe", "(baseline)", "(search)", "(repeat)"):
         process = project.start(*arguments)
         assert process.stderr is not None
-        told = next((line for line in process.stderr if " starts: " in line and what in line), "")
-        assert told, f"it ended before any {what} started"
+        reported = next((line for line in process.stderr if " starts: " in line and what in line), "")
+        assert reported, f"it ended before any {what} started"
         time.sleep(0.5)
         process.kill()
         process.communicate()
@@ -203,9 +203,9 @@ def test_a_run_killed_in_any_phase_resumes_without_loss(project: Project) -> Non
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert found == project.result()
-    told = [(trial["number"], trial["state"], trial["reason"]) for trial in (*found["probes"], *found["trials"])]
+    reported = [(trial["number"], trial["state"], trial["reason"]) for trial in (*found["probes"], *found["trials"])]
     probes = [probe for probe in found["probes"] if probe["state"] == "measured"]
-    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, told
+    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, reported
     assert [trial["state"] for trial in found["trials"]] == ["measured"] * 2
     repeated = [trial for trial in found["repeats"] if trial["state"] == "measured"]
     assert len(repeated) >= 2

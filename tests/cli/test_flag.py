@@ -75,8 +75,8 @@ def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    told = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
-    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in told)
+    reported = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
+    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in reported)
     ran = flag("estimate", project.spec(cluster={"chip": "auto"}))
     assert ran.code == 4
     assert "driver mismatch" in ran.err

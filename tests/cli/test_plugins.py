@@ -1,4 +1,4 @@
-"""What plugins change, and that a broken one is told and hurts nobody."""
+"""Effects of plugins; a broken one is reported and affects no other."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def install(folder: Path, name: str, source: str) -> str:
 
 def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> None:
     path = install(project.folder, "broken", BROKEN)
-    told = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
+    reported = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
     listed = project.run("plugins", "list", "--json", PYTHONPATH=path)
     assert listed.code == 0
     plugins = {plugin["name"]: plugin for plugin in json.loads(listed.out)}
     assert plugins["broken"]["status"] == "failed"
-    assert plugins["broken"]["problem"] == told
+    assert plugins["broken"]["problem"] == reported
     assert plugins["cpu"]["status"] == "loaded"
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     for command in (
@@ -88,7 +88,7 @@ def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> 
         ran = project.run(*command, PYTHONPATH=path)
         assert ran.code == 0, ran.err
         assert json.loads(ran.out)
-        assert told in ran.err.splitlines()
+        assert reported in ran.err.splitlines()
         assert "Traceback" not in ran.err
     quiet = project.run("estimate", spec, "--no-plugin", "broken", "--json", PYTHONPATH=path)
     assert (quiet.code, quiet.err) == (0, "")

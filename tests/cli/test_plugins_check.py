@@ -1,4 +1,4 @@
-"""`flag plugins new` and `flag plugins check`: what is written passes, and what is broken is told with what to do."""
+"""`flag plugins new` and `flag plugins check`: a new plugin passes, and faults are reported with a fix."""
 
 from __future__ import annotations
 
@@ -47,31 +47,33 @@ def test_a_failed_check_is_reported_with_its_fix(flag: Flag, acme: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("hook", "told"),
+    ("hook", "reported"),
     [
         ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
         ("import os; os._exit(0)", "exit status 0 ended the process"),
         ("raise ImportError('libacme.so.1')", "libacme.so.1"),
     ],
 )
-def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(flag: Flag, acme: Path, hook: str, told: str) -> None:
+def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(
+    flag: Flag, acme: Path, hook: str, reported: str
+) -> None:
     hooks = acme / "flagcore_acme/hooks.py"
     hooks.write_text(hooks.read_text().replace("from __future__ import annotations\n", f"{hook}\n"))
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 4
     (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
     assert failure["check"] == "plugin_loads"
-    assert told in failure["message"]
+    assert reported in failure["message"]
 
 
-@pytest.mark.parametrize(("old", "told"), [("[project]", "is not TOML"), ("flagcore.plugins", "names no plugin")])
-def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, told: str) -> None:
+@pytest.mark.parametrize(("old", "reported"), [("[project]", "is not TOML"), ("flagcore.plugins", "names no plugin")])
+def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, reported: str) -> None:
     file = acme / "pyproject.toml"
     file.write_text(file.read_text().replace(old, old[:-1], 1))
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 4
     (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
-    assert told in failure["message"]
+    assert reported in failure["message"]
     assert failure["fix"]
 
 

@@ -255,8 +255,8 @@ def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project
     assert ran.code == 2
     assert "cannot run /no/such/program" in ran.err
     assert ran.err.count("\n") == 1
-    mended = tune(flag, project, "--new", control={"max_trials": 1})
-    assert mended.code == 0
+    repaired = tune(flag, project, "--new", control={"max_trials": 1})
+    assert repaired.code == 0
 
 
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
@@ -326,8 +326,8 @@ def test_a_run_killed_at_random_times_resumes_without_loss(project: Project) -> 
     numbers = [trial["number"] for trial in (*result["trials"], *result["repeats"])]
     assert len(set(numbers)) == len(numbers)
     measured = {number for number, trial in kept.items() if trial["state"] == "measured"}
-    told = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
-    assert told == measured
+    reported = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
+    assert reported == measured
 
 
 def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:

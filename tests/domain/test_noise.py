@@ -32,8 +32,8 @@ def trial(number: int, who: str, speed: float, role: Role = Role.SEARCH, spread:
     measured = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=spread * step, tokens_per_second_per_device=speed
     )
-    who_ran = Candidate.of({"who": who})
-    return Trial(number=number, candidate=who_ran, role=role, state=TrialState.MEASURED, measurement=measured)
+    candidate_ = Candidate.of({"who": who})
+    return Trial(number=number, candidate=candidate_, role=role, state=TrialState.MEASURED, measurement=measured)
 
 
 def first(**speeds: float) -> list[Trial]:
@@ -185,11 +185,11 @@ def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
     assert again > once + 20
 
 
-@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
-def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, told: bool) -> None:
+@pytest.mark.parametrize(("last", "reported"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
+def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: bool) -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert drift(learn(trials)) == pytest.approx(last / 50.0 - 1)
-    assert drifted(learn(trials)) is told
+    assert drifted(learn(trials)) is reported
 
 
 def test_a_baseline_that_ran_once_reports_no_drift() -> None:

@@ -1,4 +1,4 @@
-"""The gain that is told."""
+"""The reported gain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_incomplete_round_does_not_count() -> None:
     assert gains(learn((*FIRST, failed, REPEATS[1], *more))) == (0.5, pytest.approx(0.1))
 
 
-def told(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
+def reported(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
     record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
     ran = trial(0, "x", 1.0 / measured, Role.SEARCH)
     assert ran.measurement is not None
@@ -43,9 +43,9 @@ def told(predicted: float | None, believed: float | None, measured: float = 1.0)
 
 
 def test_a_measured_time_takes_precedence_over_predictions() -> None:
-    one = told(predicted=0.5, believed=0.8)
+    one = reported(predicted=0.5, believed=0.8)
     assert (measured_over(one, "predicted"), measured_over(one, "believed")) == (2.0, 1.25)
-    assert measured_over(told(0.5, None), "believed") is None
+    assert measured_over(reported(0.5, None), "believed") is None
     assert measured_over(replace(one, measurement=None), "predicted") is None
 
 
@@ -70,11 +70,11 @@ def test_the_gain_is_the_lowest_of_the_rounds() -> None:
 
 
 def test_predictions_before_and_after_are_compared_over_the_same_trials() -> None:
-    plan = replace(PLAN, trials=(told(4.0, None), told(0.5, 1.25), told(2.0, 0.8), told(None, 0.1)))
+    plan = replace(PLAN, trials=(reported(4.0, None), reported(0.5, 1.25), reported(2.0, 0.8), reported(None, 0.1)))
     assert plan.prediction_error is not None
     assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.prediction_error.trials == 2
-    unlearned = replace(plan, trials=(told(4.0, None),))
+    unlearned = replace(plan, trials=(reported(4.0, None),))
     assert unlearned.prediction_error is None
 
 

@@ -27,7 +27,7 @@ def measured() -> list[Trial]:
     return [replace(ran(row, step, row), duration_s=20.0 + STEPS * step) for row, step in enumerate(steps)]
 
 
-def told(*trials: Trial) -> list[float]:
+def reported(*trials: Trial) -> list[float]:
     return observed_times(search_context(KNOWN, [*measured(), *trials])).log_ratio[3:].tolist()
 
 
@@ -37,15 +37,15 @@ def test_trials_have_a_start_time_in_addition_to_steps() -> None:
 
 
 def test_a_time_out_is_a_bound_of_the_step() -> None:
-    assert told(late(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
+    assert reported(late(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
 
 
 def test_an_expected_timeout_teaches_nothing() -> None:
-    assert told(late(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
+    assert reported(late(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
 
 
 def test_a_hung_trial_does_not_bound_the_time() -> None:
-    assert told(late(7, 20.0, 20.0)) == []
+    assert reported(late(7, 20.0, 20.0)) == []
 
 
 def test_a_timed_out_probe_does_not_bound_the_step() -> None:

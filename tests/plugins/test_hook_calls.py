@@ -199,8 +199,8 @@ def test_wrong_answer_about_a_chip_is_reported_and_counts_as_none(hook: str, ans
         arguments: tuple[object, ...] = (group_of(CHIP), "megatron")[: 1 if hook == "topology" else 2]
     else:
         arguments = (CHIP, "megatron")
-    said = getattr(loaded, hook)(*arguments)
-    assert not said or said.support is Support.UNKNOWN
+    text = getattr(loaded, hook)(*arguments)
+    assert not text or text.support is Support.UNKNOWN
     (failure,) = loaded.failures
     assert failure.stage == "answer"
     assert words in failure.reason
@@ -239,9 +239,9 @@ def test_after_a_failing_add_on_the_chips_own_plugin_answers() -> None:
 
 
 def test_without_any_answer_support_is_unknown() -> None:
-    said = LoadedPlugins.of({}).engine_support(CHIP, "megatron")
-    assert said.support is Support.UNKNOWN
-    assert "X1" in said.reason
+    text = LoadedPlugins.of({}).engine_support(CHIP, "megatron")
+    assert text.support is Support.UNKNOWN
+    assert "X1" in text.reason
 
 
 def test_launch_is_prepared_by_the_chips_own_plugin_first() -> None:

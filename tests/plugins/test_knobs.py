@@ -219,7 +219,7 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
 
 
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
-    problem = posed(install, {"acme_fused": [False, True]})
+    problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
     rules = {rule.name for rule in legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules}
     assert "acme_fused_needs_tensor_model_parallel_size" in rules
@@ -235,7 +235,7 @@ def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() ->
 
 
 def test_auto_contains_launchable_values_and_a_missing_knob_is_off(install: Install) -> None:
-    problem = posed(install, {"acme_fused": "auto", "acme_wait": "auto"})
+    problem = with_predictions(install, {"acme_fused": "auto", "acme_wait": "auto"})
     assert problem.space.choices["acme_wait"] == (None, 2)
     columns = problem.space.columns()
     assert set(columns["acme_wait"].tolist()) == {0, 2}
@@ -290,17 +290,17 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     engine = workload_of(task.spec.work)
     legal = legality(task, engine)
     space = build(legal.axes, legal.rules, legal.merges)
-    foretold = predict(task, engine, space, small.costs(task))
-    nothing = prune(space, foretold, engine, (), ())
+    predictions = predict(task, engine, space, small.costs(task))
+    nothing = prune(space, predictions, engine, (), ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
     full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-    pruned = prune(space, foretold, engine, (), [full], nothing)
+    pruned = prune(space, predictions, engine, (), [full], nothing)
     gone = np.setdiff1d(nothing.open_rows, pruned.open_rows)
     assert gone.size
     assert space.columns(gone)["acme_fused"].all()
     rows = np.arange(len(space))
     columns = space.columns(rows)
-    known = features(space.axes, columns, foretold.take(rows), engine.sizes(engine_task(task), columns))
+    known = features(space.axes, columns, predictions.take(rows), engine.sizes(engine_task(task), columns))
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
 
 
@@ -310,14 +310,14 @@ def test_the_grid_skips_nothing_because_of_another_value_of_a_knob() -> None:
     engine = workload_of(task.spec.work)
     legal = legality(task, engine)
     space = build(legal.axes, legal.rules, legal.merges)
-    foretold = predict(task, engine, space, small.costs(task))
-    pruned = prune(space, foretold, engine, (), ())
+    predictions = predict(task, engine, space, small.costs(task))
+    pruned = prune(space, predictions, engine, (), ())
     off = [row for row in range(len(space)) if not space.candidate(row).as_dict()["acme_fused"]]
     failed = [
         Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
         for place, row in enumerate(off)
     ]
-    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.empty())
+    seen = search_context(task, engine, space, predictions, pruned, learn(failed), Past.empty())
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]
@@ -415,7 +415,7 @@ def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install:
     assert api.estimate(tmp_path / "run" / "best.yaml").candidates[0]["candidate"] == outcome.data["best"]["candidate"]
 
 
-def posed(install: Install, space: dict[str, Any]) -> Problem:
+def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     """Pose the spec with the plugin installed."""
     from flagcore.plugins import load_plugins
 

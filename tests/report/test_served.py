@@ -132,5 +132,5 @@ def test_the_front_holds_the_pareto_optimal_points() -> None:
     )
     found = dataclasses.replace(found, trials=(*found.trials, dataclasses.replace(slower, measurement=quick)))
     assert [point["trial"] for point in front(found)] == [1, 2]
-    told = result(found, "x")["front"]
-    assert told[1]["tpot_s"] == {"p50": 0.001}
+    reported = result(found, "x")["front"]
+    assert reported[1]["tpot_s"] == {"p50": 0.001}

@@ -216,9 +216,9 @@ def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     support = EngineSupport(support=Support.YES, refused=(no,))
     platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=support)))
     assert platform.support.refused == (no,)
-    hopeless = EngineSupport(support=Support.IMPOSSIBLE)
+    stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
-        discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=hopeless)))
+        discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
 
 
 def test_a_mixed_cluster_runs_only_the_users_command() -> None:

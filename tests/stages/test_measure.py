@@ -33,7 +33,7 @@ VENDOR = FailurePattern(pattern=r"xpu: E42", state=TrialState.OUT_OF_MEMORY, adv
 
 
 class Ran:
-    """A trial that ends as it is told after some polls; `stop` ends it on request."""
+    """A trial that ends as configured after some polls; `stop` ends it on request."""
 
     def __init__(self, ended: Exit, polls: int = 0) -> None:
         self.ended, self.polls, self.stopped = ended, polls, False
@@ -294,9 +294,9 @@ def test_unreported_memory_of_a_trial_is_that_of_the_fullest_device(
     assert done.measurement is not None
     assert done.measurement.device_used_bytes == known
     own = Engine(result=replace(MEASURED, device_used_bytes=5))
-    told = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=()))
-    assert told.measurement is not None
-    assert told.measurement.device_used_bytes == 5
+    reported = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=()))
+    assert reported.measurement is not None
+    assert reported.measurement.device_used_bytes == 5
 
 
 def test_a_killed_guard_is_not_out_of_memory() -> None:

@@ -26,7 +26,7 @@ from tests.strategies.contexts import SPACE, distorted, predictions, ran, search
 
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
-    """Run the strategy to its end against made-up truth."""
+    """Run the strategy to its end against a made-up ground truth."""
     trials: list[Trial] = []
     while len(trials) < len(SPACE):
         row = STRATEGY.next(search_context(known, trials)).row
@@ -87,9 +87,9 @@ def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
 def test_it_reports_how_likely_a_gain_is_left_when_it_ends() -> None:
     known = predictions()
     trials = search(known, known.step_time_s)
-    told = STRATEGY.next(search_context(known, trials))
-    assert told.row is None
-    assert "the chance that an untried candidate is more than 1% faster than the best is" in told.because
+    reported = STRATEGY.next(search_context(known, trials))
+    assert reported.row is None
+    assert "the chance that an untried candidate is more than 1% faster than the best is" in reported.because
 
 
 def test_a_choice_reports_its_corrected_prediction() -> None:
@@ -237,6 +237,6 @@ def test_no_trial_starts_that_takes_longer_than_what_is_left() -> None:
     first = int(np.argmax(known.step_time_s))
     seen = search_context(known, [ran(first, float(known.step_time_s[first]), 0)])
     assert STRATEGY.next(replace(seen, seconds_left=1e6)).row is not None
-    told = STRATEGY.next(replace(seen, seconds_left=1e-6))
-    assert told.row is None
-    assert told.because.startswith("no trial fits in the remaining 0 s")
+    reported = STRATEGY.next(replace(seen, seconds_left=1e-6))
+    assert reported.row is None
+    assert reported.because.startswith("no trial fits in the remaining 0 s")

@@ -58,8 +58,8 @@ def test_a_resumed_run_chooses_as_an_uninterrupted_one() -> None:
 
 def test_closed_candidates_are_never_chosen() -> None:
     only = np.array([5])
-    told = TPE.next(search_context(KNOWN, open_rows=only))
-    assert told.row == 5
+    reported = TPE.next(search_context(KNOWN, open_rows=only))
+    assert reported.row == 5
 
 
 def test_a_trial_that_ran_out_of_memory_counts_as_slow() -> None:

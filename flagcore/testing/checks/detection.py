@@ -1,4 +1,5 @@
-"""Detection of devices: with the tool, without it, with a broken one, and from transcripts. Fake tools are programs."""
+"""Detection of devices: with the tool, without it, with a broken one, and from transcripts. Fake tools are
+executables."""
 
 from __future__ import annotations
 

@@ -247,8 +247,8 @@ def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -
 
 def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
     notes = "DeepEP; cross-entropy fusion"
-    told = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
-    assert (told.dispatcher, told.cross_entropy_fusion) == ("allgather", True)
+    reported = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
+    assert (reported.dispatcher, reported.cross_entropy_fusion) == ("allgather", True)
     assert published({}, notes).dispatcher == "flex"
 
 

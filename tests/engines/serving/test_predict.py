@@ -208,12 +208,12 @@ def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_ar
 
 def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) -> None:
     file, bare = tmp_path / "weights.gguf", task(engine="llamacpp")
-    told = task(engine="llamacpp", weights=str(file))
+    reported = task(engine="llamacpp", weights=str(file))
 
     def stored(bytes_each: float) -> Predictions:
         with file.open("wb") as weights:
             weights.truncate(int(parameters(DENSE) * bytes_each))
-        return predicted(told, cache_bytes=1e9)
+        return predicted(reported, cache_bytes=1e9)
 
     whole = predicted(bare, cache_bytes=1e9)
     assert stored(2.0).static_bytes == whole.static_bytes
@@ -320,8 +320,8 @@ def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
 def test_a_trace_without_times_uses_the_default_clients(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"input_len": 200, "output_len": 20}) + "\n" for _ in range(200)))
-    bare, told = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
-    assert figure(predicted(task(bare))) == figure(predicted(task(told)))
+    bare, reported = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
+    assert figure(predicted(task(bare))) == figure(predicted(task(reported)))
 
 
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:

@@ -121,10 +121,10 @@ def test_a_plugins_knob_among_the_engines_knobs_is_ignored(tmp_path: Path) -> No
 
 
 def test_memory_is_of_the_fullest_device_and_tokens_are_of_all(tmp_path: Path) -> None:
-    told = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
-    found = read(tmp_path, task(), point(4, rate(100)), memory=told, instances=2)
+    reported = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
+    found = read(tmp_path, task(), point(4, rate(100)), memory=reported, instances=2)
     assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
-    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=told, instances=2)
+    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=reported, instances=2)
     assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)
 
 

@@ -1,4 +1,4 @@
-"""Trees of FlagScale's shape, with its traps, become specs; what happens to each key is told."""
+"""Trees of FlagScale's shape, with its special cases, become specs; the conversion of each key is reported."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
     assert (spec.cluster.nodes, spec.model.num_layers, spec.train.global_batch_size) == (2, 16, 64)
     assert spec.space["tensor_model_parallel_size"] == (1, 2)
     assert spec.control.max_time_per_task == 300
-    told = notes(found)
-    assert "HydraConfig was not set" in told["experiment.exp_dir"]
-    assert "more than two stages" in told["experiment.auto_tuner.space.num_layers_per_virtual_pipeline_stage"]
+    reported = notes(found)
+    assert "HydraConfig was not set" in reported["experiment.exp_dir"]
+    assert "more than two stages" in reported["experiment.auto_tuner.space.num_layers_per_virtual_pipeline_stage"]
 
 
 def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(folder: Path) -> None:
@@ -200,18 +200,18 @@ def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
 
 def test_keys_that_vllm_refuses_are_dropped_and_reported() -> None:
     found = tree("serve_vllm")
-    space, told = found.data["auto_tuner"]["space"], notes(found)
+    space, reported = found.data["auto_tuner"]["space"], notes(found)
     assert space["block_size"] == [16, 32]
     assert "swap_space" not in space
     assert space["instances"] == "auto"
     assert space["max_num_seqs"] == [64, 128]
     assert space["enforce_eager"] == [True, False]
     at = "experiment.auto_tuner.space"
-    assert "8 is dropped" in told[f"{at}.vllm.block_size"]
-    assert "0.18" in told[f"{at}.vllm.swap_space"]
-    assert "ignored by FlagScale" in told[f"{at}.max_num_seqs"]
-    assert "with vllm" in told[f"{at}.enforce_eager"]
-    assert "not a knob" in told[f"{at}.no_such_knob"]
+    assert "8 is dropped" in reported[f"{at}.vllm.block_size"]
+    assert "0.18" in reported[f"{at}.vllm.swap_space"]
+    assert "ignored by FlagScale" in reported[f"{at}.max_num_seqs"]
+    assert "with vllm" in reported[f"{at}.enforce_eager"]
+    assert "not a knob" in reported[f"{at}.no_such_knob"]
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert spec.objective == "total_tokens_per_s"
     assert spec.serve.engine_args["max_model_len"] == 4096
@@ -271,8 +271,8 @@ def test_an_unknown_key_is_reported_in_any_section(name: str) -> None:
         sections |= {"train.model", "train.system", "train.data", "experiment.auto_tuner.space"}
     after = tree(name, *(f"+{section}.zzz={place}" for place, section in enumerate(sections)))
     assert after.data == before.data
-    told = " ".join(note.key for note in after.notes)
-    assert told.count("zzz") == len(sections)
+    reported = " ".join(note.key for note in after.notes)
+    assert reported.count("zzz") == len(sections)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -292,8 +292,8 @@ def test_a_value_that_cannot_be_resolved_is_reported() -> None:
     ("override", "key"), [("hydra.job.chdir=false", "job.chdir"), ("hydra/launcher=basic", "launcher")]
 )
 def test_keys_for_hydra_itself_are_reported(override: str, key: str) -> None:
-    (told,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
-    assert {"run.dir", key} == set(told[len("hydra (") : -1].split(", "))
+    (reported,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
+    assert {"run.dir", key} == set(reported[len("hydra (") : -1].split(", "))
 
 
 @pytest.mark.parametrize("override", ["action='auto_tune'", "+action=auto_tune", "++action=auto_tune", "~action"])

@@ -1,4 +1,4 @@
-"""What is wrong with a value of a tree is told with the tree's own key, wherever in flagcore it is found out."""
+"""Errors in a tree name the tree's key, in every part of flagcore."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
         contexts.append(context)
         found = Opened(context.new_page())
-        found.page.on("console", lambda said: found.errors.append(f"{said.type}: {said.text}"))
+        found.page.on("console", lambda message: found.errors.append(f"{message.type}: {message.text}"))
         found.page.on("pageerror", lambda error: found.errors.append(str(error)))
         found.page.on("request", lambda request: found.asked.append(request.url))
         found.page.goto(file.as_uri() + anchor)
@@ -159,8 +159,8 @@ SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
 
 def test_shown_figures_are_those_of_the_result(opened: Open, runs: Runs) -> None:
     found, result = opened("dense"), runs("dense").result
-    told = found.page.locator("#summary dl").inner_text()
-    assert f"{result['gain']:+.1%} tokens/s" in told
+    reported = found.page.locator("#summary dl").inner_text()
+    assert f"{result['gain']:+.1%} tokens/s" in reported
     value = found.page.locator("#summary dd[data-value]").first.get_attribute("data-value")
     assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
 

@@ -30,14 +30,14 @@ def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> Non
     best, facts = made.result["best"], made.page.facts("summary")
     assert facts["Speedup over the baseline"].value == made.result["gain"]
     if kind in SERVED:
-        told = best["measured"]["figures"]["output_tokens_per_s"]
+        reported = best["measured"]["figures"]["output_tokens_per_s"]
     elif kind == "estimate":
-        told = best["predicted"]["tokens_per_second_per_device"]["value"]
+        reported = best["predicted"]["tokens_per_second_per_device"]["value"]
     else:
-        told = best["measured"]["tokens_per_second_per_device"]
+        reported = best["measured"]["tokens_per_second_per_device"]
         assert facts["Step time"].value == best["measured"]["step_time_s"]["median"]
-    assert facts["Speed"].value == pytest.approx(told, rel=1e-12)
-    assert shown(told) in facts["Speed"].text
+    assert facts["Speed"].value == pytest.approx(reported, rel=1e-12)
+    assert shown(reported) in facts["Speed"].text
 
 
 def test_uncertainty_is_reported_from_the_least_round_to_the_largest(runs: Runs) -> None:
@@ -180,9 +180,9 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
 def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
     made, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
     (chart,) = [each for each in made.page.charts if _x(each) == f"{short}, s"]
-    told = {"best": made.result["best"], "baseline": made.result["baseline"]}
-    assert told["best"]["number"] != told["baseline"]["number"]
-    for who, trial in told.items():
+    reported = {"best": made.result["best"], "baseline": made.result["baseline"]}
+    assert reported["best"]["number"] != reported["baseline"]["number"]
+    for who, trial in reported.items():
         (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
         assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
         statistics = trial["measured"]["points"][0][latency]
@@ -291,8 +291,8 @@ def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Pa
     data = json.loads((late / "result.json").read_text())
     data["repeats"][-1] |= {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
     (late / "result.json").write_text(json.dumps(data))
-    told = read(api.report(late)).section("funnel").text
-    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in told
+    reported = read(api.report(late)).section("funnel").text
+    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in reported
 
 
 def test_a_search_without_a_faster_run_reports_no_improvement() -> None:

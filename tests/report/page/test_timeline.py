@@ -109,8 +109,10 @@ def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]
     passes = WORKLOAD.passes(task, columns, costs)
     assert passes is not None
     parts = WORKLOAD.predict(task, columns, costs).time_s
-    told = [float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")]
-    return passes, sum(told)
+    reported = [
+        float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")
+    ]
+    return passes, sum(reported)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +215,9 @@ def test_a_run_of_an_earlier_version_is_reported_as_far_as_possible(schedule: st
     if not SCHEDULES[schedule].splits_backward:
         assert section_of(named(schedule), *NEW).blocks == section_of(named(schedule)).blocks
         return
-    said, held = section_of(named(schedule), *NEW).blocks
-    assert isinstance(said, Text)
-    assert "insight.json" in said.text
+    message, held = section_of(named(schedule), *NEW).blocks
+    assert isinstance(message, Text)
+    assert "insight.json" in message.text
     assert isinstance(held, Table)
     middle = (1.05, 1.05) if schedule == "dualpipe" else (1.2, 0.9)  # two devices share two stages
     assert [row[1].value for row in held.rows][1:3] == pytest.approx(middle)
@@ -233,11 +235,11 @@ def test_a_schedule_with_a_planned_order_has_its_simulated_time(schedule: str) -
 def test_a_missing_chart_has_a_reason() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
     odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
-    said, held = section_of(odd).blocks
-    assert isinstance(said, Text)
-    assert "even number of stages" in said.text
+    message, held = section_of(odd).blocks
+    assert isinstance(message, Text)
+    assert "even number of stages" in message.text
     assert isinstance(held, Table)
     large = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    said, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
-    assert isinstance(said, Text)
-    assert "too many passes" in said.text
+    message, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
+    assert isinstance(message, Text)
+    assert "too many passes" in message.text

@@ -50,7 +50,7 @@ class Dropped:
 
     @property
     def more(self) -> bool:
-        """Whether recompute needs more than what was dropped."""
+        """Whether recompute needs more memory than it saves."""
         return self.copies > 1.0 or self.output is not None
 
 

@@ -180,7 +180,7 @@ class _Estimate:
         return total
 
     def parts(self, where: Stage) -> Parts:
-        """Return the same by component, with what is above all that is stored as `backward`."""
+        """Return the same by component, with the bytes above the stored ones as `backward`."""
         found = stage_activations(self.train, self.layout, where, self.kinds)
         parts = activation_parts(self.train, self.layout, where, self.kinds, found)
         whole = unsharded(self.train, self.layout, *self.states(stage_parameters(self.train, self.layout, where)))

@@ -117,7 +117,7 @@ def _behind(seconds: FloatArray, window: FloatArray, share: FloatArray) -> Float
 def _gathered_bytes(train: Training) -> float:
     """Return the bytes of a weight when it is gathered: one if it is stored in fp8, else those of an activation.
 
-    mxfp8 is quantised after it was gathered in 16 bits, once for each direction of a product (megatron-core 0.16,
+    mxfp8 is quantised after a gather in 16 bits, once for each direction of a product (megatron-core 0.16,
     `reuse_grad_buf_for_mxfp8_param_ag`).
     """
     return 1.0 if train.options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)

@@ -61,10 +61,15 @@ def test_llama_cpps_own_defaults_are_read_back_too(model: str, tmp_path: Path) -
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     with started(ENGINE, task, {}, tmp_path) as server:
         assert server.wait() is None, server.log
-        told = ENGINE.effective(server.fetch, server.log)
-    assert (told["parallel"], told["batch_size"], told["ubatch_size"], told["kv_unified"]) == (4, 2048, 512, "on")
+        reported = ENGINE.effective(server.fetch, server.log)
+    assert (reported["parallel"], reported["batch_size"], reported["ubatch_size"], reported["kv_unified"]) == (
+        4,
+        2048,
+        512,
+        "on",
+    )
     expected = ENGINE.settings(task, {})
-    assert told["kv_cache_type"] == "f16"
+    assert reported["kv_cache_type"] == "f16"
     assert expected.max_running.item() == 4
     assert expected.context_len.item() == SIZES["context"]
 

@@ -142,7 +142,7 @@ SGLANG_LOG = """\
 
 
 @pytest.mark.parametrize(
-    ("engine", "log", "told"),
+    ("engine", "log", "reported"),
     [
         (
             LLAMACPP,
@@ -162,7 +162,7 @@ SGLANG_LOG = """\
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_memory_lines_of_engine_logs_are_read(engine: Engine, log: str, told: dict[str, float]) -> None:
-    assert engine.memory(log) == pytest.approx(told)
+def test_memory_lines_of_engine_logs_are_read(engine: Engine, log: str, reported: dict[str, float]) -> None:
+    assert engine.memory(log) == pytest.approx(reported)
     assert engine.memory("") == {}
-    assert set(told) <= {"weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens"}
+    assert set(reported) <= {"weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens"}

@@ -170,8 +170,8 @@ def test_sglangs_default_values_are_merged_with_not_set() -> None:
 
 
 def test_values_of_the_server_are_read_back_under_flagcores_names() -> None:
-    told = ENGINE.effective(lambda path: json.dumps(INFO), LOG)
-    assert told == {
+    reported = ENGINE.effective(lambda path: json.dumps(INFO), LOG)
+    assert reported == {
         "tensor_model_parallel_size": 2,
         "data_parallel_size": 2,
         "pipeline_model_parallel_size": 1,
@@ -195,8 +195,8 @@ def test_older_releases_answer_at_another_path() -> None:
             raise OSError("404")
         return json.dumps({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True})
 
-    told = ENGINE.effective(fetch, "")
-    assert (told["tensor_model_parallel_size"], told["data_parallel_size"]) == (2, 2)
+    reported = ENGINE.effective(fetch, "")
+    assert (reported["tensor_model_parallel_size"], reported["data_parallel_size"]) == (2, 2)
 
 
 def test_flags_that_flagcore_gives_itself_are_refused() -> None:

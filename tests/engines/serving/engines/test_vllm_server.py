@@ -46,9 +46,9 @@ def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
     }
     with started(ENGINE, task(model), asked, tmp_path, PATIENCE) as server:
         assert server.wait() is None, server.log
-        told = ENGINE.effective(server.fetch, server.log)
-        assert {knob: told[knob] for knob in asked} == asked
-        assert (told["context_len"], told["enforce_eager"]) == (512, True)
+        reported = ENGINE.effective(server.fetch, server.log)
+        assert {knob: reported[knob] for knob in asked} == asked
+        assert (reported["context_len"], reported["enforce_eager"]) == (512, True)
         assert server.completion_tokens(9) == 9
         assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9
 

@@ -112,8 +112,10 @@ async def aborts(asked: Asked, wire: Wire) -> None:
 
 async def too_long(asked: Asked, wire: Wire) -> None:
     await wire.head("400 Bad Request", "application/json")
-    said = {"error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}}
-    await wire.send(json.dumps(said).encode())
+    reported_text = {
+        "error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}
+    }
+    await wire.send(json.dumps(reported_text).encode())
     await wire.end()
 
 
@@ -259,7 +261,7 @@ async def is_busy(asked: Asked, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
 
 
-async def leads_elsewhere(asked: Asked, wire: Wire) -> None:
+async def redirects(asked: Asked, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
 
 
@@ -295,7 +297,7 @@ MISBEHAVING = [
     (counted(4), ProblemKind.WRONG_LENGTH, "4 tokens instead of 5"),
     (resets_after_the_head, ProblemKind.CONNECTION_LOST, "after 0 events"),
     (is_busy, ProblemKind.STATUS, "HTTP 503 Service Unavailable: overload"),
-    (leads_elsewhere, ProblemKind.STATUS, "HTTP 302 Found"),
+    (redirects, ProblemKind.STATUS, "HTTP 302 Found"),
     (compresses, ProblemKind.BROKEN, "compressed (gzip)"),
     (promises_more_than_it_sends, ProblemKind.CONNECTION_LOST, "after 0 events"),
     (two_choices_in_an_event, ProblemKind.BROKEN, "several choices"),

@@ -81,8 +81,8 @@ def test_a_server_crash_under_load_is_reported_with_its_error_and_no_harmless_li
     (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
     assert "its log: bus error in worker 1" in str(died("instance 0", "ended", tmp_path / "log", (), len(begun)))
     (tmp_path / "log").write_text("listening\nerrors are ignored\nPOST /v1/completions 200\n")
-    told = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
-    assert "its log names no error, and ends: POST /v1/completions 200" in told
+    reported = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
+    assert "its log names no error, and ends: POST /v1/completions 200" in reported
 
 
 def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) -> None:
