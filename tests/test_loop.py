@@ -271,7 +271,7 @@ def test_machine_drift_is_reported(bench: Bench) -> None:
     assert result(plan, "runs")["noise"]["drifted"]
 
 
-def test_a_trial_that_cannot_be_started_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
+def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
     starts = iter(range(100))
     bench.launcher = Instant(lambda *of: LaunchError("no free TCP port") if next(starts) == 2 else plain(*of))
     ending = bench.tune()

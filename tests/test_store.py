@@ -269,7 +269,7 @@ def test_the_same_task_resumes_with_its_name_and_fixed_values(held: RunDirectory
     other.close()
 
 
-def test_another_task_is_refused_with_the_differences(held: RunDirectory) -> None:
+def test_another_task_is_refused_and_the_differences_are_listed(held: RunDirectory) -> None:
     held.claim({"spec": {"train": {"seq_length": 128}, "model": "a"}, "hardware": {"nodes": 1}}, {})
     changed = {"spec": {"train": {"seq_length": 256}, "envs": {"A": "1"}}, "hardware": {"nodes": 1}}
     with pytest.raises(RunError) as caught:

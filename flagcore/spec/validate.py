@@ -45,7 +45,7 @@ class Section(BaseModel):
 
 
 def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
-    """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError with every problem."""
+    """Return `data` as a `kind`. `at` is the path of `data` in the file. Raises SpecError with every problem."""
     found, kinds = _validated(kind, data)
     if found is None:
         raise joined(_problems(_schema(kind), data, kinds, file, at))

@@ -51,7 +51,7 @@ def test_a_run_without_measurements_leaves_no_experience(kept: Experience) -> No
     assert not kept.folder.exists()
 
 
-def test_a_chip_is_forgotten_by_its_name_and_other_files_stay(kept: Experience) -> None:
+def test_forget_deletes_a_chip_by_name_and_keeps_other_files(kept: Experience) -> None:
     task = small.task(small.DENSE)
     chip = task.cluster.groups[0].chip
     file = kept.save("one", task, [trial(0)])

@@ -47,7 +47,7 @@ def test_a_file_has_one_line_per_row(kept: Calibrations) -> None:
     assert json.loads(text)["driver"] == "1.2"
 
 
-def test_the_load_of_others_is_kept_and_a_file_without_it_can_be_read(kept: Calibrations) -> None:
+def test_the_load_of_other_processes_is_stored_and_optional(kept: Calibrations) -> None:
     disturbed = replace(MADE, others=0.625)
     path = kept.save(disturbed)
     assert kept.find(X1) == (path, disturbed)

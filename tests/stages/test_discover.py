@@ -152,7 +152,7 @@ def test_unknown_support_allows_planning_only() -> None:
         present(platform, (Device(index=0, chip="test-chip"),) * 8)
 
 
-def test_every_hook_is_asked_about_this_chip_and_engine_once() -> None:
+def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
     asked: list[tuple[str, str]] = []
 
     @hookimpl

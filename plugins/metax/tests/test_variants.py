@@ -73,5 +73,5 @@ def test_a_list_leaves_out_what_is_not_available() -> None:
     assert listing.left_out == ("GPU 1 (MXC500) is not to be used: Not Available(5)",)
 
 
-def test_no_device_at_all_is_none() -> None:
+def test_an_empty_device_list_gives_none() -> None:
     assert smi.read(TABLE[: TABLE.index("+--")].replace(": 8", ": 0") + "no device found\n").rows == ()

@@ -278,7 +278,7 @@ def test_stages_without_layers_have_their_time() -> None:
     assert np.isfinite(total(few, pipeline=4.0, microbatches=8.0))
 
 
-def test_groups_without_a_topology_take_no_share_of_compute() -> None:
+def test_groups_without_a_topology_do_not_slow_compute() -> None:
     bare = replace(costs(), collectives=Collectives(topology=Topology(levels=())))
     overlapping = with_options(overlap_grad_reduce=True)
     assert np.isnan(total(overlapping, bare))
