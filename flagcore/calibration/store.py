@@ -60,7 +60,7 @@ class Calibrations:
 
     @classmethod
     def of_user(cls) -> Calibrations:
-        """Return those in FLAGCORE_HOME, else in XDG_DATA_HOME or ~/.local/share."""
+        """Return the calibrations in FLAGCORE_HOME, else in XDG_DATA_HOME or ~/.local/share."""
         if home := os.environ.get(HOME_VARIABLE):
             return cls(Path(home) / "calibrations")
         shared = os.environ.get("XDG_DATA_HOME", "")

@@ -257,7 +257,7 @@ class Trial:
         self.duration = 0.0
 
     def end(self, reason: str, grace_s: float) -> None:
-        """End all processes, with SIGTERM first if there is a `grace_s` in seconds."""
+        """End all processes, with SIGTERM first if `grace_s` is above 0."""
         now = time.monotonic()
         if self.code is None and self.ended_by is None:
             self.ended_by = reason

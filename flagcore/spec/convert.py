@@ -265,7 +265,7 @@ def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
             raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
         hosts[host] = options
     if not hosts:
-        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` a line", file=str(path))
+        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
     slots = next(iter(hosts.values())).get("slots")
     return tuple(hosts), int(slots) if slots else None
 

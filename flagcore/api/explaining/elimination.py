@@ -214,7 +214,7 @@ class Explanation(Notebook):
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
-    """Tell where every combination of a spec file went, or of a run's folder with what its trials pruned_by.
+    """Report the outcome of every combination of a spec file, or of a run with its trials.
 
     Raises the errors of `flagcore.errors`.
     """

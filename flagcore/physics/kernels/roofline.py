@@ -134,7 +134,7 @@ class Roofline:
         return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
     def run_slowdown(self) -> float:
-        """Return that of the curve."""
+        """Return the value of the curve."""
         return self.curve.run_slowdown
 
     def launch_seconds(self) -> float:

@@ -62,7 +62,7 @@ class _Silence:
 def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
-    Each stage has the kernels and collectives of its own node group. Those of a step are those of the slowest stage.
+    Each stage has the kernels and collectives of its own node group. Times of a step are those of the slowest stage.
     The rest of the pipeline's time is split into messages that this stage waits for, and bubble.
     """
     costs = _in_a_run(costs)
