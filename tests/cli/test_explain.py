@@ -289,7 +289,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
         assert ran.err.count("\n") == 1
 
 
-def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:
+def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, project: Project) -> None:
     assert "--format csv" in flag("explain", project.spec(), "best", "--format", "csv").err
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
     wrong = flag("explain", str(project.run_dir), "best", "--chip", "cpu")

@@ -111,7 +111,7 @@ def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, proj
     assert "do not fit into the context" in ran.err
 
 
-def test_several_instances_leave_a_balancer_in_front_of_them(flag: Flag, project: Project) -> None:
+def test_several_instances_get_a_balancer(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
     assert ran.code == 0, ran.err
     folder = project.run_dir / "best"

@@ -65,7 +65,7 @@ def test_each_device_of_a_node_uses_its_own_port(kind: str) -> None:
     assert eight == pytest.approx(400e9 * 64 / 63, rel=0.01)
 
 
-def test_an_all_reduce_leaves_a_node_as_a_ring_or_as_sums_where_the_switch_adds_up() -> None:
+def test_an_all_reduce_between_nodes_is_a_ring_or_uses_switch_reduction() -> None:
     slow = replace(NETWORK, bytes_per_second=10e9)
     ring = rate(Collectives(topology=Topology(levels=(NODE, slow))), "all_reduce", 16)
     assert ring == pytest.approx(8 * 10e9 * 16 / 30, rel=0.01)

@@ -89,8 +89,9 @@ def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     data = {**SEVERAL, "auto_tuner": {"space": {"vlm": {"block_size": 16}}}}
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not"):
         only(data, "vllm")
-    with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm"):
+    with pytest.raises(SpecError) as refused:
         parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path(), engines=ENGINES)
+    assert "auto_tuner.space.vlm" in refused.value.key
 
 
 RECORD: dict[str, Any] = {

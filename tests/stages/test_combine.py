@@ -90,7 +90,7 @@ def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
     assert combine(PREDICTED, probe(shown), MEMORY, WORK).device_used_bytes == 70e9
 
 
-def test_candidate_that_was_believed_to_fit_does_not_when_its_probe_needs_more() -> None:
+def test_a_probe_that_needs_more_memory_corrects_the_prediction() -> None:
     much = replace(FIRST, reserved_bytes=79_500_000_000)
     assert combine(PREDICTED, probe(much), MEMORY, WORK).fits is False
 

@@ -184,5 +184,6 @@ def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> Non
 
 def test_the_trial_program_does_not_emulate_several_nodes_on_one() -> None:
     spec = small.task().spec
-    with pytest.raises(SpecError, match=r"cluster\.nodes = 2"):
+    with pytest.raises(SpecError) as refused:
         WORKLOAD.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
+    assert "cluster.nodes" in refused.value.key

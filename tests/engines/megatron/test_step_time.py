@@ -101,7 +101,7 @@ def test_compute_stays_above_the_peak_rate_and_near_it() -> None:
     assert 1.1 < parts()["compute_s"] / (flops / 900e12) < 1.8
 
 
-def test_a_candidate_takes_the_same_time_alone_and_among_others() -> None:
+def test_predictions_do_not_depend_on_other_candidates() -> None:
     rng = np.random.default_rng(0)
     rows = 500
     values = {name: np.full(rows, value) for name, value in ONE.items()}

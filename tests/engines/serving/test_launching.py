@@ -93,7 +93,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_job(tmp_path) == job
 
 
-def test_only_what_the_engine_is_given_must_be_read_back(tmp_path: Path) -> None:
+def test_only_requested_values_must_be_read_back(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
     assert read_job(tmp_path).instances[0].asked == {"parallel": 4}
     launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
@@ -109,8 +109,9 @@ def test_an_invalid_job_is_reported(text: str, tmp_path: Path) -> None:
 
 def test_an_endless_load_is_refused(tmp_path: Path) -> None:
     where = on_cards(tmp_path, loads=(Load(num_prompts=None, concurrency=1),))
-    with pytest.raises(SpecError, match="num_prompts"):
+    with pytest.raises(SpecError) as refused:
         LLAMACPP.ready(where.task.spec)
+    assert "num_prompts" in refused.value.key
 
 
 def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is_reported(
@@ -129,14 +130,16 @@ def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is
 def test_a_missing_folder_of_the_command_is_reported_before_anything_runs(tmp_path: Path) -> None:
     spec = on_cards(tmp_path).task.spec
     spec = dataclasses.replace(spec, work=dataclasses.replace(spec.serve, directory=str(tmp_path / "none")))
-    with pytest.raises(SpecError, match=r"serve\.directory = "):
+    with pytest.raises(SpecError) as refused:
         LLAMACPP.ready(spec)
+    assert "serve.directory" in refused.value.key
 
 
 def test_goodput_without_limits_is_reported_before_anything_runs(tmp_path: Path) -> None:
     spec = dataclasses.replace(on_cards(tmp_path).task.spec, objective="goodput_requests_per_s")
-    with pytest.raises(SpecError, match=r"serve\.slo"):
+    with pytest.raises(SpecError) as refused:
         LLAMACPP.ready(spec)
+    assert refused.value.key == "auto_tuner.objective"
 
 
 def test_a_single_winner_is_started_with_the_engines_command(tmp_path: Path) -> None:

@@ -194,8 +194,9 @@ def test_dense_layers_come_first(pattern: str, dense: int) -> None:
 
 @pytest.mark.parametrize("pattern", ["2", "[1]*13+[0]*14", "[1]*5", "[0]*27", "[1]**27", "([0]+[1]*99999)*99999", "x"])
 def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
-    with pytest.raises(SpecError, match="moe_layer_freq"):
+    with pytest.raises(SpecError) as refused:
         tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
+    assert "moe_layer_freq" in refused.value.key
 
 
 def test_keys_that_vllm_refuses_are_dropped_and_reported() -> None:
@@ -291,7 +292,7 @@ def test_a_value_that_cannot_be_resolved_is_reported() -> None:
 @pytest.mark.parametrize(
     ("override", "key"), [("hydra.job.chdir=false", "job.chdir"), ("hydra/launcher=basic", "launcher")]
 )
-def test_keys_for_hydra_itself_are_reported(override: str, key: str) -> None:
+def test_hydras_own_keys_are_reported(override: str, key: str) -> None:
     (reported,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
     assert {"run.dir", key} == set(reported[len("hydra (") : -1].split(", "))
 

@@ -143,8 +143,9 @@ def test_values_of_a_baseline_are_read_as_those_of_a_space() -> None:
     read = ENGINE.parse(given)
     assert read == {"flash_attention": "off", "instances": 2, "n_gpu_layers": -1, "parallel": 4}
     assert ENGINE.parse(read) == read
-    with pytest.raises(SpecError, match="kv_cache_type"):
+    with pytest.raises(SpecError) as refused:
         ENGINE.parse({"kv_cache_type": "q9"})
+    assert "kv_cache_type" in refused.value.key
 
 
 def test_instances_have_disjoint_cores() -> None:
@@ -189,8 +190,10 @@ def test_other_flags_reach_the_server_in_its_spelling() -> None:
 
 
 def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
-    with pytest.raises(SpecError, match="ubatch_size"):
+    with pytest.raises(SpecError) as refused:
         ENGINE.axes(cores(space={"ubatchsize": (1,)}))
+    assert refused.value.key == "auto_tuner.space.ubatchsize"
+    assert "ubatch_size" in refused.value.problem + refused.value.fix
     with pytest.raises(SpecError) as error:
         ENGINE.axes(cores(space={"block_size": (16,)}))
     assert error.value.key == "auto_tuner.space.block_size"

@@ -225,8 +225,9 @@ def test_sglang_that_is_not_installed_is_reported_before_a_launch(tmp_path: Path
     except ImportError:
         with pytest.raises(NoDevice, match="SGLang is not installed"):
             ENGINE.program.ready(serving("sglang", weights=str(tmp_path)).spec)
-    with pytest.raises(SpecError, match=r"serve.weights"):
+    with pytest.raises(SpecError) as refused:
         ENGINE.program.ready(cards(weights=None).spec)
+    assert "serve.weights" in refused.value.key
 
 
 @pytest.mark.parametrize(

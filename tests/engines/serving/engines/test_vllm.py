@@ -235,7 +235,7 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
         assert error.value.key == f"serve.engine_args.{flag.replace('_', '-')}"
 
 
-def test_a_flag_that_a_release_dropped_is_named_with_what_to_use() -> None:
+def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     with pytest.raises(SpecError, match="kv-offloading-size") as error:
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
     assert error.value.key == "serve.engine_args.swap-space"
@@ -303,8 +303,9 @@ def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install
 
 
 def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"serve.weights is missing"):
+    with pytest.raises(SpecError) as refused:
         ENGINE.program.ready(cards(weights=None).spec)
+    assert "serve.weights" in refused.value.key
     with pytest.raises(SpecError, match=r"config\.json"):
         ENGINE.program.ready(cards(weights=str(tmp_path)).spec)
 
@@ -315,8 +316,9 @@ def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
     def ready(**given: Any) -> None:
         ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
 
-    with pytest.raises(SpecError, match=r"serve\.engine_args"):
+    with pytest.raises(SpecError) as refused:
         ready()
+    assert refused.value.key == "serve.precision"
     ready(engine_args={"quantization": "fp8"})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     ready()

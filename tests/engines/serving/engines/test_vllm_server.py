@@ -53,7 +53,7 @@ def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
         assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9
 
 
-def test_a_block_size_that_the_rules_forbid_does_not_run_and_the_reason_is_found(model: str, tmp_path: Path) -> None:
+def test_an_illegal_block_size_fails_with_its_reason(model: str, tmp_path: Path) -> None:
     with started(ENGINE, task(model), {"block_size": 16}, tmp_path, PATIENCE) as server:
         state, reason = server.failure()
     assert state is TrialState.INVALID

@@ -76,7 +76,7 @@ def test_steady_rate_leaves_out_the_first_wave_and_the_tail() -> None:
     assert figures["output_tokens_per_s"] < 0.8
 
 
-def test_steady_rate_is_not_reported_where_slots_were_hardly_filled_twice() -> None:
+def test_steady_rate_needs_slots_that_were_filled_twice() -> None:
     assert steady_rate(slots(4, 1, 1.0), 4) is None
     assert steady_rate(slots(4, 2, 1.0), 4) is None
     assert steady_rate(slots(4, 4, 1.0), 4) is not None
@@ -117,7 +117,7 @@ def test_load_with_a_problem_has_no_goodput() -> None:
     assert goodput(LoadResult(figures={}, duration_s=1.0, completed=1, failed=1, problems=("x",)), {}) == 0.0
 
 
-def test_client_pays_for_what_it_computes() -> None:
+def test_cpu_use_of_the_client_is_measured() -> None:
     meter = Meter()
     while meter.figures()["client_cpu_s"] < 0.05:
         sum(range(10_000))

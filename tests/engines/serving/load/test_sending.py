@@ -123,7 +123,7 @@ def test_warm_up_comes_first_and_does_not_count() -> None:
     assert len({prompt[:4] for prompt in prompts}) == 1
 
 
-def test_same_seed_sends_the_same_and_another_sends_fresh_prompts_of_the_same_lengths() -> None:
+def test_another_seed_changes_prompts_but_not_their_lengths() -> None:
     def sent(seed: int) -> list[list[int]]:
         with serving(well) as served:
             send([served.url], seed, concurrency=1, range_ratio=0.2)
