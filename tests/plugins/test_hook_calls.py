@@ -187,7 +187,7 @@ def one_level(**changes: Any) -> Topology:
         ("memory_model", Wrong(), "no method workspace_bytes, reserved_bytes, device_used_bytes"),
         ("collective_costs", Wrong(), "must give two numbers"),
         ("collective_costs", Greedy(), "compute_share is above 1"),
-        ("topology", Topology(levels=()), "must grow and end at all 8"),
+        ("topology", Topology(levels=()), "must grow and end at 8"),
         ("topology", one_level(devices=4), "[4]"),
         ("topology", one_level(efficiency=0.0), "efficiency"),
         ("topology", one_level(compute_share=15.0), "compute_share"),

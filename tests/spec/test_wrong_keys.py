@@ -44,7 +44,7 @@ def test_unknown_key_is_reported_with_the_nearest_right_one(refused: Refused, mo
 @pytest.mark.parametrize(
     ("more", "key", "problem", "fix"),
     [
-        ("serve: {engine: vllm}", "serve", "beside train", "one of the two"),
+        ("serve: {engine: vllm}", "serve", "combined with train", "one of the two"),
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
         ("cluster:", "cluster", "is null but must be a mapping", "remove the key"),
         ("cluster: {nodes: 0}", "cluster.nodes", "from 1 to 1000000", ""),

@@ -148,7 +148,7 @@ def test_unknown_support_allows_planning_only() -> None:
     silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
     platform = discover(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
-    with pytest.raises(NoDevice, match="no installed plugin says how megatron runs on test-chip"):
+    with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
         present(platform, (Device(index=0, chip="test-chip"),) * 8)
 
 
