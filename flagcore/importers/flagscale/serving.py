@@ -91,7 +91,8 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
         if not isinstance(name, str) or name not in ENGINES:
             fix = f"use {', '.join(list(ENGINES)[:3])}"
             key = key if name != own else "serve[0].engine"
-            raise source.error(key, "is not a supported engine", value=name, fix=fix)
+            source.report(key, "is not a supported engine", value=name, fix=fix)
+            continue
         if name != ENGINES[name]:
             source.note(key, f"{name} is {ENGINES[name]} in flagcore", at)
         found.append(ENGINES[name])
@@ -219,7 +220,8 @@ def _objective(source: Source) -> str:
     key, at = f"{_PERFORMANCE}.metric", "auto_tuner.objective"
     if not isinstance(metric, str) or metric not in _OBJECTIVES:
         fix = f"use {', '.join(list(_OBJECTIVES)[:6])}"
-        raise source.error(key, "is not a metric of FlagScale's", value=metric, fix=fix)
+        source.report(key, "is not a metric of FlagScale's", value=metric, fix=fix)
+        return ""
     found = _OBJECTIVES[metric]
     best = "descend" if found.endswith("per_s") else "ascend"
     note = ": a typo for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""

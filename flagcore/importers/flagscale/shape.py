@@ -7,6 +7,7 @@ import math
 from contextlib import suppress
 from typing import Any
 
+from flagcore.errors import joined
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
 
@@ -20,13 +21,16 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     """Return the section `model`. Raises SpecError where a size is missing or a pattern of layers is not supported."""
     if vocabulary is None:
         fix = "give the number of tokens, also as an override: +train.data.tokenizer.vocab_size=32000"
-        raise flags.source.error("train.data.tokenizer.vocab_size", "is missing", fix=fix)
+        flags.source.report("train.data.tokenizer.vocab_size", "is missing", fix=fix)
     found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.take(key)) is not None}
+    wrong = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
-            raise flags.source.error(f"train.model.{key}", "is missing", fix="give it")
-        if not isinstance(found[key], int):
-            raise flags.source.error(f"train.model.{key}", "must be a number", value=found[key])
+            wrong.append(flags.source.error(f"train.model.{key}", "is missing", fix="give it"))
+        elif not isinstance(found[key], int):
+            wrong.append(flags.source.error(f"train.model.{key}", "must be a number", value=found[key]))
+    if wrong:
+        raise joined(wrong)
     found["vocab_size"] = vocabulary
     gated = bool(flags.take("swiglu"))
     found["gated_linear_unit"] = gated
@@ -83,7 +87,8 @@ def _width(flags: Flags, hidden: int, gated: bool) -> Any:
     numbers = [each for each in (multiple, factor) if each is not None]
     if any(isinstance(each, (bool, str, list)) or each <= 0 for each in numbers):
         value = {"multiple_of": multiple, "hidden_dim_multiplier": factor}
-        raise flags.source.error(flags.key("multiple_of"), "must be a positive number", value=value)
+        flags.source.report(flags.key("multiple_of"), "must be a positive number", value=value)
+        return None
     if multiple is None:
         if factor is not None:
             flags.note("hidden_dim_multiplier", f"dropped ({factor}): it needs multiple_of", "model.ffn_hidden_size")
@@ -104,7 +109,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     dense = _dense_layers(frequency, layers)
     if dense is None:
         key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
-        raise flags.source.error(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
+        flags.source.report(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
     return {**found, "moe_first_dense_layers": dense} if dense else found
 
 

@@ -227,6 +227,38 @@ def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
     assert caught.value.key == "train.model.moe_layer_freq"
 
 
+def test_all_mistakes_of_a_tree_are_reported() -> None:
+    tuner = "experiment.auto_tuner"
+    wrong = {
+        "train.model.global_batch_size": None,
+        "train.model.moe_layer_freq": "x",
+        "experiment.runner.nproc_per_node": "many",
+        f"{tuner}.control.run_best": "maybe",
+        f"{tuner}.memory_model.gpu_memory": -1,
+    }
+    overrides = [f"++{key}={value}" if value is not None else f"~{key}" for key, value in wrong.items()]
+    with pytest.raises(SpecError) as caught:
+        tree("train_moe", *overrides)
+    assert {each.key: each.value for each in caught.value.problems} == wrong
+
+
+def test_all_missing_sizes_of_a_tree_are_reported() -> None:
+    missing = ("train.model.num_layers", "train.model.hidden_size", "train.model.seq_length")
+    with pytest.raises(SpecError) as caught:
+        tree("train_dense", *(f"~{key}" for key in missing))
+    assert {each.key for each in caught.value.problems} == set(missing)
+
+
+def test_all_mistakes_of_a_tree_that_serves_are_reported() -> None:
+    tuner = "experiment.auto_tuner"
+    with pytest.raises(SpecError) as caught:
+        tree("serve_vllm", f"++{tuner}.engines=[vllm,other]", f"++{tuner}.performance.metric=speed")
+    assert {(each.key, each.value) for each in caught.value.problems} == {
+        (f"{tuner}.engines", "other"),
+        (f"{tuner}.performance.metric", "speed"),
+    }
+
+
 def test_a_vllm_tree_loses_what_vllm_refuses_and_reports_it() -> None:
     found = tree("serve_vllm")
     space, told = found.data["auto_tuner"]["space"], notes(found)

@@ -237,6 +237,16 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
         assert error.value.key == f"serve.engine_args.{flag.replace('_', '-')}"
 
 
+def test_all_invalid_values_of_engine_args_are_reported() -> None:
+    given = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
+    with pytest.raises(SpecError) as error:
+        ENGINE.axes(cards(engine_args=given))
+    assert [(each.key, each.value) for each in error.value.problems] == [
+        ("serve.engine_args.max_num_seqs", -5),
+        ("serve.engine_args.enforce_eager", 7),
+    ]
+
+
 def test_a_flag_that_a_release_dropped_is_named_with_what_to_use() -> None:
     with pytest.raises(SpecError, match="kv-offloading-size") as error:
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
