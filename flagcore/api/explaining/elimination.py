@@ -82,7 +82,11 @@ def state_of(
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
         return (
             RAN,
-            [*(_termination_reason(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
+            [
+                *(_termination_reason(snapshot, trial) for trial in tried),
+                *_of_all_runs(snapshot, candidate),
+                *_why_best(snapshot, candidate),
+            ],
             taught,
         )
     probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
@@ -144,6 +148,30 @@ def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     if repeated and any(trial.candidate == candidate for trial in rivals(state)):
         lines.append(_("not significantly slower than the best"))
     return lines
+
+
+def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+    """Return how the best compares to the second of those that keep the limits, and to the baseline."""
+    state = snapshot.search_state
+    measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
+    others = [each for each in measured if each.candidate != candidate and state.keeps_limits(each.candidate)]
+    if state.best is None or state.best.candidate != candidate or not others:
+        return []
+
+    def share(other: Trial) -> float:
+        return state.speed_of(other.candidate) / state.speed_of(candidate) - 1.0
+
+    second, compared = max(others, key=share), []
+    if second != state.baseline:
+        text = N_("{share:+.1%} in time vs the second (trial {number})")
+        compared.append(_(text, share=share(second), number=second.number))
+    if state.baseline in others:
+        text = N_("{share:+.1%} in time vs the baseline (trial {number})")
+        compared.append(_(text, share=share(state.baseline), number=state.baseline.number))
+    text = N_("the fastest of {count} measured candidates")
+    if snapshot.task.spec.limits:
+        text = N_("the fastest of {count} measured candidates within the limits")
+    return [f"{_(text, count=len(others) + 1)}: {', '.join(compared)}"]
 
 
 def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
