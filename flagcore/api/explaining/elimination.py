@@ -25,7 +25,7 @@ from flagcore.problem import Problem, fastest, require_candidate
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
-from flagcore.report.text import funnel, repeats_text, role_text, state_name
+from flagcore.report.text import funnel, repeats_text, role_text, state_name, stop_reason
 from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -207,7 +207,7 @@ def _why_open(snapshot: Snapshot, row: int) -> list[str]:
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:
-        return [_("untried: the search stopped: {reason}", reason=run.stopped_because), *lines]
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
     return [_("untried: the run has not ended"), *lines]
 
 
@@ -253,7 +253,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         lost = failed_repeats(found.run.repeats)
         counts, because = (
             _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
-            found.run.stopped_because,
+            found.run.stopped_because and stop_reason(found.run.data),
         )
     nothing_fits = None
     try:
