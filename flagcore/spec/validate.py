@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -47,7 +48,7 @@ def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) ->
     """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError with every problem."""
     found, kinds = _validated(kind, data)
     if found is None:
-        raise joined(_problems(kind.model_json_schema(), data, kinds, file, at))
+        raise joined(_problems(_schema(kind), data, kinds, file, at))
     return found
 
 
@@ -59,8 +60,13 @@ def partly_checked(kind: type[M], data: dict[str, Any], *, file: str) -> tuple[M
     found, kinds = _validated(kind, data)
     if found is not None:
         return found, [], []
-    problems = _problems(kind.model_json_schema(), data, kinds, file, ())
+    problems = _problems(_schema(kind), data, kinds, file, ())
     return _without(kind, data, list(kinds)), problems, list(kinds)
+
+
+@lru_cache(maxsize=64)
+def _schema(kind: type[BaseModel]) -> Schema:
+    return kind.model_json_schema()
 
 
 def overlap(some: KeyPath, other: KeyPath) -> bool:
