@@ -134,8 +134,10 @@ class NoLimit(Exception):
 
 
 @contextmanager
-def impatient(waited: dict[int, float]) -> Iterator[None]:
-    """Cut every wait for a process to a moment, note how long it was to be, and raise NoLimit where it had no end."""
+def impatient(waited: dict[int, float], seconds: float = 0.2) -> Iterator[None]:
+    """Cut every wait for a process to `seconds`, note in `waited` how long it was to be, and raise NoLimit where it had
+    no limit.
+    """
     wait, communicate = subprocess.Popen.wait, subprocess.Popen.communicate
 
     def limit(process: Any, timeout: float | None) -> float | None:
@@ -145,7 +147,7 @@ def impatient(waited: dict[int, float]) -> Iterator[None]:
             process.kill()
             raise NoLimit
         waited[process.pid] = timeout
-        return min(timeout, 0.2)
+        return min(timeout, seconds)
 
     def short_wait(self: Any, timeout: float | None = None) -> int:
         return wait(self, limit(self, timeout))
