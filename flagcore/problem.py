@@ -19,7 +19,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
-from flagcore.errors import NothingFits, SpecError
+from flagcore.errors import NothingFits, SpecError, joined
 from flagcore.i18n import _
 from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover
@@ -125,7 +125,9 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
         workload.axes(engine_task(task))
     except SpecError as error:
         more = f"; knobs of plugins: {', '.join(knob.name for knob in known)}" if known else ""
-        raise SpecError(key=error.key, value=error.value, problem=error.problem, fix=error.fix + more) from None
+        raise joined(
+            [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + more) for e in error.problems]
+        ) from None
     searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
     environment = {name: value for name, value in platform.environment.items() if name not in searched}
     return replace(platform, task=task, knobs=known, environment=environment)

@@ -11,7 +11,7 @@ from typing import Any
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
@@ -30,7 +30,7 @@ from flagcore.spec.schema import (
 )
 from flagcore.spec.serve_schema import ServeDocument, serve_document_of
 from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
-from flagcore.spec.validate import gathered, joined, overlap, parse_bytes, partly_checked
+from flagcore.spec.validate import gathered, overlap, parse_bytes, partly_checked
 
 Parts = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
 """Fields of a spec, each with the keys that must be valid, and what makes it."""

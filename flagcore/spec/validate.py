@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.errors import SpecError, SpecErrors
+from flagcore.errors import SpecError, joined
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
@@ -112,11 +112,6 @@ def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecE
     if found:
         raise joined(found)
     return made
-
-
-def joined(problems: Sequence[SpecError]) -> SpecError:
-    """Return one error for all `problems`, of which there is at least one."""
-    return problems[0] if len(problems) == 1 else SpecErrors(problems)
 
 
 def describe(schema: Schema, root: Schema) -> str:

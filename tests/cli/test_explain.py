@@ -194,10 +194,13 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
-    first, *middle, last = best["because"]
+    first, *middle, last, why = best["because"]
     assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
+    others = [each for each in project.result()["trials"] if each["state"] == "measured" and each["number"] != number]
+    assert f"{len(others) + 1} measured" in why
+    assert f"(trial {project.result()['baseline']['number']})" in why
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
     assert explained(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = explained(project.run_dir, "baseline")
@@ -390,7 +393,10 @@ def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     explained = [
         state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)
     ]
-    assert explained[0][:2] == ("ran", ["probe 1 (search) measured: 1 s/step; it is the best"])
+    state, (ended, why), _taught = explained[0]
+    assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
+    assert "-50.0%" in why
+    assert "(trial 2)" in why
     beside = "+100.0% in time vs the best (trial 1: 1 s/step)"
     assert explained[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
 

@@ -18,7 +18,7 @@ def acme(flag: Flag, tmp_path: Path) -> Path:
     """A new plugin, as it is written."""
     ran = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path))
     assert ran.code == 0, ran.err
-    assert "flag plugins check acme" in ran.err
+    assert f"pip install -e {ran.out.strip()} && flag plugins check {ran.out.strip()}" in ran.err
     return Path(ran.out.strip())
 
 

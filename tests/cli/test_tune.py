@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore import i18n
+from flagcore.i18n import Message, choose
+from flagcore.report.text import stop_reason
 from tests.cli.conftest import BEST, Project, Ran
 
 Flag = Callable[..., Ran]
@@ -208,6 +211,12 @@ def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project)
     result = project.result()
     assert len(result["trials"]) == 3
     assert "max_trials" in result["stopped_because"]
+    assert result["stopped_message"]["values"] == {"count": 3}
+    choose("zh")
+    try:
+        assert stop_reason(result) == i18n._(Message("max_trials = {count} reached", count=3))
+    finally:
+        choose("en")
     assert len(result["repeats"]) in (0, 4)
 
 

@@ -187,6 +187,17 @@ def test_inline_shape_resolves_its_defaults() -> None:
     assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 96)
 
 
+def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: ErrorOf) -> None:
+    shape = {"num_layers": 2, "hidden_size": 65, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+    wrong = {"num_query_groups": 3, "moe_router_topk": 2, "kv_lora_rank": 3, "v_head_dim": 8}
+    error = error_of(read_model, shape | wrong, Path())
+    keys = {f"model.{key}": value for key, value in (shape | wrong).items() if key in {*wrong, "hidden_size"}}
+    assert {each.key: each.value for each in error.problems} == keys
+    assert len(error.problems) == len(keys)
+    without_topk = error_of(read_model, shape | {"hidden_size": 64, "num_moe_experts": 4}, Path())
+    assert [each.key for each in without_topk.problems] == ["model.moe_router_topk"]
+
+
 @pytest.mark.parametrize("source", [5, None, ["a"], {"num_layers": 2, "vocab": 3}, "", "a\0b"])
 def test_source_of_another_kind_is_refused(error_of: ErrorOf, source: Any) -> None:
     assert error_of(read_model, source, Path()).key.startswith("model")

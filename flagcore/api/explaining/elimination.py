@@ -25,7 +25,7 @@ from flagcore.problem import Problem, fastest, require_candidate
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
-from flagcore.report.text import funnel, repeats_text, role_text, state_name
+from flagcore.report.text import funnel, repeats_text, role_text, state_name, stop_reason
 from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -82,7 +82,11 @@ def state_of(
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
         return (
             RAN,
-            [*(_termination_reason(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
+            [
+                *(_termination_reason(snapshot, trial) for trial in tried),
+                *_of_all_runs(snapshot, candidate),
+                *_why_best(snapshot, candidate),
+            ],
             pruned_by,
         )
     probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
@@ -146,6 +150,30 @@ def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return lines
 
 
+def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+    """Return how the best compares to the second of those that keep the limits, and to the baseline."""
+    state = snapshot.search_state
+    measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
+    others = [each for each in measured if each.candidate != candidate and state.keeps_limits(each.candidate)]
+    if state.best is None or state.best.candidate != candidate or not others:
+        return []
+
+    def share(other: Trial) -> float:
+        return state.speed_of(other.candidate) / state.speed_of(candidate) - 1.0
+
+    second, compared = max(others, key=share), []
+    if second != state.baseline:
+        text = N_("{share:+.1%} in time vs the second (trial {number})")
+        compared.append(_(text, share=share(second), number=second.number))
+    if state.baseline in others:
+        text = N_("{share:+.1%} in time vs the baseline (trial {number})")
+        compared.append(_(text, share=share(state.baseline), number=state.baseline.number))
+    text = N_("the fastest of {count} measured candidates")
+    if snapshot.task.spec.limits:
+        text = N_("the fastest of {count} measured candidates within the limits")
+    return [f"{_(text, count=len(others) + 1)}: {', '.join(compared)}"]
+
+
 def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     """Return the rule of the stage `prune` that removed a row, none if none did."""
     code, pruned = int(snapshot.pruned.rule[row]), snapshot.pruned
@@ -179,7 +207,7 @@ def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:
-        return [_("untried: the search stopped: {reason}", reason=run.stopped_because), *lines]
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
     return [_("untried: the run has not ended"), *lines]
 
 
@@ -225,7 +253,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         lost = failed_repeats(found.run.repeats)
         counts, because = (
             _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
-            found.run.stopped_because,
+            found.run.stopped_because and stop_reason(found.run.data),
         )
     nothing_fits = None
     try:

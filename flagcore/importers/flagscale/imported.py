@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 
 from flagcore.contracts import ImportNote
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import joined
 
 _MOVED: dict[str, str] = TABLES["keys_of_spec"]
 _RENAMED: dict[str, list[str]] = TABLES["names_of_spec"]

@@ -186,17 +186,77 @@ def test_the_minimum_of_slots_processes_and_visible_devices_counts(
     assert ("experiment.runner.hostfile" in notes(found)) is not hostfile
 
 
-@pytest.mark.parametrize(("pattern", "dense"), [("[0]*3+[1]*24", 3), ("1", 0), ("[1]*27", 0)])
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        ("[0]*3+[1]*24", 3),
+        ("([0]*3+[1]*24)", 3),
+        ("3*[0] + 24*[1]", 3),
+        ("[0]+([1]*2+[1])*8+2*[1]", 1),
+        ("[0]+2*3*[1]+[1]*20", 1),
+        ("1", 0),
+        ("[1]*27", 0),
+    ],
+)
 def test_dense_layers_come_first(pattern: str, dense: int) -> None:
     model = tree("train_moe", f"train.model.moe_layer_freq='{pattern}'").data["model"]
     assert model.get("moe_first_dense_layers", 0) == dense
 
 
-@pytest.mark.parametrize("pattern", ["2", "[1]*13+[0]*14", "[1]*5", "[0]*27", "[1]**27", "([0]+[1]*99999)*99999", "x"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "2",
+        "0",
+        "[1]*13+[0]*14",
+        "[1]*5",
+        "[0]*27",
+        "[1]**27",
+        "[1]*[27]",
+        "[1]*True",
+        "[0]+1",
+        "([0]+[1]*99999)*99999",
+        "[" * 500,
+        "x",
+        "[0]+[len([1])]*26",
+    ],
+)
 def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(SpecError) as caught:
         tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
-    assert "moe_layer_freq" in refused.value.key
+    assert caught.value.key == "train.model.moe_layer_freq"
+
+
+def test_all_mistakes_of_a_tree_are_reported() -> None:
+    tuner = "experiment.auto_tuner"
+    wrong = {
+        "train.model.global_batch_size": None,
+        "train.model.moe_layer_freq": "x",
+        "experiment.runner.nproc_per_node": "many",
+        f"{tuner}.control.run_best": "maybe",
+        f"{tuner}.memory_model.gpu_memory": -1,
+    }
+    overrides = [f"++{key}={value}" if value is not None else f"~{key}" for key, value in wrong.items()]
+    with pytest.raises(SpecError) as caught:
+        tree("train_moe", *overrides)
+    assert {each.key: each.value for each in caught.value.problems} == wrong
+
+
+def test_all_missing_sizes_of_a_tree_are_reported() -> None:
+    missing = ("train.model.num_layers", "train.model.hidden_size", "train.model.seq_length")
+    with pytest.raises(SpecError) as caught:
+        tree("train_dense", *(f"~{key}" for key in missing))
+    assert {each.key for each in caught.value.problems} == set(missing)
+
+
+def test_all_mistakes_of_a_tree_that_serves_are_reported() -> None:
+    tuner = "experiment.auto_tuner"
+    with pytest.raises(SpecError) as caught:
+        tree("serve_vllm", f"++{tuner}.engines=[vllm,other]", f"++{tuner}.performance.metric=speed")
+    assert {(each.key, each.value) for each in caught.value.problems} == {
+        (f"{tuner}.engines", "other"),
+        (f"{tuner}.performance.metric", "speed"),
+    }
 
 
 def test_keys_that_vllm_refuses_are_dropped_and_reported() -> None:

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from flagcore import api
+from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
+from flagcore.report.page.blocks import Table, Text
+from flagcore.report.page.improvements import improvements
 from flagcore.report.page.run import RunData
 from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
@@ -300,3 +303,34 @@ def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
     run = RunData(result=data, folder=Path(), called="", insight={})
     assert "improved" not in _improvement(run, 5560.0, 5560.2)
     assert "from 5,000 to 5,560" in _improvement(run, 5000.0, 5560.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ([({"a": 2}, 0.9), ({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], ["a 2"]),
+        ([({"a": 2, "a_detail": 3}, 0.9)], ["a 2, a_detail 3"]),
+        ([({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], []),
+    ],
+)
+def test_only_faster_changes_of_one_knob_are_improvements(
+    changes: list[tuple[dict[str, int], float]], shown: list[str]
+) -> None:
+    own = {"a": 1, "a_detail": None, "b": 1}
+
+    def nearest(differs: dict[str, int], seconds: float) -> dict[str, Any]:
+        predicted = {"step_time_s": {"value": seconds}, "memory": {"device_used_gib": 1.0}}
+        return {"candidate": {**own, **differs}, "differs": differs, "predicted": predicted}
+
+    near = [(1, nearest({}, 1.0)), *((differs["a"], nearest(differs, seconds)) for differs, seconds in changes)]
+    values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in near]
+    best = {**nearest({}, 1.0), "number": 0, "state": "measured", "role": "search", "fidelity": "run"}
+    result = {"objective": {"name": "step_time_s"}, "best": best, "trials": [], "repeats": [], "fidelity": "run"}
+    knobs = {"a": Knob(name="a"), "a_detail": Knob(name="a_detail", part_of="a"), "b": Knob(name="b")}
+    insight = {"knobs": [{"knob": "a", "best": 1, "values": values}]}
+    section = improvements(RunData(result=result, folder=Path(), insight=insight, knobs=knobs))
+    assert section
+    block = section.blocks[1]
+    assert isinstance(block, Table if shown else Text)
+    if isinstance(block, Table):
+        assert [row[0].text for row in block.rows] == shown

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.api.hardware import inspection
 from flagcore.api.hardware.inspection import doctor
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
@@ -189,8 +190,12 @@ def test_a_request_has_token_ids_and_a_streamed_answer() -> None:
     assert (answer.ttft_s, answer.tpot_s) == (1.0, 1.0)
 
 
-def test_untested_support_is_reported_to_users() -> None:
-    assert any("untested" in part["for"] for part in doctor() if part["name"] == "lmdeploy")
+def test_untested_support_is_reported_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "version", lambda name: "0.18.1")
+    (part,) = [part for part in doctor() if part["name"] == "lmdeploy"]
+    assert (part["ok"], part["mend"]) == ("untested", WORKLOAD.untested)
+    on_chip = [part["ok"] for part in doctor() if "lmdeploy on this chip" in part["for"]]
+    assert True not in on_chip
 
 
 def test_it_is_estimated_with_a_wide_interval_and_no_other_engines_overheads() -> None:

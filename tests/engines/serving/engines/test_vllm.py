@@ -235,6 +235,16 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
         assert error.value.key == f"serve.engine_args.{flag.replace('_', '-')}"
 
 
+def test_all_invalid_values_of_engine_args_are_reported() -> None:
+    given = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
+    with pytest.raises(SpecError) as error:
+        ENGINE.axes(cards(engine_args=given))
+    assert [(each.key, each.value) for each in error.value.problems] == [
+        ("serve.engine_args.max_num_seqs", -5),
+        ("serve.engine_args.enforce_eager", 7),
+    ]
+
+
 def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     with pytest.raises(SpecError, match="kv-offloading-size") as error:
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
