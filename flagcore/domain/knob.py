@@ -191,7 +191,7 @@ class Knob:
         return tuple(dict.fromkeys((self.neutral, *self.effects))) if self.effects else ()
 
     def effect(self, value: KnobValue) -> Effect | None:
-        """Return what `value` changes, or None."""
+        """Return the effect of `value`, or None."""
         return self.effects.get(value)
 
     def compared(self, values: Sequence[KnobValue]) -> Knob:
@@ -215,7 +215,7 @@ class Knob:
         return (f"--{flag.name}", *values)
 
     def named_in(self, mapping: Mapping[str, Any]) -> Any:
-        """Return what `mapping` has under one of the knob's names, or None."""
+        """Return the value of `mapping` under one of the knob's names, or None."""
         return next((mapping[name] for name in self.names if name in mapping), None)
 
     def parse(self, value: object, key: str) -> KnobValue:
