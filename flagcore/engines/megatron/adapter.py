@@ -102,7 +102,7 @@ class Megatron:
     probe_launch = staticmethod(launching.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        only_core = recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
+        only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
