@@ -14,19 +14,25 @@ from flagcore.engines.megatron.settings import SETTINGS, recompute_modules
 from flagcore.spec.knobs import setting_from_text
 
 BY_FLAG = {
-    flag.name: knob
+    flag.name: (knob, flag.word)
     for knob in SETTINGS
-    for flag in (*knob.flags, *(() if knob.flags else (Flag(name=knob.name.replace("_", "-")),)))
+    for flag in (*knob.flags, Flag(name="" if knob.flags else knob.name.replace("_", "-")))
+    if flag.name
 }
-"""Settings by their flags. A user's own program may take flags of flagcore's own settings, too."""
+"""Settings by their flags, and the value that a switch sets if it is one of several.
+
+A user's own program may take flags of flagcore's own settings, too.
+"""
 
 
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
     """Return the settings that the flags of `train.command` give. A flag's last mention counts, as for the engine."""
     found: dict[str, SettingValue] = {}
     for flag, values in _flags_of(_arguments(spec)):
-        if knob := BY_FLAG.get(flag):
-            found |= setting_from_text(knob.name, "true" if knob.kind == "flag" else ",".join(values), SETTINGS)
+        if flag in BY_FLAG:
+            knob, word = BY_FLAG[flag]
+            text = "true" if knob.kind == "flag" else word or ",".join(values)
+            found |= setting_from_text(knob.name, text, SETTINGS)
     return found
 
 
@@ -91,8 +97,12 @@ def _setting_flags(spec: Spec) -> list[str]:
     present, settings = settings_of_command(spec), dict(spec.train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
+    if {**present, **settings}.get("moe_token_dispatcher_type") == "flex":
+        settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # before 0.16 Megatron has no default
     release = spec.train.engine_version
-    flags = (BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in present)
+    flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in present]
+    if settings.get("use_megatron_fsdp") and "--data-parallel-sharding-strategy" not in _arguments(spec):
+        flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # before 0.18 the default is no_shard
     return [word for each in flags for word in each]
 
 

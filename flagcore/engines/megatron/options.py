@@ -176,7 +176,7 @@ def _imbalance(settings: Settings) -> float:
 
 
 def _graph(settings: Settings) -> str:
-    scope = words(settings.get("cuda_graph_scope"))
-    if settings.get("cuda_graph_impl", "none") == "none":
+    scope, kind = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl", "none")
+    if kind == "none":
         return ""
-    return "iteration" if "full_iteration" in scope else "layer"
+    return "iteration" if kind == "full_iteration" or "full_iteration" in scope else "layer"

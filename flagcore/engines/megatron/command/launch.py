@@ -13,7 +13,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.command.trial import Change, Changed, as_trial, launched_by, with_values
-from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, user_command
+from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, release_of, user_command
 from flagcore.engines.megatron.flags import environment, expand, flags
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.errors import LaunchError
@@ -48,7 +48,8 @@ def changed_command(
     task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str, *, for_real: bool = False
 ) -> Changed:
     """Return the command of a candidate: with its knobs and, unless `for_real`, as a trial in `folder`."""
-    table, words = argument_table(task.spec, command), flags(values, task.spec, None)
+    train = replace(task.spec.train, engine_version=release_of(task.spec, command))
+    table, words = argument_table(task.spec, command), flags(values, replace(task.spec, work=train), None)
     names = [flag.name for knob in SPACE_KNOBS for flag in knob.flags]
     specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
     first = with_values(command, table, {spec.dest for spec in specs if spec}, words)

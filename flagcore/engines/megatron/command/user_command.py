@@ -103,10 +103,15 @@ def readable_command(spec: Spec) -> UserCommand | None:
         return None
 
 
-def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
-    """Return the arguments of the release that a command runs: `train.engine_version`, else the one that is found."""
+def release_of(spec: Spec, command: UserCommand) -> str | None:
+    """Return the release of Megatron-LM that a command runs: `train.engine_version`, else the one that is found."""
     path = command.environment.get("PYTHONPATH", spec.envs.get("PYTHONPATH"))
-    return release_table(spec.train.engine_version or _release(command, path))
+    return spec.train.engine_version or _release(command, path)
+
+
+def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
+    """Return the arguments of the release that a command runs, of the newest if that is unknown."""
+    return release_table(release_of(spec, command))
 
 
 @lru_cache(maxsize=64)
