@@ -15,12 +15,12 @@ from flagcore.report.page.run import (
     Record,
     RunData,
     configuration,
+    json_file,
     number,
     objective_text,
     points_of,
     text_file,
     trial_cell,
-    json_file,
 )
 from flagcore.report.text import at_load, drift_text, figures_text, gain_text, limits_text, load_text, state_name
 

@@ -137,7 +137,11 @@ def test_settings_are_flags_once() -> None:
 
 def test_level_of_recompute_of_experts_is_passed_on_as_modules() -> None:
     settings = {"moe_recompute_level": "full", "recompute_modules": "layernorm"}
-    assert flags({}, small.task(settings=settings, command=("run",)).spec, None)[4:] == ["--recompute-modules", "layernorm", "moe"]
+    assert flags({}, small.task(settings=settings, command=("run",)).spec, None)[4:] == [
+        "--recompute-modules",
+        "layernorm",
+        "moe",
+    ]
 
 
 @pytest.mark.parametrize(
