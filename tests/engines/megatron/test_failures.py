@@ -11,8 +11,8 @@ from flagcore.domain.launch import Exit, classify
 from flagcore.engines.megatron.failures import FAILURES
 
 TORCHRUN = """\
-W1121 16:37:35.812000 7400 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 7408 closing signal SIGTERM
-E1121 16:37:35.904000 7400 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1 (pid: 7409) of binary: /venv/bin/python3
+W1121 16:37:35.812000 7400 elastic/multiprocessing/api.py:1028] Sending process 7408 closing signal SIGTERM
+E1121 16:37:35.904000 7400 elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1 (pid: 7409)
 Traceback (most recent call last):
   File "/venv/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 383, in launch_agent
     raise ChildFailedError(
@@ -42,12 +42,12 @@ BARE = """\
 [rank1]: AssertionError
 """
 NAN = """\
-ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0 at iteration #2 invokation #1 (message='found NaN in local forward loss calculation')
+ERROR:megatron.core:Unexpected result nan on rank 0 at iteration #2 (message='found NaN in local forward loss')
 [rank0]: TypeError: expected str, bytes or os.PathLike object, not NoneType
 """
 MEMORY = """\
 [rank1]:     raise torch.OutOfMemoryError(
-[default0]:[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total capacity of 0.68 GiB
+[default0]:[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 1 has a total
 [rank0]: RuntimeError: NCCL error: remote process exited
 """
 PEER = """\
@@ -87,7 +87,7 @@ CAUSES = {
     "a full disk": ("[rank0]: OSError: [Errno 28] No space left on device", 1, "failed", "OSError: [Errno 28]"),
     "a rank that was killed": ("", -9, "failed", "failed (exitcode: -9) local_rank: 1"),
     "a rank that waits for ever": (
-        "[rank0]: RuntimeError: [/gloo/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete",
+        "[rank0]: RuntimeError: [/gloo/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation",
         1,
         "timed_out",
         "RuntimeError: ",

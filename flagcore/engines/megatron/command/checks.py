@@ -25,6 +25,8 @@ from flagcore.spec.validate import joined
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
 """Fields of a model that Megatron-LM's arguments have, too, by the same name."""
+PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
+"""The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
 LONGEST = 60
 """Characters of an argument in a table."""
 
@@ -89,13 +91,15 @@ def command_warnings(spec: Spec) -> list[str]:
     command = readable_command(spec)
     if command is None:
         return _unreadable(spec)
-    effective = argument_table(spec, command).effective(command.arguments)
+    table = argument_table(spec, command)
+    effective = table.effective(command.arguments)
+    written = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
     lines = [
         _(
             "{key} sets {flag} {value}, the spec has {other}: {consequence}",
             key=KEY,
-            flag=f"--{dest.replace('_', '-')}",
-            value=value,
+            flag=written[dest] if dest in written else _("no precision"),
+            value=value if dest in written else "",
             other=other,
             consequence=consequence,
         )
@@ -133,11 +137,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
     for dest, other in wanted.items():
         if dest in effective and other is not None and effective[dest] != other:
             yield dest, effective[dest], other, predicted
-    eighth = "fp8_format" if "fp8_format" in effective else "fp8"
-    has = "fp8" if effective.get(eighth) else next((each for each in ("bf16", "fp16") if effective.get(each)), "fp32")
-    if has != train.precision and not (has == "fp8" and train.precision == "mxfp8"):
-        flag = eighth if has == "fp8" else has
-        yield flag, effective.get(flag) or "", f"precision: {train.precision}", predicted
+    has = next((each for each in ("fp8", "fp4", "bf16", "fp16") if effective.get(each)), "")
+    if train.precision not in PRECISIONS[has]:
+        yield has, effective.get(has), f"precision: {train.precision}", predicted
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
