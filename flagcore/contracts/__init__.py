@@ -6,9 +6,11 @@ from flagcore.contracts.platform import Costs, Launcher, Platform, Plugins, Runn
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
+    EndsEarly,
     InstalledVersion,
     JobRecords,
     KeyWarnings,
+    OwnCommand,
     Packaged,
     Pipelined,
     Predictor,
@@ -23,6 +25,7 @@ from flagcore.contracts.workload import (
     model_parts,
     require_job_records,
     require_prober,
+    steps_wanted,
     untested_reason,
 )
 
@@ -32,6 +35,7 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "Costs",
+    "EndsEarly",
     "Event",
     "History",
     "HistoryReader",
@@ -46,6 +50,7 @@ __all__ = [
     "Launcher",
     "MemoryModel",
     "OnEvent",
+    "OwnCommand",
     "Packaged",
     "Pipelined",
     "Platform",
@@ -68,5 +73,6 @@ __all__ = [
     "model_parts",
     "require_job_records",
     "require_prober",
+    "steps_wanted",
     "untested_reason",
 ]

@@ -13,8 +13,10 @@ import numpy as np
 
 from flagcore.contracts import (
     Breakdown,
+    EndsEarly,
     JobRecords,
     KeyWarnings,
+    OwnCommand,
     Pipelined,
     Prober,
     PruningRule,
@@ -27,7 +29,6 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import AUTO, Task
-from flagcore.domain.trial import TrialState
 from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import (
     launching,
@@ -41,6 +42,8 @@ from flagcore.engines.megatron import (
 )
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
+from flagcore.engines.megatron.command.checks import command_changes
+from flagcore.engines.megatron.failures import FAILURES
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
@@ -83,7 +86,7 @@ class Megatron:
     axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        options.check(task, options.settings_in_force(task.spec.train))
+        options.check(task, options.settings_in_force(task.spec))
         return (*legality.rules(task), *setting_rules.setting_rules(task))
 
     labels = prediction.LABELS
@@ -102,6 +105,8 @@ class Megatron:
     launch = staticmethod(launching.launch)
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
+    steps_wanted = staticmethod(reading.steps_wanted)
+    command_changes = staticmethod(command_changes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
     stage_ranks = staticmethod(probing.stage_ranks)
@@ -109,7 +114,7 @@ class Megatron:
     probe_launch = staticmethod(launching.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        only_core = recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
+        only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
@@ -141,13 +146,7 @@ class Megatron:
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return (
-            FailurePattern(pattern=r"^out of memory:", state=TrialState.OUT_OF_MEMORY),
-            FailurePattern(pattern=r"OutOfMemoryError|can't allocate memory", state=TrialState.OUT_OF_MEMORY),
-            FailurePattern(pattern=r"^invalid configuration:", state=TrialState.INVALID),
-            FailurePattern(pattern=r"Watchdog caught collective operation timeout", state=TrialState.TIMED_OUT),
-            FailurePattern(pattern=r"^(\[rank\d+\]: )?(AssertionError|ValueError)\b", state=TrialState.INVALID),
-        )
+        return FAILURES
 
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
@@ -183,7 +182,18 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, ReleaseCheck, Protocol):
+class _Capabilities(
+    Workload,
+    Prober,
+    Breakdown,
+    EndsEarly,
+    JobRecords,
+    KeyWarnings,
+    OwnCommand,
+    Pipelined,
+    ReleaseCheck,
+    Protocol,
+):
     """What Megatron implements, for mypy."""
 
 

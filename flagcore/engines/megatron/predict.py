@@ -92,13 +92,13 @@ def training(task: Task) -> Training:
     """
     train = task.spec.train
     kind = train.implementation or (
-        "trial" if train.command is None else implementation_of_command(train.command) or "transformer_engine"
+        "trial" if train.command is None else implementation_of_command(task.spec) or "transformer_engine"
     )
     return Training(
         model=task.spec.model,
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
-        precision=precision(train, settings_in_force(train)),
+        precision=precision(train, settings_in_force(task.spec)),
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",

@@ -13,7 +13,18 @@ from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.knobs import FULL
 from flagcore.engines.megatron.options import Settings, numbers, precision, schedule, settings_in_force
-from flagcore.engines.megatron.rules import DIST_OPT, DP, EP, GRANULARITY, MBS, PP, RECOMPUTE, SP, VIRTUAL
+from flagcore.engines.megatron.rules import (
+    DIST_OPT,
+    DP,
+    EP,
+    GRANULARITY,
+    MBS,
+    NEED_DIST_OPT,
+    PP,
+    RECOMPUTE,
+    SP,
+    VIRTUAL,
+)
 from flagcore.engines.megatron.split import Split
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
@@ -23,7 +34,7 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of those settings that are on."""
-    settings, split = settings_in_force(task.spec.train), Split.of(task)
+    settings, split = settings_in_force(task.spec), Split.of(task)
     sharded = bool(settings.get("use_megatron_fsdp"))
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 
@@ -39,7 +50,7 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
                 message=f"{name} needs {DIST_OPT}",
                 broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
             )
-            for name in ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+            for name in NEED_DIST_OPT
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(

@@ -18,7 +18,7 @@ from flagcore.errors import FlagError
 from tests import small
 
 TASK = small.task(control=Control(train_iters=5, warmup_iters=1))
-COMMAND = small.task(control=Control(train_iters=5, warmup_iters=1), command=("bash", "pretrain.sh"))
+COMMAND = small.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))
 ONE = small.candidate(data_parallel_size=4)
 STEPS = [{"step_time_s": seconds, "loss": 7.0, "grad_norm": 1.0} for seconds in (9.0, 2.0, 1.0, 4.0, 3.0)]
 METRICS: dict[str, Any] = {
@@ -172,10 +172,13 @@ def test_effective_values_are_what_megatron_printed_in_our_types(tmp_path: Path)
 
 def test_progress_continues_reading_at_the_last_position(tmp_path: Path) -> None:
     progress = WORKLOAD.progress(COMMAND, str(tmp_path))
-    line = " iteration 1/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
+    first, second, third = (
+        f" iteration {number}/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
+        for number in (1, 2, 3)
+    )
     file = tmp_path / "stdout.log"
     seen = []
-    for written in ("", line[:60], line[60:], "talk\n" + line, line[:-1]):
+    for written in ("", first[:60], first[60:], "talk\n" + second, third[:-1]):
         with file.open("a") as log_file:
             log_file.write(written)
         seen.append(len(progress()))
@@ -203,3 +206,19 @@ def test_an_implausibly_short_step_time_is_refused(tmp_path: Path) -> None:
         "".join(json.dumps({**STEPS[0], "step_time_s": 5e-324}) + "\n" for _ in "abc")
     )
     assert "cannot be" in refusal(tmp_path, partial=True)
+
+
+def test_steps_that_the_loss_scale_skipped_do_not_count(tmp_path: Path) -> None:
+    line = " iteration {}/ 4 | elapsed time per iteration (ms): {} |{} number of skipped iterations:   {} |\n"
+    skipped = [line.format(number, "100.0", "", 1) for number in (1, 2, 3, 4)]
+    (tmp_path / "stdout.log").write_text("".join(skipped))
+    with pytest.raises(FlagError, match="skipped"):
+        WORKLOAD.read(COMMAND, ONE, str(tmp_path))
+    done = [line.format(number, "200.0", " lm loss: 7.0 |", 0) for number in (3, 4)]
+    (tmp_path / "stdout.log").write_text("".join([*skipped[:2], *done]))
+    assert WORKLOAD.read(COMMAND, ONE, str(tmp_path)).step_times_s == (0.2, 0.2)
+
+
+def test_only_a_command_is_stopped_after_its_steps() -> None:
+    assert WORKLOAD.steps_wanted(COMMAND) == 5
+    assert WORKLOAD.steps_wanted(TASK) is None

@@ -1,0 +1,169 @@
+"""Checks of a user's command before its first trial: what can only fail, contradicts the spec, or is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.secrets import redact_text
+from flagcore.domain.spec import Spec
+from flagcore.engines.megatron.command.arguments import ArgumentProblem
+from flagcore.engines.megatron.command.launch import changed_command
+from flagcore.engines.megatron.command.trial import KNOB, Change
+from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
+from flagcore.engines.megatron.flags import environment
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.errors import SpecError, joined
+from flagcore.files import read_regular
+from flagcore.i18n import _
+
+KEY = "train.command"
+SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
+"""Fields of a model that Megatron-LM's arguments have, too, by the same name."""
+PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
+"""The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
+LONGEST = 60
+"""Characters of an argument in a table."""
+
+
+def check_command(spec: Spec) -> None:
+    """Raise SpecError with all that makes every trial of the user's command fail."""
+    command = user_command(spec)
+    problems = list(_problems(spec, command)) if command else []
+    if problems:
+        raise joined(problems)
+
+
+def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
+    program = Path(command.directory, command.program[-1])
+    if program.suffix == ".py" and not program.is_file():
+        fix = "correct the path, or set train.directory to the folder that it starts at"
+        yield SpecError(key=KEY, value=str(program), problem="is a program that does not exist", fix=fix)
+    table = argument_table(spec, command)
+    for problem in table.parse(command.arguments)[1]:
+        if not _is_programs_own(problem, command):
+            value = " ".join(filter(None, (problem.flag, problem.value)))
+            yield SpecError(key=KEY, value=value, problem=problem.problem, fix=problem.fix)
+    effective = table.effective(command.arguments)
+    if effective.get("use_checkpoint_args") and "num_layers" not in effective:
+        fix = "give the arguments of the model"
+        yield SpecError(key=KEY, value="--use-checkpoint-args", problem="has no effect: a trial loads none", fix=fix)
+    yield from _wrong_number_of_processes(spec, command)
+
+
+def _wrong_number_of_processes(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
+    nodes, devices = spec.cluster.nodes, spec.cluster.devices_per_node
+    if not command.launcher and not command.prefix and nodes * (devices or 1) > 1:
+        problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
+        yield SpecError(key=KEY, value=" ".join(command.program), problem=problem, fix="start it with torchrun")
+    nnodes = command.option("nnodes")
+    if nodes > 1 and nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
+        problem = f"contradicts cluster.nodes = {nodes}"
+        yield SpecError(key=KEY, value=" ".join(nnodes.words), problem=problem, fix="use the same number")
+
+
+def _is_programs_own(problem: ArgumentProblem, command: UserCommand) -> bool:
+    """Return whether the program or its tree may define an argument that no release of Megatron-LM has."""
+    if "not an argument" not in problem.problem:
+        return False
+    program = Path(command.directory, command.program[-1])
+    if program.suffix != ".py":
+        return True
+    quoted = re.compile(rb"[\"']" + re.escape(problem.flag.encode()) + rb"[\"']")
+    files = [program, *program.parent.glob("*.py"), *program.parent.glob("megatron/training/**/*.py")]
+    return any(quoted.search(_content(file)) for file in files)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_regular(file)
+    except OSError:
+        return b""
+
+
+def command_warnings(spec: Spec) -> list[str]:
+    """Return a line for what a command sets differently from the spec, and for what of a script does not run."""
+    command = readable_command(spec)
+    if command is None:
+        return _unreadable(spec)
+    table = argument_table(spec, command)
+    effective = table.effective(command.arguments)
+    written = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
+    lines = [
+        _(
+            "{key} sets {flag} {value}, the spec has {other}: {consequence}",
+            key=KEY,
+            flag=written[dest] if dest in written else _("no precision"),
+            value=value if dest in written else "",
+            other=other,
+            consequence=consequence,
+        )
+        for dest, value, other, consequence in _contradictions(spec, effective)
+    ]
+    fixed = [
+        f"--{flag.name}" for knob in SPACE_KNOBS for flag in knob.flags if flag.name.replace("-", "_") in effective
+    ]
+    if fixed:
+        lines.append(
+            _("{key} sets {flags}: candidates replace them by their own values", key=KEY, flags=", ".join(fixed))
+        )
+    return lines
+
+
+def _unreadable(spec: Spec) -> list[str]:
+    if spec.train.command is None:
+        return []
+    try:
+        user_command(spec)
+    except SpecError as error:
+        return [str(error)]
+    return [_("{key} starts no program of Megatron-LM: its arguments cannot be read or changed", key=KEY)]
+
+
+def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[str, object, object, str]]:
+    train, model = spec.train, spec.model
+    replaced, predicted = _("the spec's is used"), _("predictions are of the spec's")
+    for dest in ("seq_length", "global_batch_size"):
+        if effective.get(dest, getattr(train, dest)) != getattr(train, dest):
+            yield dest, effective[dest], getattr(train, dest), replaced
+    wanted = {name: getattr(model, name) for name in SHAPE} | {"num_experts": model.num_moe_experts}
+    if effective.get("group_query_attention"):
+        wanted["num_query_groups"] = model.num_query_groups
+    for dest, other in wanted.items():
+        if dest in effective and other is not None and effective[dest] != other:
+            yield dest, effective[dest], other, predicted
+    has = next((each for each in ("fp8", "fp4", "bf16", "fp16") if effective.get(each)), "")
+    if train.precision not in PRECISIONS[has]:
+        yield has, effective.get(has), f"precision: {train.precision}", predicted
+
+
+def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
+    """Return what trials change of the user's command, a line a reason, and what of a script they leave out."""
+    task, values = platform.task, candidate.as_dict()
+    command = user_command(task.spec, {**platform.environment, **environment(values)})
+    if command is None:
+        return []
+    changes = changed_command(task, command, values, "{run}/trials/{trial}").changes
+    shown = [each for each in changes if each.why != KNOB and (each.before or each.flag == "--train-iters")]
+    lines = [_("trials change {count} arguments of {key}:", count=len(shown), key=KEY)]
+    for why in dict.fromkeys(each.why for each in shown):
+        lines.append(f"  {why}: {', '.join(_change(each) for each in shown if each.why == why)}")
+    if command.skipped:
+        lines.append(_("trials leave out of the script:"))
+        lines += [f"  {_short(redact_text(words))}" for words in command.skipped]
+    return ["\n".join(lines)]
+
+
+def _change(change: Change) -> str:
+    before, after = _short(change.before), _short(change.after)
+    if not after:
+        return _("{flag} removed", flag=before)
+    return f"{before} -> {after.removeprefix(change.flag).strip()}" if before else after
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

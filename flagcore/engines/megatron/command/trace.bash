@@ -1,0 +1,200 @@
+# Sourced by bash, through BASH_ENV, before a user's script: runs what only computes, and records and skips the rest.
+#
+# A DEBUG trap sees each simple command before it runs. Assignments, builtins, functions and tools that only read run as
+# written. All others are skipped with status 0; a file per command in FLAGCORE_TRACE has its kind, its directory, the
+# number of its words, its expanded words, and the variables that it would have received, each ended by NUL.
+
+__fc_tools=' arch awk basename bc cat cut date df dirname du egrep expr false fgrep find free gawk getconf grep head
+ hostname id jq locale logname ls lscpu lspci mawk nproc nvidia-smi numfmt printenv pwd readlink realpath rev rocm-smi
+ mx-smi ixsmi cnmon sed seq sort stat tac tail test tr true uname uniq wc which whoami '
+__fc_tools=${__fc_tools//$'\n'/ }
+__fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap '
+__fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
+__fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
+__fc_count=0 __fc_busy=0
+
+# Split $1 at its top-level spaces into __fc_words, as written; __fc_redirections is what follows the words.
+__fc_split() {
+  local text=$1 word= context= char pair rest i=0
+  __fc_words=() __fc_redirections=
+  while ((i < ${#text})); do
+    char=${text:i:1} pair=${text:i:2}
+    case $char in
+      '\') word+=$pair; ((i += 2)); continue ;;
+      "'") if [[ ${context: -1} != '"' ]]; then
+             rest=${text:i+1} rest=${rest%%\'*}
+             word+="'$rest'"; ((i += ${#rest} + 2)); continue
+           fi ;;
+      '"' | '`') if [[ ${context: -1} == "$char" ]]; then context=${context%?}; else context+=$char; fi ;;
+      '$') if [[ $pair == '$(' || $pair == '${' ]]; then
+             context+=${pair:1} word+=$pair; ((i += 2)); continue
+           fi ;;
+      '(') [[ ${context: -1} == '"' ]] || context+='(' ;;
+      ')') [[ ${context: -1} != '(' ]] || context=${context%?} ;;
+      '}') [[ ${context: -1} != '{' ]] || context=${context%?} ;;
+      '<' | '>') if [[ -z $context && $pair == ?'(' ]]; then
+                   context='(' word+=$pair; ((i += 2)); continue
+                 elif [[ -z $context ]]; then
+                   [[ $word =~ ^([0-9]*|&|\{.*\})$ ]] || __fc_words+=("$word")
+                   __fc_redirections=$word${text:i}; return
+                 fi ;;
+      ' ' | $'\t' | $'\n') if [[ -z $context ]]; then
+                   [[ -z $word ]] || __fc_words+=("$word")
+                   word=; ((i += 1)); continue
+                 fi ;;
+    esac
+    word+=$char; ((i += 1))
+  done
+  [[ -z $word ]] || __fc_words+=("$word")
+}
+
+# Whether redirections write a file. A ">" in a here-document counts, too: nothing must be written by mistake.
+__fc_writes() {
+  local rest=$1
+  while [[ $rest =~ ([0-9]*|\&)\>+\|?\ *(\&\ ?[0-9-]+|\&?\ ?/dev/(null|stdout|stderr|tty|fd/[0-9]+)) ]]; do
+    rest=${rest/"${BASH_REMATCH[0]}"/}
+  done
+  [[ $rest == *'>'* ]]
+}
+
+# Whether the command $1 runs as written. If not, __fc_asked, __fc_exports and __fc_to are its words, the assignments
+# before them, and its redirections, all as written.
+__fc_look() {
+  local IFS=$' \t\n' text=$1 status
+  shopt -s extdebug
+  if ((__fc_busy)) || [[ $text == __fc_* || ($text == 'trap - DEBUG' && ${FUNCNAME[1]-} == __fc_decide) ]]; then
+    return 0
+  fi
+  __fc_busy=1
+  __fc_runs "$text"
+  status=$?
+  __fc_busy=0
+  return "$status"
+}
+
+__fc_runs() {
+  local text=$1 exports=
+  while [[ $text =~ ^(\!|time|time -p)\ (.*)$ ]]; do text=${BASH_REMATCH[2]}; done
+  [[ $text =~ ^(\[\[|\(\(|for|case|select|function)([[:space:]]|$|\() || $text =~ ${__fc_assignment}\( ]] && return 0
+  __fc_split "$text"
+  while ((${#__fc_words[@]})) && [[ ${__fc_words[0]} =~ $__fc_assignment ]]; do
+    exports+=" ${__fc_words[0]}"; __fc_words=("${__fc_words[@]:1}")
+  done
+  ((${#__fc_words[@]})) || return 0
+  if [[ ${__fc_words[0]} == '[' || ${__fc_words[0]} =~ ^[A-Za-z0-9_./:+-]+$ ]] && ! __fc_writes "$__fc_redirections"; then
+    case ${__fc_words[0]##*/} in
+      command | env | find | sed | sort | source | .) ;;
+      *) __fc_harmless "${__fc_words[@]}" && return 0 ;;
+    esac
+  fi
+  __fc_asked=${__fc_words[*]} __fc_exports=$exports __fc_to=$__fc_redirections
+  return 1
+}
+
+# Whether a command with these words only computes.
+__fc_harmless() {
+  local name=$1
+  shift
+  [[ $name == command && ${1-} == -[vV] ]] && return 0
+  case $(type -t -- "$name") in
+    function) return 0 ;;
+    builtin) [[ $__fc_skipped_builtins != *" $name "* && $name != exec && $name != command ]]; return ;;
+  esac
+  case ${name##*/} in
+    sed) [[ " $* " != *' -i'* && " $* " != *' --in-place'* ]]; return ;;
+    find) [[ " $* " != *' -delete '* && " $* " != *' -exec'* && " $* " != *' -ok'* && " $* " != *' -f'[pl]* ]]; return ;;
+    sort) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
+    env) (($# == 0)); return ;;
+    python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
+  esac
+  [[ $__fc_tools == *" ${name##*/} "* ]]
+}
+
+# Write the record of a command: its kind, and its words.
+__fc_record() {
+  [[ -z $__fc_exports ]] || eval "export$__fc_exports"
+  { printf '%s\0' "$1" "$PWD" "$(($# - 1))" "${@:2}"; command env -0; } > "$FLAGCORE_TRACE/$BASHPID.$RANDOM$RANDOM"
+}
+
+# Refuse a script whose blocks write files: no trap sees their redirections.
+__fc_check_blocks() {
+  local line
+  [[ -f $1 && -r $1 ]] || return 0
+  line=$(command grep -nE "$__fc_block" -- "$1" | command grep -vE '(>|&)[[:space:]]*/dev/null' | command head -n 1)
+  [[ -z $line ]] || (__fc_exports= __fc_record block "$1:$line")
+  [[ -z $line ]]
+}
+
+# Decide on the command with the expanded words __fc_call, in a subshell: 0 to skip it, 1 to run it, 3 to end the script.
+# Functions that write a file run here, without that, and their commands are traced.
+__fc_decide() {
+  trap - DEBUG
+  local IFS=$' \t\n' first=${__fc_call[0]-}
+  ((${#__fc_call[@]})) || return 1
+  if [[ $first == source || $first == . ]]; then
+    __fc_check_blocks "${__fc_call[1]-}" || return 3
+  fi
+  if ! __fc_writes "$__fc_to"; then
+    __fc_harmless "${__fc_call[@]}" && return 1
+  elif [[ $first == eval || $first == source || $first == . || $(type -t -- "$first") == function ]]; then
+    trap "$__fc_trap" DEBUG
+    "${__fc_call[@]}"
+    return 0
+  fi
+  __fc_unwrap
+  if ((${#__fc_call[@]})); then
+    __fc_leave
+    [[ $first != exec ]] || return 3
+  fi
+  return 0
+}
+
+# Record the command in __fc_call, or trace the script that it starts.
+__fc_leave() {
+  case ${__fc_call[0]##*/} in
+    bash | sh | dash) __fc_child "${__fc_call[@]:1}" ;;
+    *) if __fc_is_script "${__fc_call[0]}"; then __fc_child "${__fc_call[@]}"; else __fc_record skipped "${__fc_call[@]}"; fi ;;
+  esac
+}
+
+# Remove from __fc_call what only passes a command on; what `env` sets goes to __fc_exports.
+__fc_unwrap() {
+  while ((${#__fc_call[@]})); do
+    case ${__fc_call[0]##*/} in
+      exec | command | nohup | setsid) __fc_call=("${__fc_call[@]:1}") ;;
+      env)
+        [[ ${__fc_call[1]-} == -* ]] && return
+        __fc_call=("${__fc_call[@]:1}")
+        while [[ ${__fc_call[0]-} == *=* ]]; do
+          __fc_exports+=" ${__fc_call[0]%%=*}=$(printf %q "${__fc_call[0]#*=}")"; __fc_call=("${__fc_call[@]:1}")
+        done ;;
+      *) return ;;
+    esac
+  done
+}
+
+__fc_is_script() {
+  local line=
+  [[ $1 == */* && ${1##*/} != torchrun && -f $1 && -r $1 ]] || return 1
+  IFS= read -r line < "$1" 2> /dev/null
+  [[ $line =~ ^\#\!.*/(env\ )?(ba|da)?sh ]]
+}
+
+__fc_child() {
+  [[ -z $__fc_exports ]] || eval "export$__fc_exports"
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash "$@"
+}
+
+# Act on a decision; the status says whether bash skips the command: 0 is yes.
+__fc_act() {
+  [[ $1 != 3 ]] || exit 0
+  ((++__fc_count < 300)) || exit 0
+  [[ $1 == 0 ]]
+}
+
+export -n BASH_ENV FLAGCORE_TRACE
+[[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
+set -T
+# The words are expanded in the script's own context, and in a subshell: there, too, the trap sees their commands.
+__fc_trap='__fc_look "$BASH_COMMAND" || { (eval "__fc_call=($__fc_asked)"; __fc_decide "$@"); ! __fc_act $?; }'
+trap "$__fc_trap" DEBUG
