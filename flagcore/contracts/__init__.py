@@ -6,9 +6,11 @@ from flagcore.contracts.platform import Costs, Launcher, Platform, Plugins, Runn
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
+    EndsEarly,
     InstalledVersion,
     JobRecords,
     KeyWarnings,
+    OwnCommand,
     Packaged,
     Pipelined,
     Predictor,
@@ -22,6 +24,7 @@ from flagcore.contracts.workload import (
     model_parts,
     require_job_records,
     require_prober,
+    steps_wanted,
     untested_reason,
 )
 
@@ -31,6 +34,7 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "Costs",
+    "EndsEarly",
     "Event",
     "History",
     "HistoryReader",
@@ -45,6 +49,7 @@ __all__ = [
     "Launcher",
     "MemoryModel",
     "OnEvent",
+    "OwnCommand",
     "Packaged",
     "Pipelined",
     "Platform",
@@ -66,5 +71,6 @@ __all__ = [
     "model_parts",
     "require_job_records",
     "require_prober",
+    "steps_wanted",
     "untested_reason",
 ]

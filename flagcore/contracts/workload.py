@@ -159,6 +159,22 @@ class Pipelined(Protocol):
 
 
 @runtime_checkable
+class EndsEarly(Protocol):
+    """Optional: a trial is measured once it has finished some steps, whatever its program does then."""
+
+    def steps_wanted(self, task: Task) -> int | None:
+        """Return after how many steps a trial is stopped and read; None if its program ends by itself."""
+
+
+@runtime_checkable
+class OwnCommand(Protocol):
+    """Optional: trials run a command of the user's with some other arguments."""
+
+    def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
+        """Return what a trial changes of the command and leaves out, as lines; the candidate's knobs apart."""
+
+
+@runtime_checkable
 class JobRecords(Protocol):
     """Optional: job records, which are published runs, can be predicted."""
 
@@ -244,6 +260,11 @@ def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
 def labels_of(workload: Workload) -> Labels:
     """Return `Breakdown.labels`, none for an engine without."""
     return workload.labels if isinstance(workload, Breakdown) else Labels()
+
+
+def steps_wanted(workload: Workload, task: Task) -> int | None:
+    """Return `EndsEarly.steps_wanted`, None for an engine without."""
+    return workload.steps_wanted(task) if isinstance(workload, EndsEarly) else None
 
 
 def untested_reason(workload: Workload) -> str:

@@ -94,13 +94,11 @@ def effects_of_row(task: Task, columns: Columns) -> list[Effect]:
 
 
 def with_flags(task: Task, effects: Sequence[Effect]) -> Task:
-    """Return `task` with the flags of effects in the user's own command, before the engine's own flags."""
-    flags, work = [flag for effect in effects for flag in effect.flags], task.spec.work
+    """Return `task` with the flags of effects for the user's own command."""
+    flags, work = tuple(flag for effect in effects for flag in effect.flags), task.spec.work
     if not flags or not isinstance(work, TrainSpec) or work.command is None:
         return task
-    command = [word for each in work.command for word in ((*flags, each) if each == "{flags}" else (each,))]
-    command = command if "{flags}" in command else [*command, *flags]
-    return replace(task, spec=replace(task.spec, work=replace(work, command=tuple(command))))
+    return replace(task, spec=replace(task.spec, work=replace(work, flags=flags)))
 
 
 def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:

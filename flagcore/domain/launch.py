@@ -19,7 +19,9 @@ class Launch:
     `folder` receives `stdout.log`, `stderr.log`, `launch.json` and the files of the program.
     `environment` is added to the launcher's own. `memory_limit_bytes` bounds the whole tree of
     processes on one node (None: no limit), `timeout_seconds` its wall-clock time. `ready` are URLs of a server that is
-    started for users: it is ready when all of them answer 200, and is reached at the root of the first.
+    started for users: it is ready when all of them answer 200, and is reached at the root of the first. `{master_port}`
+    in a word of a trial's `argv` stands for its MASTER_PORT. `leaves_out` are commands that the user's script runs,
+    too; `missing` says what the user must add before it can be started for real, empty for nothing.
     """
 
     argv: tuple[str, ...]
@@ -30,6 +32,8 @@ class Launch:
     memory_limit_bytes: int | None = None
     disk_limit_bytes: int = 2 << 30
     ready: tuple[str, ...] = ()
+    leaves_out: tuple[str, ...] = ()
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,10 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePattern:
-    """A regular expression for one log line and what it means. `advice` is added to the trial's reason."""
+    """A regular expression for one log line and what it means.
+
+    The line is the trial's reason, or its group `reason` where there is one; `advice` is added to it.
+    """
 
     pattern: str
     state: TrialState
@@ -86,8 +93,9 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
         return _ENDED_BY[ended.ended_by]
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
         for line in lines:
-            if re.search(known.pattern, line):
-                return known.state, _without(known.state, line) + (f" ({known.advice})" if known.advice else "")
+            if found := re.search(known.pattern, line):
+                reason = _without(known.state, found.groupdict().get("reason") or line)
+                return known.state, reason + (f" ({known.advice})" if known.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
     how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"

@@ -143,6 +143,8 @@ class LocalLauncher:
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: marker, **launch.environment}
         if "MASTER_PORT" not in environment:
             environment["MASTER_PORT"] = str(free_port())
+        argv = (word.replace("{master_port}", environment["MASTER_PORT"]) for word in launch.argv)
+        launch = replace(launch, argv=tuple(argv))
         folder = os.path.abspath(launch.folder)
         directory = os.path.abspath(launch.directory or folder)
         order = _encode_order(launch, environment, folder, directory)

@@ -1,4 +1,4 @@
-"""measure: wait for a trial, stop it early if it is too slow, and return its outcome.
+"""measure: wait for a trial, stop it once its steps are done or if it is too slow, and return its outcome.
 
 A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took more than
 `EARLY_STOP_RATIO` times the best trial's median step: even if all further steps were as fast, it would lose. Its
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flagcore.contracts import Platform, Running, Telemetry, Workload
+from flagcore.contracts import Platform, Running, Telemetry, Workload, steps_wanted
 from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
@@ -25,6 +25,8 @@ from flagcore.errors import FlagError
 LOG = logging.getLogger("flagcore")
 EARLY_STOP_RATIO = 1.5
 POLL_SECONDS = 0.5
+ENDED_AFTER_STEPS = (None, "disk", "timeout")
+"""How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
 MEMORY = "memory_used_bytes"
 """The name of memory in use in telemetry."""
 POWER_LIMIT = "power_limit_watts"
@@ -42,19 +44,26 @@ def measure(
     is re-raised.
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
-    warmup = platform.task.spec.control.warmup_iters
+    warmup, wanted = platform.task.spec.control.warmup_iters, steps_wanted(workload, platform.task)
     beaten_by: Trial | None = None
+    stopped = False
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
-            if best and _is_too_slow(progress(), warmup, best):
+            steps = progress() if best or wanted else ()
+            stopped = wanted is not None and len(steps) >= wanted
+            if not stopped and best and _is_too_slow(steps, warmup, best):
                 beaten_by = best
+            if stopped or beaten_by:
                 ended = running.stop()
                 break
     except BaseException:
         running.stop()
         raise
-    outcome = _outcome(ended, beaten_by, platform, workload, trial, folder)
+    done = wanted is not None and len(progress()) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
+    outcome = _outcome(ended, beaten_by, platform, workload, trial, folder, done=stopped or done)
+    if wanted and outcome.state is TrialState.MEASURED and not stopped:
+        outcome = replace(outcome, reason=_remark(ended, folder, platform, workload, len(progress()), wanted))
     if outcome.measurement:
         outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
     return replace(outcome, duration_s=ended.duration_s)
@@ -78,10 +87,27 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
     return replace(measured, telemetry=readings.summary(), device_used_bytes=used, devices=devices, slow=slow)
 
 
+def _remark(ended: Exit, folder: str, platform: Platform, workload: Workload, steps: int, wanted: int) -> str | None:
+    """Return what is unusual about the end of a measured trial that ended by itself, None for nothing."""
+    if steps < wanted:
+        return f"it ended after {steps} of {wanted} steps"
+    if ended.code == 0 and ended.ended_by is None:
+        return None
+    patterns = (*platform.failure_patterns, *workload.failure_patterns())
+    return f"all its steps are measured; it failed after them: {failure(ended, folder, patterns)[1]}"[:LONGEST_REASON]
+
+
 def _outcome(
-    ended: Exit, beaten_by: Trial | None, platform: Platform, workload: Workload, trial: Trial, folder: str
+    ended: Exit,
+    beaten_by: Trial | None,
+    platform: Platform,
+    workload: Workload,
+    trial: Trial,
+    folder: str,
+    *,
+    done: bool,
 ) -> Trial:
-    if (ended.code == 0 and ended.ended_by is None) or beaten_by:
+    if (ended.code == 0 and ended.ended_by is None) or beaten_by or done:
         try:
             measured = workload.read(engine_task(platform.task), trial.candidate, folder, partial=beaten_by is not None)
         except FlagError as error:

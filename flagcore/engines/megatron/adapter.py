@@ -11,18 +11,29 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
+from flagcore.contracts import (
+    Breakdown,
+    EndsEarly,
+    JobRecords,
+    KeyWarnings,
+    OwnCommand,
+    Pipelined,
+    Prober,
+    PruningRule,
+    Workload,
+)
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import AUTO, Task
-from flagcore.domain.trial import TrialState
 from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import launching, options, probing, published, reading, setting_rules, unused_keys
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
+from flagcore.engines.megatron.command.checks import command_changes
+from flagcore.engines.megatron.failures import FAILURES
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
@@ -82,6 +93,8 @@ class Megatron:
     launch = staticmethod(launching.launch)
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
+    steps_wanted = staticmethod(reading.steps_wanted)
+    command_changes = staticmethod(command_changes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
     stage_ranks = staticmethod(probing.stage_ranks)
@@ -121,13 +134,7 @@ class Megatron:
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        return (
-            FailurePattern(pattern=r"^out of memory:", state=TrialState.OUT_OF_MEMORY),
-            FailurePattern(pattern=r"OutOfMemoryError|can't allocate memory", state=TrialState.OUT_OF_MEMORY),
-            FailurePattern(pattern=r"^invalid configuration:", state=TrialState.INVALID),
-            FailurePattern(pattern=r"Watchdog caught collective operation timeout", state=TrialState.TIMED_OUT),
-            FailurePattern(pattern=r"^(\[rank\d+\]: )?(AssertionError|ValueError)\b", state=TrialState.INVALID),
-        )
+        return FAILURES
 
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
@@ -163,7 +170,7 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Protocol):
+class _Capabilities(Workload, Prober, Breakdown, EndsEarly, JobRecords, KeyWarnings, OwnCommand, Pipelined, Protocol):
     """What Megatron implements, for mypy."""
 
 

@@ -8,6 +8,7 @@ from itertools import takewhile
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag
 from flagcore.domain.spec import SettingValue, TrainSpec
+from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.settings import SETTINGS, recompute_modules
 from flagcore.spec.knobs import setting_from_text
@@ -20,21 +21,27 @@ BY_FLAG = {
 """Settings by their flags. A user's own program may take flags of flagcore's own settings, too."""
 
 
-def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
-    """Return the settings that the flags of a command give. A flag's last mention counts, as for the engine."""
+def settings_of_command(train: TrainSpec) -> dict[str, SettingValue]:
+    """Return the settings that the flags of `train.command` give. A flag's last mention counts, as for the engine."""
     found: dict[str, SettingValue] = {}
-    for flag, values in _flags_of(command):
+    for flag, values in _flags_of(_arguments(train)):
         if knob := BY_FLAG.get(flag):
             found |= setting_from_text(knob.name, "true" if knob.kind == "flag" else ",".join(values), SETTINGS)
     return found
 
 
-def implementation_of_command(command: Sequence[str]) -> str | None:
-    """Return whose layers a command asks for, or None."""
-    for flag, values in _flags_of(command):
+def implementation_of_command(train: TrainSpec) -> str | None:
+    """Return whose layers `train.command` asks for, or None."""
+    for flag, values in _flags_of(_arguments(train)):
         if flag == "transformer-impl":
             return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
     return None
+
+
+def _arguments(train: TrainSpec) -> Sequence[str]:
+    """Return the arguments of the program that `train.command` starts, or all its words if that is unknown."""
+    command = readable_command(train)
+    return command.arguments if command else train.command or ()
 
 
 def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -48,7 +55,7 @@ def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:
     """Return Megatron's flags for a candidate; with `train_iters`, those that cut a trial short."""
-    result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size)]
+    result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
     for knob in SPACE_KNOBS:
         result += knob.arguments(candidate.get(knob.name), train.engine_version)
     result += _setting_flags(train)
@@ -80,7 +87,7 @@ def expand(
 
 def _setting_flags(train: TrainSpec) -> list[str]:
     """Return the flags of the spec's settings that its own command does not have."""
-    present, settings = settings_of_command(train.command or ()), dict(train.settings)
+    present, settings = settings_of_command(train), dict(train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
     flags = (

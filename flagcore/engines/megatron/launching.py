@@ -13,7 +13,8 @@ from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec, TrainSpec
-from flagcore.engines.megatron.flags import environment, expand, flags
+from flagcore.engines.megatron.command.checks import check_command
+from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import DEFAULTS, TRIAL, schedule
 from flagcore.errors import LaunchError, NoDevice, SpecError
@@ -37,6 +38,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
     train = spec.train
     _settings_run(train)
     if train.command is not None:
+        check_command(spec)
         return
     if spec.cluster.groups:
         chips, problem = [group.chip for group in spec.cluster.groups], "are more kinds of chips than one machine has"
@@ -113,11 +115,8 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
 
     Raises LaunchError if that cannot be done.
     """
-    spec, values = platform.task.spec, candidate.as_dict()
-    if spec.train.command is not None:
-        given = flags(values, spec.train, None if for_real else spec.control.train_iters)
-        argv = expand(spec.train.command, values, given, folder)
-        return Launch(argv=argv, folder=folder, environment=environment(values), directory=spec.train.directory)
+    if platform.task.spec.train.command is not None:
+        return own_launch(platform, candidate, folder, for_real=for_real)
     return _program(_job(platform, candidate, folder), folder)
 
 

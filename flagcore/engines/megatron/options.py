@@ -35,7 +35,7 @@ def settings_in_force(train: TrainSpec) -> Settings:
 
     Raises SpecError where spec and command contradict each other.
     """
-    command = settings_of_command(train.command or ())
+    command = settings_of_command(train)
     for key, value in command.items():
         if train.settings.get(key, value) != value:
             raise SpecError(

@@ -1,18 +1,12 @@
-"""Reads what a trial wrote: the files of the trial program, or the log of a user's own command.
-
-Log lines: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `training/utils.py` (`report_memory`) and
-`training/arguments.py` (`_print_args`).
-"""
+"""Reads what a trial wrote: the files of the trial program, or the log of a user's own command."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +15,13 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs, read_on
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
-from flagcore.files import open_regular, read_regular
+from flagcore.files import read_regular
 
 STEPS = "steps.jsonl"
-LOGS = ("stdout.log", "stderr.log")
+NEW_FILES_SECONDS = 2.0
+"""Seconds between two looks for new logs of ranks."""
 INVALID_JSON = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading JSON of another program may raise."""
 
@@ -53,13 +49,23 @@ class CommandProgress:
     """Reads the seconds of the steps that a user's command has printed. Each line is read once."""
 
     def __init__(self, folder: str) -> None:
-        self._logs = MegatronLog()
-        self._places = {Path(folder, name): 0 for name in LOGS}
+        self._folder, self._log = folder, MegatronLog()
+        self._places: dict[Path, int] = {}
+        self._look_again = 0.0
 
     def __call__(self) -> tuple[float, ...]:
+        if time.monotonic() >= self._look_again:
+            self._places = {file: self._places.get(file, 0) for file in log_files(self._folder)}
+            self._look_again = time.monotonic() + NEW_FILES_SECONDS
         for file, place in self._places.items():
-            self._places[file] = read_on(file, place, self._logs)
-        return tuple(self._logs.step_times_s)
+            self._places[file] = read_on(file, place, self._log)
+        return tuple(self._log.step_times_s)
+
+
+def steps_wanted(task: Task) -> int | None:
+    """Return after how many steps a user's command is stopped; flagcore's own program ends by itself."""
+    train, control = task.spec.train, task.spec.control
+    return control.train_iters if train.command is not None else None
 
 
 def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
@@ -89,10 +95,14 @@ def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
 
 
 def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
-    log = read_logs(Path(folder, name) for name in LOGS)
+    log, warmup = read_logs(log_files(folder)), task.spec.control.warmup_iters
+    steps = list(log.steps.values())
+    counted = [step for step in steps[warmup:] if not step.skipped]
+    if len(steps) > warmup and not counted:
+        raise NoMetrics(f"all {len(steps) - warmup} steps after the warm-up were skipped: the loss scale does not fit")
     return measurement(
         task,
-        log.step_times_s,
+        [step.seconds for step in (*steps[:warmup], *counted)],
         losses=log.losses,
         peak_allocated_bytes=log.peak_allocated_bytes,
         peak_reserved_bytes=log.peak_reserved_bytes,
@@ -166,79 +176,3 @@ def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
         else:
             effective[knob] = int(printed) if printed.isdecimal() else printed
     return effective
-
-
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
-LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
-NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
-MEMORY = re.compile(
-    r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|"
-    r".*?max allocated:\s*([0-9.]+) \|.*?max reserved:\s*([0-9.]+)"
-)
-ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
-MIB = 1 << 20
-MOST_MIB = 1 << 30
-"""A petabyte: a line with more is ignored."""
-LONGEST_LINE = 4096
-LARGEST_LOG = 64 << 20
-"""Bytes beyond these are not looked at: a trial may print anything."""
-
-
-@dataclass(slots=True)
-class MegatronLog:
-    """The figures of one run: seconds by step, losses (None where not finite), peak bytes over the ranks."""
-
-    step_times_s: list[float] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    arguments: dict[str, str] = field(default_factory=dict)
-
-
-def read_logs(files: Iterable[Path]) -> MegatronLog:
-    """Read the log files of a run, line by line; invalid bytes and missing files are ignored."""
-    log = MegatronLog()
-    for file in files:
-        read_on(file, 0, log, unfinished=True)
-    return log
-
-
-def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = False) -> int:
-    """Add to `log` the lines of `file` from byte `place` on, and return where the next reading begins.
-
-    A last line without an end is left for then, unless `unfinished`.
-    """
-    with suppress(OSError), open_regular(file) as lines:
-        lines.seek(place)
-        while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
-            if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
-                break
-            place += len(line)
-            _read_line(line.decode("utf-8", errors="replace"), log)
-    return place
-
-
-def _read_line(line: str, log: MegatronLog) -> None:
-    if step := ITERATION.search(line):
-        seconds = _number(step[2])
-        if seconds is None:
-            return
-        log.step_times_s.append(seconds / 1000)
-        loss, skipped = LOSS.search(line), NAN_ITERATIONS.search(line)
-        if loss or skipped:
-            log.losses.append(_number(loss[1]) if loss and not skipped else None)
-    elif memory := MEMORY.search(line):
-        allocated, reserved = _number(memory[2]), _number(memory[3])
-        if allocated is not None and reserved is not None and max(allocated, reserved) < MOST_MIB:
-            log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(allocated * MIB))
-            log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(reserved * MIB))
-    elif argument := ARGUMENT.match(line):
-        log.arguments.setdefault(argument[1], argument[2])
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None

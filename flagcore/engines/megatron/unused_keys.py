@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
+from flagcore.engines.megatron.command.checks import command_warnings
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
 
 SELECTIVE = ("recompute_modules", "moe_recompute_level")
@@ -19,7 +20,11 @@ LONGEST = 80
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting that has no effect on any candidate of the space."""
+    """Return a line for each setting that has no effect on any candidate of the space, and those of a command."""
+    return [*_useless_settings(spec), *command_warnings(spec)]
+
+
+def _useless_settings(spec: Spec) -> list[str]:
     kinds, switch = (spec.space.get(knob, AUTO) for knob in ("recompute_granularity", "use_recompute"))
     if (kinds == AUTO or "selective" in kinds) and (switch == AUTO or True in switch):
         return []

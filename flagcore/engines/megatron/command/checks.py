@@ -1,0 +1,166 @@
+"""Checks of a user's command before its first trial: what can only fail, contradicts the spec, or is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.secrets import redact_text
+from flagcore.domain.spec import Spec, TrainSpec
+from flagcore.engines.megatron.command.arguments import ArgumentProblem
+from flagcore.engines.megatron.command.launch import changed_command, trace_variables
+from flagcore.engines.megatron.command.trial import KNOB, Change
+from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
+from flagcore.engines.megatron.flags import environment
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.errors import SpecError
+from flagcore.files import read_regular
+from flagcore.i18n import _
+from flagcore.spec.validate import joined
+
+KEY = "train.command"
+SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
+"""Fields of a model that Megatron-LM's arguments have, too, by the same name."""
+LONGEST = 60
+"""Characters of an argument in a table."""
+
+
+def check_command(spec: Spec) -> None:
+    """Raise SpecError with all that makes every trial of the user's command fail."""
+    command = user_command(spec.train, trace_variables(spec.envs))
+    problems = list(_problems(spec, command)) if command else []
+    if problems:
+        raise joined(problems)
+
+
+def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
+    program = Path(command.directory, command.program[-1])
+    if program.suffix == ".py" and not program.is_file():
+        fix = "correct the path, or set train.directory to the folder that it starts at"
+        yield SpecError(key=KEY, value=str(program), problem="is a program that does not exist", fix=fix)
+    table = argument_table(spec.train, command)
+    for problem in table.parse(command.arguments)[1]:
+        if not _is_programs_own(problem, command):
+            value = " ".join(filter(None, (problem.flag, problem.value)))
+            yield SpecError(key=KEY, value=value, problem=problem.problem, fix=problem.fix)
+    effective = table.effective(command.arguments)
+    if effective.get("use_checkpoint_args") and "num_layers" not in effective:
+        fix = "give the arguments of the model"
+        yield SpecError(key=KEY, value="--use-checkpoint-args", problem="has no effect: a trial loads none", fix=fix)
+    yield from _wrong_number_of_processes(spec, command)
+
+
+def _wrong_number_of_processes(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
+    nodes, devices = spec.cluster.nodes, spec.cluster.devices_per_node
+    if not command.launcher and not command.prefix and nodes * (devices or 1) > 1:
+        problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
+        yield SpecError(key=KEY, value=" ".join(command.program), problem=problem, fix="start it with torchrun")
+    nnodes = command.option("nnodes")
+    if nodes > 1 and nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
+        problem = f"contradicts cluster.nodes = {nodes}"
+        yield SpecError(key=KEY, value=" ".join(nnodes.words), problem=problem, fix="use the same number")
+
+
+def _is_programs_own(problem: ArgumentProblem, command: UserCommand) -> bool:
+    """Return whether the program or its tree may define an argument that no release of Megatron-LM has."""
+    if "not an argument" not in problem.problem:
+        return False
+    program = Path(command.directory, command.program[-1])
+    if program.suffix != ".py":
+        return True
+    quoted = re.compile(rb"[\"']" + re.escape(problem.flag.encode()) + rb"[\"']")
+    files = [program, *program.parent.glob("*.py"), *program.parent.glob("megatron/training/**/*.py")]
+    return any(quoted.search(_content(file)) for file in files)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_regular(file)
+    except OSError:
+        return b""
+
+
+def command_warnings(spec: Spec) -> list[str]:
+    """Return a line for what a command sets differently from the spec, and for what of a script does not run."""
+    command = readable_command(spec.train)
+    if command is None:
+        return _unreadable(spec.train)
+    effective = argument_table(spec.train, command).effective(command.arguments)
+    lines = [
+        _(
+            "{key} sets {flag} {value}, the spec has {other}: {consequence}",
+            key=KEY,
+            flag=f"--{dest.replace('_', '-')}",
+            value=value,
+            other=other,
+            consequence=consequence,
+        )
+        for dest, value, other, consequence in _contradictions(spec, effective)
+    ]
+    fixed = [
+        f"--{flag.name}" for knob in SPACE_KNOBS for flag in knob.flags if flag.name.replace("-", "_") in effective
+    ]
+    if fixed:
+        lines.append(
+            _("{key} sets {flags}: candidates replace them by their own values", key=KEY, flags=", ".join(fixed))
+        )
+    return lines
+
+
+def _unreadable(train: TrainSpec) -> list[str]:
+    if train.command is None:
+        return []
+    try:
+        user_command(train)
+    except SpecError as error:
+        return [str(error)]
+    return [_("{key} starts no program of Megatron-LM: its arguments cannot be read or changed", key=KEY)]
+
+
+def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[str, object, object, str]]:
+    train, model = spec.train, spec.model
+    replaced, predicted = _("the spec's is used"), _("predictions are of the spec's")
+    for dest in ("seq_length", "global_batch_size"):
+        if effective.get(dest, getattr(train, dest)) != getattr(train, dest):
+            yield dest, effective[dest], getattr(train, dest), replaced
+    wanted = {name: getattr(model, name) for name in SHAPE} | {"num_experts": model.num_moe_experts}
+    if effective.get("group_query_attention"):
+        wanted["num_query_groups"] = model.num_query_groups
+    for dest, other in wanted.items():
+        if dest in effective and other is not None and effective[dest] != other:
+            yield dest, effective[dest], other, predicted
+    eighth = "fp8_format" if "fp8_format" in effective else "fp8"
+    has = "fp8" if effective.get(eighth) else next((each for each in ("bf16", "fp16") if effective.get(each)), "fp32")
+    if has != train.precision and not (has == "fp8" and train.precision == "mxfp8"):
+        flag = eighth if has == "fp8" else has
+        yield flag, effective.get(flag) or "", f"precision: {train.precision}", predicted
+
+
+def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
+    """Return what trials change of the user's command, as lines of a table, and what of a script they leave out."""
+    task, values = platform.task, candidate.as_dict()
+    spec, train = task.spec, task.spec.train
+    command = user_command(train, trace_variables({**platform.environment, **spec.envs, **environment(values)}))
+    if command is None:
+        return []
+    changes = changed_command(task, command, values, "{folder}").changes
+    rows = [each for each in changes if each.why != KNOB and (each.before or each.flag == "--train-iters")]
+    lines = [_("trials change {count} arguments of {key}:", count=len(rows), key=KEY)]
+    lines += [f"  {_row(each)}" for each in rows]
+    if command.skipped:
+        lines.append(_("not run of the script:"))
+        lines += [f"  {_short(redact_text(words))}" for words in command.skipped]
+    return ["\n".join(lines)]
+
+
+def _row(change: Change) -> str:
+    after = _short(change.after) if change.after else _("removed")
+    return f"{_short(change.before) if change.before else '-'} -> {after}  ({change.why})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

@@ -1,0 +1,93 @@
+"""How a candidate is started with a user's own command: a harmless trial, or the job itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.launch import Launch
+from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.command.trial import Change, Changed, as_trial, launched_by, with_values
+from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, user_command
+from flagcore.engines.megatron.flags import environment, expand, flags
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.errors import LaunchError
+
+ARGUMENTS = "arguments.json"
+"""In a trial's folder: its command, and what differs from the user's."""
+MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What a script sees, unless the environment has others."""
+
+
+def own_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
+    """Return how to start `candidate` with the user's own command.
+
+    Where the command's arguments are not Megatron-LM's, the flags take the place of `{flags}` or follow its words.
+    Raises SpecError for a script that cannot be read, LaunchError if `arguments.json` cannot be written.
+    """
+    task, values = platform.task, candidate.as_dict()
+    spec, train, knobs = task.spec, task.spec.train, environment(values)
+    command = user_command(train, trace_variables({**platform.environment, **spec.envs, **knobs}))
+    if command is None:
+        assert train.command is not None
+        given = flags(values, train, None if for_real else spec.control.train_iters)
+        argv = expand(train.command, values, given, folder)
+        return Launch(argv=argv, folder=folder, environment=knobs, directory=train.directory)
+    changed = changed_command(task, command, values, folder, for_real=for_real)
+    launch = _launch(changed.command, values, folder, {**platform.environment, **spec.envs})
+    launch = replace(launch, environment={**knobs, **launch.environment}, leaves_out=changed.command.skipped)
+    if not for_real:
+        _write(launch, changed.changes, folder)
+    return launch
+
+
+def trace_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a script is read: `variables`, and a meeting place."""
+    meeting = {name: value for name, value in MEETING_PLACE.items() if name not in os.environ}
+    return {**meeting, **variables}
+
+
+def changed_command(
+    task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str, *, for_real: bool = False
+) -> Changed:
+    """Return the command of a candidate: with its knobs and, unless `for_real`, as a trial in `folder`."""
+    train, table = task.spec.train, argument_table(task.spec.train, command)
+    words = flags(values, train, None)
+    names = [flag.name for knob in SPACE_KNOBS for flag in knob.flags]
+    specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
+    first = with_values(command, table, {spec.dest for spec in specs if spec}, words)
+    if for_real:
+        return first
+    groups, run = task.cluster.groups, str(Path(folder).parent.parent)
+    second = as_trial(first.command, table, task.spec.control.train_iters, run)
+    nodes = sum(group.nodes for group in groups)
+    third = launched_by(second.command, groups[0].devices_per_node, nodes, folder)
+    return Changed(command=third.command, changes=(*first.changes, *second.changes, *third.changes))
+
+
+def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, others: Mapping[str, str]) -> Launch:
+    """Return the launch of a command. What a script sets takes precedence over `others`, as if the script set it."""
+    own = {name: value for name, value in command.environment.items() if name in others and not is_secret(name)}
+    prefix = ("env", *(f"{name}={value}" for name, value in own.items())) if own else ()
+    argv = expand((*prefix, *command.words), values, (), folder)
+    rest = {name: value for name, value in command.environment.items() if name not in own}
+    return Launch(argv=argv, folder=folder, environment=rest, directory=command.directory)
+
+
+def _write(launch: Launch, changes: Sequence[Change], folder: str) -> None:
+    record = {
+        "argv": list(redact_arguments(launch.argv)),
+        "changes": redact_data([asdict(change) for change in changes]),
+        "skipped": list(launch.leaves_out),
+    }
+    file = Path(folder, ARGUMENTS)
+    try:
+        file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
