@@ -45,12 +45,22 @@ def started(config: DictConfig) -> dict[str, object]:
     runner.run(dryrun=True)
     (script,) = Path(config.train.system.logging.scripts_dir).glob("host_0_*_run.sh")
     lines = script.read_text(encoding="utf-8").splitlines()
-    by_start = {start: line[len(start) :] for line in lines for start in ("cd ", "export PYTHONPATH=", 'cmd="') if line.startswith(start)}
+    by_start = {
+        start: line[len(start) :]
+        for line in lines
+        for start in ("cd ", "export PYTHONPATH=", 'cmd="')
+        if line.startswith(start)
+    }
     words = shlex.split(by_start['cmd="'].removesuffix('"'))
     count = next(place for place, word in enumerate(words) if "=" not in word)
     variables = dict(word.split("=", 1) for word in words[:count])
     script.unlink()
-    return {"directory": by_start["cd "], "path": by_start["export PYTHONPATH="], "envs": variables, "words": words[count:]}
+    return {
+        "directory": by_start["cd "],
+        "path": by_start["export PYTHONPATH="],
+        "envs": variables,
+        "words": words[count:],
+    }
 
 
 def main() -> None:

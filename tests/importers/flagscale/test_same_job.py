@@ -104,7 +104,9 @@ WORKLOAD_KNOBS = {knob.name for knob in WORKLOAD.knobs}
 def as_trial(values: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """Return arguments without those by which a trial of flagcore's and one of FlagScale's are shortened."""
     short = {"train_iters", "auto_tune", "log_interval"}
-    return {dest: value for dest, value in values.items() if dest in short or not any(rule.matches(dest) for rule in RULES)}
+    return {
+        dest: value for dest, value in values.items() if dest in short or not any(rule.matches(dest) for rule in RULES)
+    }
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -121,7 +123,9 @@ def ask(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[
     if shutil.which("unshare") and subprocess.run(["unshare", "--pid", "--fork", "true"], check=False).returncode == 0:
         command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "third_party" / "Megatron-LM")])}
-    done = subprocess.run(command, input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=540, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(cases), env=environment, capture_output=True, text=True, timeout=540, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[list[dict[str, Any]]] = json.loads(done.stdout)
     return found
@@ -156,7 +160,10 @@ def test_a_candidate_has_the_arguments_of_flagscales_own_runner(wheel: Path, tmp
         check(asked, answer, run)
         found = FlagScale().read_tree(Path(asked["directory"]), asked["name"], tuple(asked["overrides"]))
         path = f"{found.data['envs']['PYTHONPATH']}".removesuffix(f":{wheel}")
-        assert (found.data["train"]["directory"], f"{path}:${{PYTHONPATH}}") == (answer[0]["trial"]["directory"], answer[0]["trial"]["path"])
+        assert (found.data["train"]["directory"], f"{path}:${{PYTHONPATH}}") == (
+            answer[0]["trial"]["directory"],
+            answer[0]["trial"]["path"],
+        )
 
 
 def without_places(record: dict[str, Any], wheel: Path) -> dict[str, Any]:
