@@ -97,7 +97,7 @@ SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "an empty command": ({"train": {"command": []}}, 2, ("train.command",)),
     "a variable that is no name": ({"envs": {"A=B": "1"}}, 2, ("A=B",)),
     "a NUL in a variable": ({"envs": {"A": "x\0"}}, 2, ("control character",)),
-    "a hostfile that is missing": ({"cluster": {"hostfile": "hosts"}}, 2, ("hosts", "does not exist")),
+    "a hostfile that is missing": ({"cluster": {"hostfile": "hosts"}}, 2, ("cluster.hostfile", "does not exist")),
     "a model that is missing": ({"model": "./nowhere"}, 2, ("nowhere", "does not exist")),
     "a model without a size": ({"model": {"hidden_size": None}}, 2, ("model.hidden_size",)),
     "heads that do not divide": ({"model": {"num_attention_heads": 7}}, 2, ("hidden_size",)),

@@ -26,6 +26,7 @@ from flagcore.domain.secrets import (
 )
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.files import read_regular
 from flagcore.i18n import _
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
@@ -59,11 +60,22 @@ class Outcome(Notebook):
         return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.gain, self.plan.knobs)}>"
 
 
+def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
+    """Keep the translatable form of the stop reason of a finished run that was started again: trials have its text."""
+    try:
+        before = json.loads(read_regular(run_dir / "result.json"))
+    except (OSError, ValueError):
+        return data
+    same = isinstance(before, dict) and before.get("stopped_because") == data["stopped_because"]
+    return {**data, "stopped_message": before["stopped_message"]} if same and "stopped_message" in before else data
+
+
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
+    data = _with_stop_message(data, run_dir)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
