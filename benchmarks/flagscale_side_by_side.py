@@ -3,7 +3,8 @@
     python -m benchmarks.flagscale_side_by_side VENV DIR NAME --work FOLDER [--repeats 3] [OVERRIDES...]
 
 VENV is a virtual environment with FlagScale and torch, DIR and NAME a tree. The tree's own job and both choices are run
-again in turn, `--repeats` times each; a value is the median of the steps after the first. FlagScale runs in a PID namespace of its own, because its scripts end processes by name.
+again in turn, `--repeats` times each; a value is the median of the steps after the first.
+FlagScale runs in a PID namespace of its own, because its scripts end processes by name.
 """
 
 from __future__ import annotations

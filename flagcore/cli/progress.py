@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
-from flagcore.domain.trial import PROBE, Measurement, Role
+from flagcore.domain.trial import PROBE, Measurement, Role, TrialState
 from flagcore.i18n import _
 from flagcore.report.text import candidate_text, objective_text, role_text, short_line, state_text
 
@@ -43,6 +43,8 @@ def line(event: Event) -> str:
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
     measured = trial.measurement if not trial.state.failed else None
     result = _step(measured, event.objective) if measured else trial.reason or ""
+    if trial.state is TrialState.MEASURED and trial.reason:
+        result += f"; {trial.reason}"
     return f"{name} {state_text(trial)}: {result}  [{_status(event)}]"
 
 

@@ -197,6 +197,14 @@ class InstalledVersion(Protocol):
 
 
 @runtime_checkable
+class ReleaseCheck(Protocol):
+    """Optional: knobs and settings are checked against the release of the engine that a spec names."""
+
+    def check_release(self, spec: Spec) -> None:
+        """Return if the named release has every value that `spec` sets. Raises SpecError with all that it lacks."""
+
+
+@runtime_checkable
 class Packaged(Protocol):
     """Optional: an engine whose name is not in that of its distribution."""
 

@@ -87,13 +87,21 @@ class Requirement:
 class Flag:
     """How the engine's command line spells a knob, without leading dashes.
 
-    `name` sets a value, or True; `off` is the spelling that means False. Either may be missing. `versions` is a PEP 440
-    specifier of the engine releases that accept the spelling; empty means all.
+    `name` sets a value, or True; `off` is the spelling that means False. Either may be missing. With `word`, `name` is
+    a switch that means this one value. `versions` is a PEP 440 specifier of the engine releases that accept the
+    spelling; empty means all.
     """
 
     name: str = ""
     off: str = ""
+    word: str = ""
     versions: str = ""
+
+    def sets(self, value: KnobValue | float) -> bool:
+        """Return whether the spelling can set `value`."""
+        if self.word:
+            return value == self.word
+        return bool(self.off if value is False else self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,20 +189,15 @@ class Knob:
         """Return whether an engine release has the knob. Unknown releases have it."""
         return in_versions(self.versions, version)
 
-    def flag(self, version: str | None = None) -> Flag | None:
-        """Return the preferred spelling of an engine release, or None."""
-        return next((flag for flag in self.flags if in_versions(flag.versions, version)), None)
-
     def arguments(self, value: KnobValue | float, version: str | None = None) -> tuple[str, ...]:
         """Return the flags that set `value` in an engine release; none if the engine uses it without them."""
-        flag = self.flag(version)
+        flag = next((each for each in self.flags if each.sets(value) and in_versions(each.versions, version)), None)
         if flag is None or value is None or (value == self.neutral and not self.explicit):
             return ()
-        if isinstance(value, bool):
-            name = flag.name if value else flag.off
-            return (f"--{name}",) if name else ()
+        if isinstance(value, bool) or flag.word:
+            return (f"--{flag.off if value is False else flag.name}",)
         values = str(value).split(",") if self.kind in ("words", "ints") else [str(value)]
-        return (f"--{flag.name}", *values) if flag.name else ()
+        return (f"--{flag.name}", *values)
 
     def named_in(self, mapping: Mapping[str, Any]) -> Any:
         """Return the value of `mapping` under one of the knob's names, or None."""

@@ -336,3 +336,42 @@ def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
     done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None
     assert done.measurement.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}
+
+
+class EndsAfterSteps(Engine):
+    """An engine whose trials count after four steps."""
+
+    def steps_wanted(self, task: Task) -> int:
+        return 4
+
+
+def test_trial_is_stopped_and_measured_once_its_steps_are_done(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=100)
+    done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 4))
+    assert run.stopped
+    assert (done.state, done.reason) == (TrialState.MEASURED, None)
+
+
+def test_trial_without_all_its_steps_is_waited_for(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 3))
+    assert not run.stopped
+    assert done.state is TrialState.MEASURED
+    assert done.reason == "it ended after 3 of 4 steps"
+
+
+@pytest.mark.parametrize("end", [ended(1), ended(-11), ended(-9, "disk"), ended(-15, "timeout")])
+def test_trial_that_fails_after_its_steps_counts_and_the_reason_is_kept(end: Exit, tmp_path: Path) -> None:
+    (tmp_path / "stderr.log").write_text("OSError: [Errno 28] No space left on device\n")
+    done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=[1.0] * 4))
+    assert done.state is TrialState.MEASURED
+    assert done.reason is not None
+    assert "failed after them" in done.reason
+
+
+@pytest.mark.parametrize("end", [ended(1), ended(-9, "memory"), ended(-15, "request")])
+def test_trial_that_fails_before_its_last_step_does_not_count(end: Exit, tmp_path: Path) -> None:
+    steps = [1.0] * (3 if end.ended_by is None else 4)
+    done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=steps))
+    assert done.state.failed
+    assert done.measurement is None

@@ -123,8 +123,10 @@ def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
         line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=shown)
     elif best is not None and len(snapshot.search_state.runs_of(best.candidate)) == 1:
         line += "; " + _("it is the best")
-    stopped = trial.state is TrialState.STOPPED and trial.reason
-    return line + ("; " + _("stopped early: {reason}", reason=trial.reason) if stopped else "")
+    if not trial.reason:
+        return line
+    stopped = trial.state is TrialState.STOPPED
+    return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if stopped else trial.reason)
 
 
 def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,12 +21,14 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import (
     is_secret,
     redact_data,
+    redact_text,
     secrets_in_arguments,
     secrets_in_data,
     secrets_in_environment,
 )
+from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
-from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.errors import NoDevice, RunError, UsageError
 from flagcore.files import read_regular
 from flagcore.i18n import _
 from flagcore.loop import TuneResult
@@ -73,7 +76,7 @@ def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, A
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
-    cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
+    cannot = ""
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
     data = _with_stop_message(data, run_dir)
     private = bool(secrets_in_data(spec))
@@ -83,24 +86,35 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
-            if cannot:
-                (folder / "launch.json").unlink(missing_ok=True)
-                write(run_dir / "best.sh", no_start_script(plan, cannot))
-            else:
-                best = plan.best.candidate
-                planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
-                launch = problem.platform.prepared(planned)
-                hidden = Hidden.of(launch)
-                write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
-                if hidden.kept:
-                    write(folder / SECRETS, secrets_script(hidden), private=True)
-                write(run_dir / "best.sh", script(plan, launch, hidden, folder))
-            (run_dir / "best.sh").chmod(0o755)
+            cannot = _save_launch(plan, problem, workload, run_dir)
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
             fixed = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
             write(run_dir / "best.yaml", as_yaml(fixed) + "\n", private=private)
     wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
+
+
+def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
+    """Write `best.sh` and `best/launch.json`. Returns why the best cannot be started as it stands, empty if it can."""
+    assert plan.best is not None
+    best, folder = plan.best.candidate, run_dir.resolve() / "best"
+    try:
+        _require_startable(problem, workload, best)
+        planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
+    except UsageError as error:
+        cannot = str(error)
+        (folder / "launch.json").unlink(missing_ok=True)
+        text = excuse(plan, cannot)
+    else:
+        launch = problem.platform.prepared(planned)
+        cannot, hidden = launch.missing, Hidden.of(launch)
+        write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
+        if hidden.kept:
+            write(folder / SECRETS, secrets_script(hidden), private=True)
+        text = listing(plan, launch) if launch.missing else script(plan, launch, hidden, folder)
+    write(run_dir / "best.sh", text)
+    (run_dir / "best.sh").chmod(0o755)
+    return cannot
 
 
 def run_best(
@@ -118,10 +132,14 @@ def run_best(
         argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
         ready = tuple(map(str, launch.get("ready", ())))
         lacking = [str(name) for name in launch.get("needs", ()) if not os.environ.get(str(name))]
+        missing = str(launch.get("missing", ""))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
         problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
         raise RunError(problem) from None
+    if missing:
+        names = {"file": Path(run_dir) / "best.sh", "missing": missing}
+        raise UsageError(_("{file} prints the command of the best configuration; it lacks {missing}", **names))
     if lacking:
         raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
     sys.stdout.flush()
@@ -140,23 +158,20 @@ def run_best(
         raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
 
 
-def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str | None:
-    """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
+def _require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
+    """Raise UsageError if the best of a plan cannot be started as it stands on any machine."""
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
-            return f"{knob.name} = {values[knob.name]}: {why}"
-    try:
+            raise UsageError(f"{knob.name} = {values[knob.name]}: {why}")
+    work = platform.task.spec.work
+    if isinstance(work, TrainSpec) and work.command is None:
+        return  # the engine's own program, for the user to complete
+    with suppress(NoDevice):  # the engine is not installed on this machine
         workload.ready(platform.task.spec)
-    except SpecError as error:
-        return str(error)
-    except NoDevice:
-        pass  # the engine is not installed on this machine
-    if platform.task.spec.work.command is None and platform.support.device_type is None:
-        return _(
-            "no installed plugin supports {engine} on {chip}", engine=workload.name, chip=platform.task.cluster.chips
-        )
-    return None
+    if work.command is None and platform.support.device_type is None:
+        names = {"engine": workload.name, "chip": platform.task.cluster.chips}
+        raise UsageError(_("no installed plugin supports {engine} on {chip}", **names))
 
 
 def _as_json(launch: Launch, hidden: Hidden) -> str:
@@ -221,12 +236,28 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     lines = [
         "#!/bin/sh",
         heading(plan),
+        *(["# Your script also runs:"] if launch.leaves_out else []),
+        *(f"#   {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out),
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,
         *needs,
         f"exec {' '.join(shell_quoted(word, hidden.variables) for word in launch.argv)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def listing(plan: Plan, launch: Launch) -> str:
+    """Return a shell script that prints the command of a launch, an argument a line, for the user to complete."""
+    lines: list[str] = []
+    for word in launch.argv:
+        if lines and not word.startswith("-") and lines[-1].startswith("-"):
+            lines[-1] += f" {shlex.quote(word)}"
+        else:
+            lines.append(shlex.quote(word))
+    given = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    command = " \\\n  ".join(lines)
+    text = "\n".join([*given, command])
+    return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 
 def secrets_script(hidden: Hidden) -> str:

@@ -20,6 +20,7 @@ from flagcore.contracts import (
     Pipelined,
     Prober,
     PruningRule,
+    ReleaseCheck,
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -29,7 +30,16 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron import knobs as knob_rows
-from flagcore.engines.megatron import launching, options, probing, published, reading, setting_rules, unused_keys
+from flagcore.engines.megatron import (
+    launching,
+    options,
+    probing,
+    published,
+    reading,
+    release_check,
+    setting_rules,
+    unused_keys,
+)
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.command.checks import command_changes
@@ -86,6 +96,7 @@ class Megatron:
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
 
+    check_release = staticmethod(release_check.check_release)
     spec_warnings = staticmethod(unused_keys.spec_warnings)
     job_warnings = staticmethod(unused_keys.job_warnings)
 
@@ -102,7 +113,7 @@ class Megatron:
     probe_launch = staticmethod(launching.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        only_core = recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
+        only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
@@ -170,7 +181,18 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(Workload, Prober, Breakdown, EndsEarly, JobRecords, KeyWarnings, OwnCommand, Pipelined, Protocol):
+class _Capabilities(
+    Workload,
+    Prober,
+    Breakdown,
+    EndsEarly,
+    JobRecords,
+    KeyWarnings,
+    OwnCommand,
+    Pipelined,
+    ReleaseCheck,
+    Protocol,
+):
     """What Megatron implements, for mypy."""
 
 

@@ -7,41 +7,47 @@ from itertools import takewhile
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag
-from flagcore.domain.spec import SettingValue, TrainSpec
+from flagcore.domain.spec import SettingValue, Spec
 from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.settings import SETTINGS, recompute_modules
 from flagcore.spec.knobs import setting_from_text
 
 BY_FLAG = {
-    flag.name: knob
+    flag.name: (knob, flag.word)
     for knob in SETTINGS
-    for flag in (*knob.flags, *(() if knob.flags else (Flag(name=knob.name.replace("_", "-")),)))
+    for flag in (*knob.flags, Flag(name="" if knob.flags else knob.name.replace("_", "-")))
+    if flag.name
 }
-"""Settings by their flags. A user's own program may take flags of flagcore's own settings, too."""
+"""Settings by their flags, and the value that a switch sets if it is one of several.
+
+A user's own program may take flags of flagcore's own settings, too.
+"""
 
 
-def settings_of_command(train: TrainSpec) -> dict[str, SettingValue]:
+def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
     """Return the settings that the flags of `train.command` give. A flag's last mention counts, as for the engine."""
     found: dict[str, SettingValue] = {}
-    for flag, values in _flags_of(_arguments(train)):
-        if knob := BY_FLAG.get(flag):
-            found |= setting_from_text(knob.name, "true" if knob.kind == "flag" else ",".join(values), SETTINGS)
+    for flag, values in _flags_of(_arguments(spec)):
+        if flag in BY_FLAG:
+            knob, word = BY_FLAG[flag]
+            text = "true" if knob.kind == "flag" else word or ",".join(values)
+            found |= setting_from_text(knob.name, text, SETTINGS)
     return found
 
 
-def implementation_of_command(train: TrainSpec) -> str | None:
+def implementation_of_command(spec: Spec) -> str | None:
     """Return whose layers `train.command` asks for, or None."""
-    for flag, values in _flags_of(_arguments(train)):
+    for flag, values in _flags_of(_arguments(spec)):
         if flag == "transformer-impl":
             return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
     return None
 
 
-def _arguments(train: TrainSpec) -> Sequence[str]:
+def _arguments(spec: Spec) -> Sequence[str]:
     """Return the arguments of the program that `train.command` starts, or all its words if that is unknown."""
-    command = readable_command(train)
-    return command.arguments if command else train.command or ()
+    command = readable_command(spec)
+    return command.arguments if command else spec.train.command or ()
 
 
 def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -53,12 +59,13 @@ def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             yield flag.replace("_", "-"), [value] if value else list(rest)
 
 
-def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:
+def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | None) -> list[str]:
     """Return Megatron's flags for a candidate; with `train_iters`, those that cut a trial short."""
+    train = spec.train
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
     for knob in SPACE_KNOBS:
         result += knob.arguments(candidate.get(knob.name), train.engine_version)
-    result += _setting_flags(train)
+    result += _setting_flags(spec)
     if train_iters is not None:
         result += ["--train-iters", str(train_iters), "--log-interval", "1"]
     return result
@@ -85,14 +92,17 @@ def expand(
     return tuple(argv if "{flags}" in command else [*argv, *arguments])
 
 
-def _setting_flags(train: TrainSpec) -> list[str]:
+def _setting_flags(spec: Spec) -> list[str]:
     """Return the flags of the spec's settings that its own command does not have."""
-    present, settings = settings_of_command(train), dict(train.settings)
+    present, settings = settings_of_command(spec), dict(spec.train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
-    flags = (
-        BY_NAME[key].arguments(value, train.engine_version) for key, value in settings.items() if key not in present
-    )
+    if {**present, **settings}.get("moe_token_dispatcher_type") == "flex":
+        settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # before 0.16 Megatron has no default
+    release = spec.train.engine_version
+    flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in present]
+    if settings.get("use_megatron_fsdp") and "--data-parallel-sharding-strategy" not in _arguments(spec):
+        flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # before 0.18 the default is no_shard
     return [word for each in flags for word in each]
 
 

@@ -15,6 +15,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec, TrainSpec
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
+from flagcore.engines.megatron.command.reference import reference_launch
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import DEFAULTS, TRIAL, schedule
 from flagcore.errors import LaunchError, NoDevice, SpecError
@@ -73,12 +74,16 @@ def ready_to_probe(spec: Spec) -> None:
 def _settings_run(train: TrainSpec) -> None:
     """Raise SpecError for a setting that what runs the trials cannot run."""
     for key, value in train.settings.items():
-        if _only_predicted(key, value):
-            problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
-            raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
+        _require_in_megatron(key, value)
         if train.command is None and not trial_runs(train.precision, key, value):
             problem, fix = "is not what flagcore's own trial program can run", "leave it out, or give a train.command"
             raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix=fix)
+
+
+def _require_in_megatron(key: str, value: SettingValue) -> None:
+    if _only_predicted(key, value):
+        problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
+        raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
 
 
 def _only_predicted(key: str, value: SettingValue) -> bool:
@@ -113,10 +118,16 @@ def _installed(module: str) -> bool:
 def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
     """Return how to start `candidate`; the trial program's job is written into `folder`.
 
-    Raises LaunchError if that cannot be done.
+    Without a command of the user, the job itself is Megatron-LM's own program. Raises SpecError or LaunchError if that
+    cannot be done.
     """
-    if platform.task.spec.train.command is not None:
+    train = platform.task.spec.train
+    if train.command is not None:
         return own_launch(platform, candidate, folder, for_real=for_real)
+    if for_real:
+        for key, value in train.settings.items():
+            _require_in_megatron(key, value)
+        return reference_launch(platform.task, candidate.as_dict(), folder)
     return _program(_job(platform, candidate, folder), folder)
 
 

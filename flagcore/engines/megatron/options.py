@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
@@ -30,12 +30,12 @@ def runs(train: TrainSpec) -> str:
     return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
 
 
-def settings_in_force(train: TrainSpec) -> Settings:
+def settings_in_force(spec: Spec) -> Settings:
     """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
 
     Raises SpecError where spec and command contradict each other.
     """
-    command = settings_of_command(train)
+    train, command = spec.train, settings_of_command(spec)
     for key, value in command.items():
         if train.settings.get(key, value) != value:
             raise SpecError(
@@ -50,7 +50,7 @@ def settings_in_force(train: TrainSpec) -> Settings:
 def options(task: Task) -> Options:
     """Return the options of a task. Raises SpecError for settings that exclude each other, NotModelled."""
     train, model = task.spec.train, task.spec.model
-    settings = settings_in_force(train)
+    settings = settings_in_force(task.spec)
     check(task, settings)
 
     def on(key: str) -> bool:
@@ -177,7 +177,7 @@ def _imbalance(settings: Settings) -> float:
 
 
 def _graph(settings: Settings) -> str:
-    scope = words(settings.get("cuda_graph_scope"))
-    if settings.get("cuda_graph_impl", "none") == "none":
+    scope, kind = words(settings.get("cuda_graph_scope")), settings.get("cuda_graph_impl", "none")
+    if kind == "none":
         return ""
-    return "iteration" if "full_iteration" in scope else "layer"
+    return "iteration" if kind == "full_iteration" or "full_iteration" in scope else "layer"

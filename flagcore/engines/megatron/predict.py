@@ -92,7 +92,7 @@ def training(task: Task) -> Training:
     """
     train = task.spec.train
     kind = train.implementation or (
-        "trial" if train.command is None else implementation_of_command(train) or "transformer_engine"
+        "trial" if train.command is None else implementation_of_command(task.spec) or "transformer_engine"
     )
     return Training(
         model=task.spec.model,

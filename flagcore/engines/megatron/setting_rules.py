@@ -21,7 +21,7 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of those settings that are on."""
-    settings, split = settings_in_force(task.spec.train), Split.of(task)
+    settings, split = settings_in_force(task.spec), Split.of(task)
     sharded = bool(settings.get("use_megatron_fsdp"))
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 

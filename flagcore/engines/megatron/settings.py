@@ -10,14 +10,20 @@ from flagcore.domain.spec import SettingValue
 
 LAYERS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
 SHARE: dict[str, Any] = {"minimum": 0, "maximum": 1}
+NOT_FLAGSCALE = "!=0.15.0+flagscale"
+"""Of some flags: FlagScale's fork of 0.15 does not have them."""
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
-def _setting(name: str, kind: Kind, help: str, flag: str | None = None, off: str = "", **changes: Any) -> Knob:
-    """Return a row whose flag is its name with hyphens, unless another is given; an empty one means no flag."""
+def _setting(name: str, kind: Kind, help: str, flag: str | None = None, since: str = "", **changes: Any) -> Knob:
+    """Return a row whose flag is its name with hyphens, unless another is given; an empty one means no flag.
+
+    `since` is the first release with the flag; `others` are further spellings.
+    """
     spelled = name.replace("_", "-") if flag is None else flag
-    flags = (Flag(name=spelled, off=off),) if spelled or off else ()
-    return Knob(name=name, kind=kind, help=help, scope=changes.pop("scope", ("setting",)), flags=flags, **changes)
+    own = (Flag(name=spelled, versions=f">={since}" if since else ""),) if spelled else ()
+    flags, scope = (*own, *changes.pop("others", ())), changes.pop("scope", ("setting",))
+    return Knob(name=name, kind=kind, help=help, scope=scope, flags=flags, **changes)
 
 
 def _switch(name: str, help: str, **changes: Any) -> Knob:
@@ -47,9 +53,14 @@ SETTINGS = (
         "text",
         "Layout of the (virtual) stages: E embedding, t layer, m multi-token prediction, L loss, separated by bars.",
         maximum=4096,
+        since="0.13",
     ),
-    _switch("account_for_embedding_in_pipeline_split", "Whether the embedding counts as a layer of an even split."),
-    _switch("account_for_loss_in_pipeline_split", "Whether the loss counts as a layer of an even split."),
+    _switch(
+        "account_for_embedding_in_pipeline_split",
+        "Whether the embedding counts as a layer of an even split.",
+        since="0.11",
+    ),
+    _switch("account_for_loss_in_pipeline_split", "Whether the loss counts as a layer of an even split.", since="0.11"),
     _end("first"),
     _end("last"),
     _setting(
@@ -70,6 +81,7 @@ SETTINGS = (
             "layer_norm": "layernorm",
             "layernorms": "layernorm",
         },
+        since="0.12",
     ),
     _word(
         "moe_recompute_level",
@@ -84,34 +96,46 @@ SETTINGS = (
         flag="",
         **LAYERS,
     ),
-    _switch("grad_reduce_in_bf16", "Whether gradients are stored and reduced in bf16 instead of fp32."),
+    _switch("grad_reduce_in_bf16", "Whether gradients are stored and reduced in bf16 instead of fp32.", since="0.12"),
     _switch(
         "accumulate_allreduce_grads_in_fp32",
         "Whether gradients are stored and reduced in fp32; the default for bf16.",
-        off="grad-reduce-in-bf16",
+        others=(Flag(off="grad-reduce-in-bf16", versions=">=0.12"),),
     ),
-    _switch("use_precision_aware_optimizer", "Whether the optimizer may store its state in other formats than fp32."),
-    _word("main_grads_dtype", "Format of the gradients that the optimizer reads; null: fp32.", FORMATS),
-    _word("main_params_dtype", "Format of the optimizer's copy of the weights; null: fp32.", FORMATS),
-    _word("exp_avg_dtype", "Format of Adam's first moment; null: fp32.", FORMATS),
-    _word("exp_avg_sq_dtype", "Format of Adam's second moment; null: fp32.", FORMATS),
-    _switch("optimizer_cpu_offload", "Whether the optimizer runs on the host."),
+    _switch(
+        "use_precision_aware_optimizer",
+        "Whether the optimizer may store its state in other formats than fp32.",
+        since="0.11",
+    ),
+    _word("main_grads_dtype", "Format of the gradients that the optimizer reads; null: fp32.", FORMATS, since="0.11"),
+    _word("main_params_dtype", "Format of the optimizer's copy of the weights; null: fp32.", FORMATS, since="0.11"),
+    _word("exp_avg_dtype", "Format of Adam's first moment; null: fp32.", FORMATS, since="0.11"),
+    _word("exp_avg_sq_dtype", "Format of Adam's second moment; null: fp32.", FORMATS, since="0.11"),
+    _switch("optimizer_cpu_offload", "Whether the optimizer runs on the host.", since="0.12"),
     _setting(
-        "optimizer_offload_fraction", "number", "Share of the optimizer that is on the host; null: all of it.", **SHARE
+        "optimizer_offload_fraction",
+        "number",
+        "Share of the optimizer that is on the host; null: all of it.",
+        **SHARE,
+        since="0.12",
     ),
     _switch("fp8_param_gather", "Whether weights are stored and gathered in fp8."),
-    _switch("fine_grained_activation_offloading", "Whether offload_modules are offloaded to the host."),
+    _switch("fine_grained_activation_offloading", "Whether offload_modules are offloaded to the host.", since="0.16"),
     _setting(
         "offload_modules",
         "words",
         "Modules whose inputs are offloaded to the host until the backward pass.",
         words=("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+        since="0.16",
     ),
     _setting(
         "offload_stages", "ints", "Pipeline stages, from 0, that offload activations; null: all.", flag="", **LAYERS
     ),
     _switch(
-        "use_megatron_fsdp", "Whether weights, gradients and optimizer are sharded over the data-parallel devices."
+        "use_megatron_fsdp",
+        "Whether weights, gradients and optimizer are sharded over the data-parallel devices.",
+        since="0.14",
+        others=(Flag(name="use-custom-fsdp", versions=">=0.12,<0.14"),),
     ),
     _switch("overlap_grad_reduce", "Whether the gradient reduction overlaps with the backward pass."),
     _switch("overlap_param_gather", "Whether the weight gathering overlaps with the forward pass."),
@@ -119,7 +143,8 @@ SETTINGS = (
     _switch(
         "overlap_p2p_comm",
         "Whether messages of an interleaved pipeline overlap with compute; null: true.",
-        off="no-overlap-p2p-communication",
+        flag="",
+        others=(Flag(off="no-overlap-p2p-communication"),),
     ),
     _switch(
         "no_overlap_p2p_communication",
@@ -127,12 +152,20 @@ SETTINGS = (
         opposite="overlap_p2p_comm",
     ),
     _switch(
-        "overlap_moe_expert_parallel_comm", "Whether expert-parallel communication overlaps with another micro-batch."
+        "overlap_moe_expert_parallel_comm",
+        "Whether expert-parallel communication overlaps with another micro-batch.",
+        since="0.14",
     ),
-    _switch("delay_wgrad_compute", "Whether weight gradients are computed during expert communication."),
+    _switch("delay_wgrad_compute", "Whether weight gradients are computed during expert communication.", since="0.13"),
     _switch("moe_shared_expert_overlap", "Whether shared experts run during expert-parallel communication."),
     _word("moe_token_dispatcher_type", "Token dispatcher of the experts.", ("allgather", "alltoall", "flex")),
-    _word("moe_flex_dispatcher_backend", "Library of the flex dispatcher; null: deepep.", ("deepep", "hybridep")),
+    _word(
+        "moe_flex_dispatcher_backend",
+        "Library of the flex dispatcher; null: deepep.",
+        ("deepep", "hybridep"),
+        since="0.16",
+        others=(Flag(name="moe-enable-deepep", word="deepep", versions=">=0.12"),),
+    ),
     _switch("moe_grouped_gemm", "Whether the experts of a device are one grouped matrix product."),
     _setting(
         "moe_expert_capacity_factor",
@@ -150,13 +183,25 @@ SETTINGS = (
         maximum=1_000,
     ),
     _word("cp_comm_type", "Communication of context parallelism.", ("p2p", "all_gather", "a2a", "a2a+p2p")),
-    _word("cuda_graph_impl", "Implementation of CUDA graphs; null: none.", ("none", "local", "transformer_engine")),
+    _word(
+        "cuda_graph_impl",
+        "Implementation of CUDA graphs; null: none.",
+        ("none", "local", "transformer_engine", "full_iteration"),
+        flag="",
+        others=(
+            Flag(name="cuda-graph-impl", versions=f">=0.15,{NOT_FLAGSCALE}"),
+            Flag(name="enable-cuda-graph", word="local", versions=">=0.11"),
+            Flag(name="external-cuda-graph", word="transformer_engine", versions=">=0.12"),
+        ),
+    ),
     _setting(
         "cuda_graph_scope",
         "words",
         "Parts that are captured as CUDA graphs; null: whole layers.",
         words=("full", "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
         spellings={"moe_layer": "moe"},
+        flag="",
+        others=(Flag(name="cuda-graph-modules", versions=">=0.18"), Flag(name="cuda-graph-scope", versions=">=0.12")),
     ),
     _word("trainable", "Trained parameters: all weights, or low-rank adapters only.", ("all", "adapters"), flag=""),
     _setting("attention_dropout", "number", "Dropout rate of the attention probabilities; null: 0.", **SHARE),

@@ -36,7 +36,7 @@ class Split:
     @classmethod
     def of(cls, task: Task) -> Split:
         """Read the settings. Raises SpecError for a layout that is none."""
-        model, settings = task.spec.model, settings_in_force(task.spec.train)
+        model, settings = task.spec.model, settings_in_force(task.spec)
         layout = settings.get(LAYOUT)
         stages = parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else ()
         mtp = [place for place, stage in enumerate(stages) if stage.mtp]

@@ -15,6 +15,7 @@ from flagcore.report.page.run import (
     Record,
     RunData,
     configuration,
+    json_file,
     number,
     objective_text,
     points_of,
@@ -217,7 +218,9 @@ def _doubts(run: RunData, best: Record) -> Iterator[Block]:
 
 def _commands(run: RunData) -> Iterator[Block]:
     script = text_file(run.folder / "best.sh", run.secrets)
-    if (run.folder / "best" / "launch.json").exists():
+    if json_file(run.folder / "best" / "launch.json").get("missing"):
+        yield Code(_("Command of the best configuration, for you to complete (best.sh)"), script)
+    elif (run.folder / "best" / "launch.json").exists():
         yield Code(_("Start command"), f"flag run {shlex.quote(run.called)}")
         yield Code(_("Start script without flagcore (best.sh)"), script)
     elif script:

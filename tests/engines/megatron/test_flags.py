@@ -31,7 +31,7 @@ RICH = small.candidate(
 
 
 def test_flags_are_megatrons_own() -> None:
-    given = flags(RICH.as_dict(), small.task().spec.train, 5)
+    given = flags(RICH.as_dict(), small.task().spec, 5)
     pairs = dict(zip(given, [*given[1:], ""], strict=True))
     assert pairs["--tensor-model-parallel-size"] == "2"
     assert pairs["--num-layers-per-virtual-pipeline-stage"] == "1"
@@ -43,7 +43,7 @@ def test_flags_are_megatrons_own() -> None:
 
 
 def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
-    given = flags(PLAIN.as_dict(), small.task().spec.train, None)
+    given = flags(PLAIN.as_dict(), small.task().spec, None)
     assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(given)
     assert not {"--num-layers-per-virtual-pipeline-stage", "--data-parallel-size", "--train-iters"} & set(given)
     assert "None" not in given
@@ -71,9 +71,9 @@ def test_the_environment_has_every_knob_as_text() -> None:
 
 
 def test_a_users_command_runs_in_the_folder_of_its_spec(tmp_path: Path) -> None:
-    platform = small.platform(small.task(command=("bash", "pretrain.sh"), directory="/there"))
+    platform = small.platform(small.task(command=("make", "train"), directory="/there"))
     planned = WORKLOAD.launch(platform, PLAIN, str(tmp_path))
-    assert planned.argv[:2] == ("bash", "pretrain.sh")
+    assert planned.argv[:2] == ("make", "train")
     assert "--train-iters" in planned.argv
     assert planned.directory == "/there"
     assert "--train-iters" not in WORKLOAD.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
@@ -99,7 +99,7 @@ def test_unsupported_settings_of_the_trial_program_are_refused_before_any_trial(
     with pytest.raises(SpecError) as refused:
         WORKLOAD.ready(small.task(**job).spec)
     assert (refused.value.key, refused.value.value) == (key, value)
-    WORKLOAD.ready(small.task(command=("bash", "pretrain.sh"), **job).spec)
+    WORKLOAD.ready(small.task(command=("make", "train"), **job).spec)
 
 
 def test_trials_over_two_kinds_of_chips_are_refused_without_a_command() -> None:
@@ -123,8 +123,7 @@ def test_settings_are_flags_once() -> None:
         "moe_expert_imbalance": 1.5,
         "pipeline_schedule": "interleaved",
     }
-    train = small.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec.train
-    given = flags({}, train, None)
+    given = flags({}, small.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec, None)
     assert given[4:] == [
         "--overlap-grad-reduce",
         "--no-overlap-p2p-communication",
@@ -138,8 +137,11 @@ def test_settings_are_flags_once() -> None:
 
 def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
     settings = {"moe_recompute_level": "full", "recompute_modules": "layernorm"}
-    train = small.task(settings=settings, command=("run",)).spec.train
-    assert flags({}, train, None)[4:] == ["--recompute-modules", "layernorm", "moe"]
+    assert flags({}, small.task(settings=settings, command=("run",)).spec, None)[4:] == [
+        "--recompute-modules",
+        "layernorm",
+        "moe",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
     ],
 )
 def test_setting_that_no_trial_can_run_is_refused_before_any(settings: Any, trial: bool, command: bool) -> None:
-    for given, runs in ((None, trial), (("bash", "pretrain.sh"), command)):
+    for given, runs in ((None, trial), (("make", "train"), command)):
         spec = small.task(settings=settings, command=given).spec
         if runs:
             WORKLOAD.ready(spec)

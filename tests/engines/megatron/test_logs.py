@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.engines.megatron import reading
-from flagcore.engines.megatron.reading import MegatronLog, read_logs
+from flagcore.engines.megatron import logs
+from flagcore.engines.megatron.logs import MegatronLog, read_logs
 
 ARGUMENTS = """\
 using world size: 4, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2
@@ -107,7 +107,7 @@ def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
 
 
 def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LARGEST_LOG", 1 << 20)
+    monkeypatch.setattr(logs, "LARGEST_LOG", 1 << 20)
     file = tmp_path / "stdout.log"
     with file.open("wb") as endless:
         endless.truncate(20 << 30)

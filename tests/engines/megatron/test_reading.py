@@ -18,7 +18,7 @@ from flagcore.errors import FlagError
 from tests import small
 
 TASK = small.task(control=Control(train_iters=5, warmup_iters=1))
-COMMAND = small.task(control=Control(train_iters=5, warmup_iters=1), command=("bash", "pretrain.sh"))
+COMMAND = small.task(control=Control(train_iters=5, warmup_iters=1), command=("make", "train"))
 ONE = small.candidate(data_parallel_size=4)
 STEPS = [{"step_time_s": seconds, "loss": 7.0, "grad_norm": 1.0} for seconds in (9.0, 2.0, 1.0, 4.0, 3.0)]
 METRICS: dict[str, Any] = {
@@ -172,10 +172,13 @@ def test_effective_values_are_what_megatron_printed_in_our_types(tmp_path: Path)
 
 def test_progress_continues_reading_at_the_last_position(tmp_path: Path) -> None:
     progress = WORKLOAD.progress(COMMAND, str(tmp_path))
-    line = " iteration 1/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
+    first, second, third = (
+        f" iteration {number}/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
+        for number in (1, 2, 3)
+    )
     file = tmp_path / "stdout.log"
     seen = []
-    for written in ("", line[:60], line[60:], "talk\n" + line, line[:-1]):
+    for written in ("", first[:60], first[60:], "talk\n" + second, third[:-1]):
         with file.open("a") as log_file:
             log_file.write(written)
         seen.append(len(progress()))

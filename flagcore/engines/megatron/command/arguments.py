@@ -24,6 +24,7 @@ Value: TypeAlias = "bool | int | float | str | list[Any] | None"
 FORK = "flagscale"
 """The local version label of FlagScale's Megatron-LM: 0.15.0+flagscale."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+_COUNTS: Mapping[int | str, str] = {0: "no value", 1: "one value", "?": "one value", "+": "one or more values"}
 _CONVERSIONS = {"int": int, "float": float, "bool": bool}
 
 
@@ -201,18 +202,18 @@ def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
 
 def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str], position: int) -> ArgumentProblem:
     """Return the problem of a flag without its values, or of `--flag=value` where it takes more than one."""
-    wanted = {0: "no value", 1: "a value", "+": "one or more values"}.get(spec.values, f"{spec.values} values")
+    wanted = _COUNTS.get(spec.values, f"{spec.values} values")
     fix = f"write {flag} {' '.join(map(str, spec.choices[:1])) or 'VALUE'}" if spec.values else f"write {flag}"
     return ArgumentProblem(flag=flag, value=" ".join(inline), problem=f"takes {wanted}", fix=fix, position=position)
 
 
 def _stray(flag: str, spec: ArgumentSpec | None, value: str, position: int) -> ArgumentProblem:
     """Return the problem of a value that no flag takes."""
-    if spec is None or spec.values != 0:
-        problem, fix = "is a value without a flag", "remove it, or write its flag before it"
-    else:
-        problem = f"stands behind {flag}, which takes no value"
-        fix = f"remove {flag}, too" if value.lower() in ("false", "0", "no", "off") else "remove it"
+    problem, fix = "is a value without a flag", "remove it, or write its flag before it"
+    if spec is not None:
+        problem = f"stands behind {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"
+        off = spec.values == 0 and value.lower() in ("false", "0", "no", "off")
+        fix = f"remove {flag}, too" if off else "remove it"
     return ArgumentProblem(flag=flag, value=value, problem=problem, fix=fix, position=position)
 
 
@@ -273,12 +274,13 @@ def _table(release: str, fork: str) -> ArgumentTable:
         else:
             has_it = not fork or of_fork != "not"
         if has_it:
-            spec = _spec(row)
+            spec = argument_spec(row)
             by_flag |= dict.fromkeys(spec.flags, spec)
     return ArgumentTable(release=f"{release}+{fork}" if fork else release, by_flag=by_flag)
 
 
-def _spec(row: Mapping[str, Any]) -> ArgumentSpec:
+def argument_spec(row: Mapping[str, Any]) -> ArgumentSpec:
+    """Return the argument that a row of the file stands for."""
     flags = tuple(row["flags"])
     first = next((flag for flag in flags if flag.startswith("--")), flags[0])
     given = {

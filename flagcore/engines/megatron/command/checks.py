@@ -10,9 +10,9 @@ from typing import Any
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.secrets import redact_text
-from flagcore.domain.spec import Spec, TrainSpec
+from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentProblem
-from flagcore.engines.megatron.command.launch import changed_command, trace_variables
+from flagcore.engines.megatron.command.launch import changed_command
 from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
 from flagcore.engines.megatron.flags import environment
@@ -31,7 +31,7 @@ LONGEST = 60
 
 def check_command(spec: Spec) -> None:
     """Raise SpecError with all that makes every trial of the user's command fail."""
-    command = user_command(spec.train, trace_variables(spec.envs))
+    command = user_command(spec)
     problems = list(_problems(spec, command)) if command else []
     if problems:
         raise joined(problems)
@@ -42,7 +42,7 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
     if program.suffix == ".py" and not program.is_file():
         fix = "correct the path, or set train.directory to the folder that it starts at"
         yield SpecError(key=KEY, value=str(program), problem="is a program that does not exist", fix=fix)
-    table = argument_table(spec.train, command)
+    table = argument_table(spec, command)
     for problem in table.parse(command.arguments)[1]:
         if not _is_programs_own(problem, command):
             value = " ".join(filter(None, (problem.flag, problem.value)))
@@ -91,10 +91,10 @@ def _content(file: Path) -> bytes:
 
 def command_warnings(spec: Spec) -> list[str]:
     """Return a line for what a command sets differently from the spec, and for what of a script does not run."""
-    command = readable_command(spec.train)
+    command = readable_command(spec)
     if command is None:
-        return _unreadable(spec.train)
-    effective = argument_table(spec.train, command).effective(command.arguments)
+        return _unreadable(spec)
+    effective = argument_table(spec, command).effective(command.arguments)
     lines = [
         _(
             "{key} sets {flag} {value}, the spec has {other}: {consequence}",
@@ -116,11 +116,11 @@ def command_warnings(spec: Spec) -> list[str]:
     return lines
 
 
-def _unreadable(train: TrainSpec) -> list[str]:
-    if train.command is None:
+def _unreadable(spec: Spec) -> list[str]:
+    if spec.train.command is None:
         return []
     try:
-        user_command(train)
+        user_command(spec)
     except SpecError as error:
         return [str(error)]
     return [_("{key} starts no program of Megatron-LM: its arguments cannot be read or changed", key=KEY)]
@@ -146,25 +146,27 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
-    """Return what trials change of the user's command, as lines of a table, and what of a script they leave out."""
+    """Return what trials change of the user's command, a line a reason, and what of a script they leave out."""
     task, values = platform.task, candidate.as_dict()
-    spec, train = task.spec, task.spec.train
-    command = user_command(train, trace_variables({**platform.environment, **spec.envs, **environment(values)}))
+    command = user_command(task.spec, {**platform.environment, **environment(values)})
     if command is None:
         return []
-    changes = changed_command(task, command, values, "{folder}").changes
-    rows = [each for each in changes if each.why != KNOB and (each.before or each.flag == "--train-iters")]
-    lines = [_("trials change {count} arguments of {key}:", count=len(rows), key=KEY)]
-    lines += [f"  {_row(each)}" for each in rows]
+    changes = changed_command(task, command, values, "{run}/trials/{trial}").changes
+    shown = [each for each in changes if each.why != KNOB and (each.before or each.flag == "--train-iters")]
+    lines = [_("trials change {count} arguments of {key}:", count=len(shown), key=KEY)]
+    for why in dict.fromkeys(each.why for each in shown):
+        lines.append(f"  {why}: {', '.join(_change(each) for each in shown if each.why == why)}")
     if command.skipped:
-        lines.append(_("not run of the script:"))
+        lines.append(_("trials leave out of the script:"))
         lines += [f"  {_short(redact_text(words))}" for words in command.skipped]
     return ["\n".join(lines)]
 
 
-def _row(change: Change) -> str:
-    after = _short(change.after) if change.after else _("removed")
-    return f"{_short(change.before) if change.before else '-'} -> {after}  ({change.why})"
+def _change(change: Change) -> str:
+    before, after = _short(change.before), _short(change.after)
+    if not after:
+        return _("{flag} removed", flag=before)
+    return f"{before} -> {after.removeprefix(change.flag).strip()}" if before else after
 
 
 def _short(text: str) -> str:

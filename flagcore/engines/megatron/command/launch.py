@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,15 +13,13 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.command.trial import Change, Changed, as_trial, launched_by, with_values
-from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, user_command
+from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, release_of, user_command
 from flagcore.engines.megatron.flags import environment, expand, flags
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.errors import LaunchError
 
 ARGUMENTS = "arguments.json"
 """In a trial's folder: its command, and what differs from the user's."""
-MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""What a script sees, unless the environment has others."""
 
 
 def own_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
@@ -33,10 +30,10 @@ def own_launch(platform: Platform, candidate: Candidate, folder: str, *, for_rea
     """
     task, values = platform.task, candidate.as_dict()
     spec, train, knobs = task.spec, task.spec.train, environment(values)
-    command = user_command(train, trace_variables({**platform.environment, **spec.envs, **knobs}))
+    command = user_command(spec, {**platform.environment, **knobs})
     if command is None:
         assert train.command is not None
-        given = flags(values, train, None if for_real else spec.control.train_iters)
+        given = flags(values, spec, None if for_real else spec.control.train_iters)
         argv = expand(train.command, values, given, folder)
         return Launch(argv=argv, folder=folder, environment=knobs, directory=train.directory)
     changed = changed_command(task, command, values, folder, for_real=for_real)
@@ -47,18 +44,12 @@ def own_launch(platform: Platform, candidate: Candidate, folder: str, *, for_rea
     return launch
 
 
-def trace_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a script is read: `variables`, and a meeting place."""
-    meeting = {name: value for name, value in MEETING_PLACE.items() if name not in os.environ}
-    return {**meeting, **variables}
-
-
 def changed_command(
     task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str, *, for_real: bool = False
 ) -> Changed:
     """Return the command of a candidate: with its knobs and, unless `for_real`, as a trial in `folder`."""
-    train, table = task.spec.train, argument_table(task.spec.train, command)
-    words = flags(values, train, None)
+    train = replace(task.spec.train, engine_version=release_of(task.spec, command))
+    table, words = argument_table(task.spec, command), flags(values, replace(task.spec, work=train), None)
     names = [flag.name for knob in SPACE_KNOBS for flag in knob.flags]
     specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
     first = with_values(command, table, {spec.dest for spec in specs if spec}, words)

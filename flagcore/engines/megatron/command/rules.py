@@ -110,7 +110,7 @@ RULES = (
     TrialRule(dests="auto_tune", why="memory is read after each step", adds=("--auto-tune",), when=_always),
     TrialRule(
         dests="data_cache_path",
-        why="index files of the data are written into the folder of the run",
+        why="index files of the data are the run's",
         adds=("--data-cache-path", "{run}/data-cache"),
         when=lambda effective: "data_cache_path" in effective or not effective.get("mock_data"),
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from flagcore.domain.spec import TrainSpec
+from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
 from flagcore.engines.megatron.command.release import find_release
 from flagcore.engines.megatron.command.script import FIX, SHELLS, is_script, traced
@@ -19,6 +19,8 @@ from flagcore.errors import SpecError
 
 PLACEHOLDER = "{flags}"
 """A word of a command that the flags of a trial replace. Where they are known by name, it is not needed."""
+MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What a script sees, unless its environment has others."""
 WRAPPERS = {
     *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
     *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer"),
@@ -79,27 +81,37 @@ class UserCommand:
         return bool(named) or len(TRAINING_FLAGS & {word.partition("=")[0] for word in self.arguments}) > 1
 
 
-def user_command(train: TrainSpec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
+def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
     """Return what `train.command` starts; None without a command, and if its arguments are not Megatron-LM's.
 
-    A script is traced with `variables` in its environment. Raises SpecError for a script that cannot be read.
+    A script is traced with `variables`, the spec's and a meeting place in its environment. Raises SpecError for a
+    script that cannot be read.
     """
+    train = spec.train
     if train.command is None:
         return None
-    return _parsed(train.command, train.directory, tuple(sorted((variables or {}).items())))
+    meeting = {name: value for name, value in MEETING_PLACE.items() if name not in os.environ}
+    given = {**meeting, **(variables or {}), **spec.envs}
+    return _parsed(train.command, train.directory, tuple(sorted(given.items())))
 
 
-def readable_command(train: TrainSpec) -> UserCommand | None:
+def readable_command(spec: Spec) -> UserCommand | None:
     """Return `user_command`, or None for a script that cannot be read."""
     try:
-        return user_command(train)
+        return user_command(spec)
     except SpecError:
         return None
 
 
-def argument_table(train: TrainSpec, command: UserCommand) -> ArgumentTable:
-    """Return the arguments of the release that a command runs: `train.engine_version`, else the one that is found."""
-    return release_table(train.engine_version or _release(command))
+def release_of(spec: Spec, command: UserCommand) -> str | None:
+    """Return the release of Megatron-LM that a command runs: `train.engine_version`, else the one that is found."""
+    path = command.environment.get("PYTHONPATH", spec.envs.get("PYTHONPATH"))
+    return spec.train.engine_version or _release(command, path)
+
+
+def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
+    """Return the arguments of the release that a command runs, of the newest if that is unknown."""
+    return release_table(release_of(spec, command))
 
 
 @lru_cache(maxsize=64)
@@ -204,10 +216,9 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
         place += count
 
 
-def _release(command: UserCommand) -> str | None:
+def _release(command: UserCommand, path: str | None) -> str | None:
     """Return the release of Megatron-LM that a command imports, where that can be told without running it."""
     program = next((word for word in reversed(command.program) if word.endswith(".py")), None)
-    path = command.environment.get("PYTHONPATH")
     return _found_release(command.directory, program, _interpreter(command), path)
 
 

@@ -111,8 +111,12 @@ def cuda(torch):
         "get_device_name": lambda *args: "CPU",
         "mem_get_info": lambda *args: (1 << 36, 80 << 30),
         "memory_stats": lambda *args: dict.fromkeys(
-            [f"{each}.all.{when}" for each in ("allocated_bytes", "reserved_bytes", "allocation")
-             for when in ("current", "peak")], 1 << 20
+            [
+                f"{each}.all.{when}"
+                for each in ("allocated_bytes", "reserved_bytes", "allocation")
+                for when in ("current", "peak")
+            ],
+            1 << 20,
         ),
         "reset_peak_memory_stats": lambda *args: None,
         "cudart": Nothing,

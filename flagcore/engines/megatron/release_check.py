@@ -1,0 +1,50 @@
+"""Whether the release of Megatron-LM that a spec names has the knobs and settings that the spec sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob, in_versions
+from flagcore.domain.spec import SettingValue, Spec
+from flagcore.engines.megatron.command.arguments import known_releases, release_table
+from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.errors import SpecError, SpecErrors
+
+
+def check_release(spec: Spec) -> None:
+    """Raise SpecErrors with each value of a knob or setting that `train.engine_version` does not have."""
+    release = spec.train.engine_version
+    if release is None:
+        return
+    problems = []
+    for key, value in _set_values(spec):
+        if found := _problem(BY_NAME[key.rpartition(".")[2]], value, release):
+            problems.append(SpecError(key=key, value=value, problem=found[0], fix=found[1]))
+    if problems:
+        raise SpecErrors(problems)
+
+
+def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
+    """Yield the key and the value of each of Megatron's knobs that the spec sets."""
+    for section, given in (("train.settings", spec.train.settings), ("auto_tuner.baseline", spec.baseline or {})):
+        yield from ((f"{section}.{name}", value) for name, value in given.items() if name in BY_NAME)
+    for name, values in spec.space.items():
+        if name in BY_NAME and not isinstance(values, str):
+            yield from ((f"auto_tuner.space.{name}", value) for value in values)
+
+
+def _problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
+    """Return what is wrong with a value in a release, and the fix; None if nothing is."""
+    spellings = [flag for flag in knob.flags if flag.sets(value)]
+    if value is None or value == knob.neutral or not spellings:
+        return None
+    if words := knob.arguments(value, release):
+        table = release_table(release)
+        found = table.parse(words)[1]
+        if not found:
+            return None
+        choices = ", ".join(map(str, table.by_flag[words[0]].choices)) if words[0] in table.by_flag else ""
+        return f"is not a value of {words[0]} in Megatron-LM {release}", f"use {choices}" if choices else found[0].fix
+    having = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
+    return f"is not known to Megatron-LM {release}", f"remove it, or run a release that has it: {', '.join(having)}"

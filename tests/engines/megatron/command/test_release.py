@@ -1,0 +1,66 @@
+"""Which release of Megatron-LM a command runs: that of the tree, of PYTHONPATH or of the installed package."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from flagcore.engines.megatron.command.release import find_release
+
+INFO = """\
+MAJOR = {}
+MINOR = {}
+PATCH = {}
+PRE_RELEASE = 'rc5'
+"""
+
+
+def tree(folder: Path, release: str, arguments: str = "") -> Path:
+    for name in ("core", "training"):
+        (folder / "megatron" / name).mkdir(parents=True)
+    (folder / "megatron" / "core" / "package_info.py").write_text(INFO.format(*release.split(".")))
+    (folder / "megatron" / "training" / "arguments.py").write_text(arguments)
+    (folder / "pretrain_gpt.py").touch()
+    return folder
+
+
+def test_the_tree_of_the_program_counts_before_pythonpath(tmp_path: Path) -> None:
+    own, other = tree(tmp_path / "own", "0.14.0"), tree(tmp_path / "other", "0.12.3")
+    assert find_release(str(tmp_path), "own/pretrain_gpt.py", None, str(other)) == "0.14.0"
+    assert find_release(str(own), "pretrain_gpt.py", None, "") == "0.14.0"
+
+
+def test_a_program_elsewhere_has_the_release_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path / "other", "0.12.3")
+    assert find_release(str(tmp_path), "train.py", None, "nothing:other") == "0.12.3"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+    assert find_release(str(tmp_path), None, None) == "0.12.3"
+
+
+def test_flagscales_tree_is_known_by_its_arguments(tmp_path: Path) -> None:
+    tree(tmp_path, "0.15.0", "# FlagScale Begin")
+    assert find_release(str(tmp_path), "pretrain_gpt.py", None, "") == "0.15.0+flagscale"
+
+
+def test_without_a_tree_the_installed_package_counts(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    assert find_release(str(tmp_path), "train.py", None, "") == version("megatron-core")
+
+
+def test_another_interpreter_is_queried_and_an_unusable_one_tells_nothing(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    package = tmp_path / "packages" / "megatron_core-0.13.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.13.1\n")
+    assert find_release(str(tmp_path), "train.py", str(python), str(package.parent)) == "0.13.1"
+    assert find_release(str(tmp_path), "train.py", str(tmp_path / "missing"), "") is None
+
+
+def test_a_tree_that_names_no_release_is_passed_over(tmp_path: Path) -> None:
+    (tree(tmp_path, "0.14.0") / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
+    assert find_release(str(tmp_path), "pretrain_gpt.py", str(tmp_path / "missing"), "") is None

@@ -1,0 +1,195 @@
+"""A trial of a user's command runs exactly N steps, writes nothing of the user's, and has the candidate's knobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.launch import Launch
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.command.arguments import known_releases, release_table
+from flagcore.engines.megatron.command.trial import as_trial, launched_by
+from flagcore.engines.megatron.command.user_command import UserCommand, split
+from tests import small
+from tests.engines.megatron.command.scripts import LAUNCH, MODEL, spec_of
+
+PLAIN = small.candidate(data_parallel_size=4)
+TABLE = release_table("0.16.0")
+
+
+def launch(words: str, folder: Path, *, for_real: bool = False, candidate: Any = PLAIN, **spec: Any) -> Launch:
+    """Start a candidate with a command, in the folder of trial 3."""
+    trial = folder / "run" / "trials" / "3"
+    trial.mkdir(parents=True, exist_ok=True)
+    task = small.task()
+    task = replace(task, spec=spec_of(words.split(), folder, **spec))
+    return WORKLOAD.launch(small.platform(task), candidate, str(trial), for_real=for_real)
+
+
+def effective(arguments: Sequence[str], release: str = "0.16.0") -> dict[str, Any]:
+    """What Megatron-LM would store for a command."""
+    words = list(arguments)
+    start = next(place for place, word in enumerate(words) if word.endswith(".py")) + 1
+    table = release_table(release)
+    assert table.parse(words[start:])[1] == []
+    return dict(table.effective(words[start:]))
+
+
+def trial_of(arguments: str, release: str = "0.16.0") -> dict[str, Any]:
+    """The arguments of a trial of five steps."""
+    command = UserCommand(program=("pretrain_gpt.py",), arguments=tuple(f"{MODEL} {arguments}".split()))
+    changed = as_trial(command, release_table(release), 5, "/run").command
+    return effective(changed.words, release)
+
+
+SAMPLES = "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252"
+
+
+@pytest.mark.parametrize("release", known_releases())
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SAMPLES,
+        SAMPLES + " --rampup-batch-size 2 2 1000",
+        "--train-iters 500000 --lr-warmup-iters 2000 --lr-decay-iters 320000",
+        "--train-iters 500000 --lr-warmup-fraction .001 --lr-decay-iters 430000",
+        "--train-iters 90 --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-warmup-iters 10",
+        "--train-samples 90 --lr-decay-style WSD --lr-wsd-decay-samples 20",
+        "--train-iters=7 --train-iters 9",
+    ],
+)
+def test_trial_counts_iterations_and_its_schedule_fits(arguments: str, release: str) -> None:
+    found = trial_of(arguments, release)
+    assert found["train_iters"] == 5
+    assert not found.keys() & {"train_samples", "lr_decay_samples", "lr_warmup_samples", "rampup_batch_size"}
+    assert not found.keys() & {"lr_warmup_iters", "lr_warmup_fraction", "lr_decay_iters", "lr_wsd_decay_samples"}
+    assert ("lr_wsd_decay_iters" in found) == ("WSD" in arguments)
+    assert found.get("lr_wsd_decay_iters", 1) < 5
+    assert found["eval_iters"] == 0
+    assert found["log_interval"] == 1
+
+
+HARMFUL = (
+    "--save ck --save-interval 100 --load ck --async-save --pretrained-checkpoint p --ckpt-step 3 --finetune "
+    "--no-load-optim --no-save-rng --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d "
+    "--non-persistent-save-interval 4 --exit-interval 3 --exit-duration-in-mins 9 --exit-signal-handler "
+    "--tensorboard-dir tb --wandb-project w --wandb-exp-name e --wandb-save-dir d --one-logger-project o "
+    "--profile --profile-step-start 4 --profile-step-end 6 --record-memory-history --memory-snapshot-path m "
+    "--log-straggler --enable-ft-package --inprocess-restart --log-progress --full-validation --eval-iters 32 "
+    "--skip-train --data-cache-path cache --log-interval 100"
+)
+
+
+def test_trial_reads_and_writes_nothing_of_the_user() -> None:
+    found = trial_of(HARMFUL)
+    assert found.keys() == trial_of("").keys()
+    assert found["data_cache_path"] == "/run/data-cache"
+    assert found["enable_one_logger"] is False
+
+
+def test_fp16_starts_with_a_loss_scale_that_fits() -> None:
+    assert trial_of("--fp16")["initial_loss_scale"] == 4096
+    assert "initial_loss_scale" not in trial_of("--fp16 --loss-scale 1024")
+    assert "initial_loss_scale" not in trial_of("--bf16")
+
+
+def test_each_change_is_recorded_once_with_its_reason() -> None:
+    command = UserCommand(program=("pretrain_gpt.py",), arguments=tuple(f"{MODEL} --train-samples 8 --save a".split()))
+    changes = as_trial(command, TABLE, 5, "/run").changes
+    found = {change.flag: (change.before, change.after) for change in changes}
+    assert found["--train-samples"] == ("--train-samples 8", "")
+    assert found["--train-iters"] == ("", "--train-iters 5")
+    assert found["--save"] == ("--save a", "")
+    assert all(change.why for change in changes)
+    assert len(found) == len(changes)
+
+
+def test_candidates_knobs_replace_those_of_the_command(tmp_path: Path) -> None:
+    words = (
+        f"{LAUNCH} --tensor-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer "
+        "--num-virtual-stages-per-pipeline-rank 2 --recompute-activations --seq-length 4096"
+    )
+    found = effective(launch(words, tmp_path).argv)
+    assert found["tensor_model_parallel_size"] == 1
+    assert found["seq_length"] == 128
+    gone = {"sequence_parallel", "use_distributed_optimizer", "num_virtual_stages_per_pipeline_rank"}
+    assert not found.keys() & (gone | {"recompute_activations"})
+    sharded = small.candidate(data_parallel_size=4, use_distributed_optimizer=True)
+    assert effective(launch(words, tmp_path, candidate=sharded).argv)["use_distributed_optimizer"] is True
+
+
+def test_real_job_has_all_of_the_user_and_the_knobs(tmp_path: Path) -> None:
+    words = f"{LAUNCH} {SAMPLES} {HARMFUL} --sequence-parallel --tensor-model-parallel-size 4"
+    planned = launch(words, tmp_path, for_real=True)
+    user = TABLE.effective((*MODEL.split(), *SAMPLES.split(), *HARMFUL.split()))
+    found = effective(planned.argv)
+    assert found.items() >= user.items()
+    assert found["tensor_model_parallel_size"] == 1
+    assert "sequence_parallel" not in found
+    assert "{master_port}" not in " ".join(planned.argv)
+    assert not (tmp_path / "run" / "trials" / "3" / "arguments.json").exists()
+
+
+def test_trial_records_its_arguments_without_secrets(tmp_path: Path) -> None:
+    launch(f"{LAUNCH} --save a --wandb-api-key abcdefgh12345", tmp_path)
+    text = (tmp_path / "run" / "trials" / "3" / "arguments.json").read_text()
+    record = json.loads(text)
+    assert "--train-iters" in record["argv"]
+    assert ("--save a", "") in [(change["before"], change["after"]) for change in record["changes"]]
+    assert "abcdefgh12345" not in text
+
+
+def test_scripts_own_variables_win_over_those_of_the_spec(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"export A=script B=$B-more\n{LAUNCH} --name $FLAGCORE_MICRO_BATCH_SIZE")
+    (tmp_path / "pretrain_gpt.py").touch()
+    planned = launch("bash run.sh", tmp_path, envs={"A": "spec", "B": "spec"})
+    assert planned.argv[:4] == ("env", "A=script", "B=spec-more", "torchrun")
+    assert planned.argv[planned.argv.index("--name") + 1] == "1"
+
+
+def torchrun(options: str, **how: Any) -> list[str]:
+    """torchrun's options of a trial on one node of four devices."""
+    command = split(f"torchrun {options} pretrain_gpt.py".split(), ".")
+    assert command is not None
+    changed = launched_by(command, **{"devices": 4, "nodes": 1, "folder": "/trial", **how})
+    return [word for option in changed.command.options for word in option.words]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--nproc_per_node 4 --standalone", "--nproc_per_node 4 --standalone"),
+        ("--standalone", "--standalone --nproc-per-node=4"),
+        ("--nproc-per-node=gpu --standalone", "--standalone --nproc-per-node=4"),
+        (
+            "--nproc_per_node 8 --master_addr h --master_port 29500",
+            "--master_addr h --nproc-per-node=4 --master-port=P",
+        ),
+        ("--nnodes 2 --node_rank 1 --nproc_per_node 4", "--nproc_per_node 4 --nnodes=1 --node-rank=0 --master-port=P"),
+        (
+            "--nproc_per_node 4 --rdzv-backend=c10d --rdzv_endpoint=h:1",
+            "--nproc_per_node 4 --rdzv-backend=c10d --rdzv-endpoint=localhost:P",
+        ),
+        (
+            "--nproc_per_node 4 --standalone --log-dir logs --redirects 3",
+            "--nproc_per_node 4 --standalone --log-dir=/trial/ranks --tee=3",
+        ),
+        (
+            "--nproc_per_node 4 --standalone -r 3 --local-ranks-filter 0",
+            "--nproc_per_node 4 --standalone --log-dir=/trial/ranks --tee=3",
+        ),
+        ("--nproc_per_node 4 --standalone --max-restarts 3", "--nproc_per_node 4 --standalone --max-restarts=0"),
+    ],
+)
+def test_torchruns_options_are_those_of_a_trial(options: str, expected: str) -> None:
+    assert torchrun(options) == expected.replace("=P", "={master_port}").replace(":P", ":{master_port}").split()
+
+
+def test_meeting_place_of_several_nodes_stays_the_users() -> None:
+    options = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr host --master_port 7"
+    assert torchrun(options, nodes=2) == options.split()
