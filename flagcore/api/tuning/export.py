@@ -104,7 +104,7 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
     except UsageError as error:
         cannot = str(error)
         (folder / "launch.json").unlink(missing_ok=True)
-        text = excuse(plan, cannot)
+        text = no_start_script(plan, cannot)
     else:
         launch = problem.platform.prepared(planned)
         cannot, hidden = launch.missing, Hidden.of(launch)
