@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.megatron.command.release import find_release
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Source
@@ -30,6 +29,8 @@ FOLDERS = {
 NOT_PASSED = ("log_dir", "details_dir", "scripts_dir", "pids_dir")
 PORT = 29500
 """FlagScale takes a free port; over several nodes, all of them must know it."""
+MISSING = "???"
+"""OmegaConf's value of a key that must be given: no trial starts with it."""
 PLACEHOLDER = re.compile(r"x{3,}(\s+x{3,})*|<[^<>]+>|\?{2,3}", re.IGNORECASE)
 """Text of FlagScale's examples that stands for a value to give."""
 _KNOBS = {knob.name for knob in SPACE_KNOBS}
@@ -83,14 +84,15 @@ def _flattened(key: str, value: Any) -> Iterator[Entry]:
 def words(entries: Iterable[Entry]) -> list[str]:
     """Return arguments as FlagScale writes them: true is a switch, false nothing, a list several values, null None.
 
-    A knob that is null is left out, as by FlagScale's tuner; a placeholder leaves its flag without a value.
+    A knob that is null is left out, as by FlagScale's tuner; a placeholder becomes MISSING.
     """
     found: list[str] = []
     for key, value in entries:
         name = key.rpartition(".")[2].replace("-", "_")
         if value is False or (value is None and name in _KNOBS):
             continue
-        values = value if isinstance(value, list) else [] if value is True or is_placeholder(value) else [value]
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        values = [MISSING if is_placeholder(each) else each for each in values]
         found += [f"--{name.replace('_', '-')}", *map(str, values)]
     return found
 
@@ -101,7 +103,7 @@ def is_placeholder(value: object) -> bool:
 
 
 def take_command(source: Source, arguments: list[str], nodes: int, devices: int, host: str) -> dict[str, Any]:
-    """Take the keys of the runner and return what starts a job: `command`, and `directory` and `engine_version`.
+    """Take the keys of the runner and return what starts a job: `command`, and its `directory`.
 
     `host` is the first node. Without FlagScale on this machine there is no directory, and trials cannot start. Sets
     PYTHONPATH under experiment.envs.
@@ -110,19 +112,17 @@ def take_command(source: Source, arguments: list[str], nodes: int, devices: int,
     if not isinstance(entrypoint, str):
         problem, fix = "is missing", "give FlagScale's program, such as flagscale/train/train_gpt.py"
         raise source.error(f"{TASK}.entrypoint", problem, value=entrypoint, fix=fix)
-    found: dict[str, Any] = {}
     root = find_root(source.file)
     if root is None:
         fix = "run flag in FlagScale's folder, or add it to PYTHONPATH"
         source.note(f"{TASK}.entrypoint", f"FlagScale is not on this machine, so trials cannot start: {fix}", "train")
     else:
-        path = _python_path(root)
-        source.put("experiment.envs", {"PYTHONPATH": path})
-        found = {"directory": str(root), "engine_version": find_release(str(root), None, None, path)}
+        source.put("experiment.envs", {"PYTHONPATH": _python_path(root)})
+    where = {"directory": str(root)} if root else {"engine_version": TABLES["engine_version"]}
     before = source.take("experiment.cmds.before_start")
     prefix = ["bash", "-c", f'{before}\nexec "$@"', "before_start"] if before else []
     command = [*prefix, *_torchrun(source, nodes, devices, host), entrypoint, *arguments]
-    return {"command": command, **{key: value for key, value in found.items() if value is not None}}
+    return {"command": command, **where}
 
 
 def _torchrun(source: Source, nodes: int, devices: int, host: str) -> list[str]:
@@ -131,7 +131,8 @@ def _torchrun(source: Source, nodes: int, devices: int, host: str) -> list[str]:
     def take(name: str, default: Any) -> Any:
         return source.take(f"{RUNNER}.{name}", default)
 
-    if take("per_node_task", False) is True:
+    if source.at(f"{RUNNER}.per_node_task") is True:
+        source.take(f"{RUNNER}.per_node_task")
         nodes, host = 1, "localhost"
     launcher, rendezvous = take("backend", "torchrun"), take("rdzv_backend", "c10d")
     address, port = take("master_addr", host), take("master_port", 0 if (nodes, rendezvous) == (1, "c10d") else PORT)

@@ -89,7 +89,7 @@ def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
             source.note(where, "dropped: all nodes and devices of a trial have the same variables", "envs")
         elif key.endswith("_VISIBLE_DEVICES") and own_devices:
             source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
-        elif value is not None:
+        elif value is not None or not own_devices:
             envs[key] = value if isinstance(value, str) or type(value) is int else str(value)
     return envs
 

@@ -9,19 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from flagcore.contracts import ImportNote
 from flagcore.errors import SpecError, joined
 from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
 from flagcore.importers.flagscale.source import flag_name
+from flagcore.spec.data_file import dump_yaml
 from flagcore.spec.plain_data import spec_error
 
 _MOVED: dict[str, str] = TABLES["keys_of_spec"]
 _RENAMED: dict[str, list[str]] = TABLES["names_of_spec"]
 _PLACE = re.compile(r"(\[\d+\])+$")
 WIDTH = 110
-_DUMP: dict[str, Any] = {"allow_unicode": True, "width": math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[ImportNot
             yield from _lines(value, here, at_key)
         else:
             flow = isinstance(value, list)
-            text = yaml.safe_dump({key: value}, default_flow_style=None if flow else False, **_DUMP)
+            text = dump_yaml({key: value}, default_flow_style=None if flow else False, width=math.inf)
             yield from ("  " * depth + line for line in text.splitlines())
 
 

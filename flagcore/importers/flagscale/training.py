@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
-from flagcore.importers.flagscale.command import is_placeholder, take_command, take_entries, words
+from flagcore.importers.flagscale.command import MISSING, is_placeholder, take_command, take_entries, words
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.experiment import cluster, control
 from flagcore.importers.flagscale.options import options
 from flagcore.importers.flagscale.shape import shape
-from flagcore.importers.flagscale.source import Flags, Source, flag_name, leaves
+from flagcore.importers.flagscale.source import Flags, Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _SIZES: list[str] = TABLES["sizes"]
@@ -22,7 +22,7 @@ _MIB = 1 << 20
 def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     """Return the data of a spec that trains. Raises SpecError where something that it needs is missing.
 
-    Keys of `train` that are `unresolved` leave their flags without a value, so that no trial starts.
+    Keys of `train` that are `unresolved` are in the command without their values, so that no trial starts.
     """
     entries = take_entries(source)
     flags = Flags(source, entries)
@@ -34,7 +34,7 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
             source.report(f"train.model.{key}", "is missing", fix="give it")
     model = shape(flags)
     baseline = _baseline(flags, bool(model.get("num_moe_experts")))
-    arguments = [*words(entries), *(f"--{flag_name(key).replace('_', '-')}" for key in unresolved)]
+    arguments = words([*entries, *((key, MISSING) for key in unresolved)])
     for key, value in entries:
         if is_placeholder(value):
             source.note(key, f"{value!r} is a placeholder: give the value, or trials cannot start", "train")
@@ -92,6 +92,10 @@ def _baseline(flags: Flags, has_experts: bool) -> dict[str, Any]:
     elif sequence is not None:
         found["sequence_parallel"] = False
     found |= _recompute(flags)
+    for name in (*found, *_RECOMPUTE):
+        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
+            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
+            flags.note(name, text, "auto_tuner.baseline")
     flags.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
     return found
 

@@ -63,6 +63,13 @@ def started(config: DictConfig) -> dict[str, object]:
     }
 
 
+def answer(case: dict[str, object], config: DictConfig, values: dict[str, object]) -> dict[str, object]:
+    """Return what is started for one candidate."""
+    real = config_of(case)
+    trial = started(Generator(config).gen({**values, "idx": 1}))
+    return {"values": values, "trial": trial, "real": started(Generator(real).gen_best_task(values, real))}
+
+
 def main() -> None:
     """Answer all cases."""
     out = os.fdopen(os.dup(1), "w")
@@ -72,12 +79,8 @@ def main() -> None:
         config = config_of(case)
         found = [each for each in Searcher(config).strategies if each["decoder_first_pipeline_num_layers"] is None]
         count = min(len(found), int(case["candidates"]))
-        answers.append([])
-        for place in range(count):
-            values = found[place * len(found) // count]
-            trial = started(Generator(config).gen({**values, "idx": place + 1}))
-            real = started(Generator(config_of(case)).gen_best_task(values, config_of(case)))
-            answers[-1].append({"values": values, "trial": trial, "real": real})
+        taken = [found[place * len(found) // count] for place in range(count)]
+        answers.append([answer(case, config, values) for values in taken])
     json.dump(answers, out)
     out.close()
 

@@ -25,6 +25,8 @@ from flagcore.spec.validate import joined
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
 """Fields of a model that Megatron-LM's arguments have, too, by the same name."""
+MISSING = "???"
+"""The value of an argument that is still to be given."""
 LONGEST = 60
 """Characters of an argument in a table."""
 
@@ -43,8 +45,13 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
         fix = "correct the path, or set train.directory to the folder that it starts at"
         yield SpecError(key=KEY, value=str(program), problem="is a program that does not exist", fix=fix)
     table = argument_table(spec, command)
-    for problem in table.parse(command.arguments)[1]:
-        if not _is_programs_own(problem, command):
+    arguments, refused = table.parse(command.arguments)
+    for argument in arguments:
+        if MISSING in argument.values:
+            problem, fix = "has no value yet", "give the value"
+            yield SpecError(key=KEY, value=f"{argument.flag} {MISSING}", problem=problem, fix=fix)
+    for problem in refused:
+        if problem.value != MISSING and not _is_programs_own(problem, command):
             value = " ".join(filter(None, (problem.flag, problem.value)))
             yield SpecError(key=KEY, value=value, problem=problem.problem, fix=problem.fix)
     effective = table.effective(command.arguments)
