@@ -68,6 +68,14 @@ class ChipHooks:
         """
 
     @hookspec
+    def flagcore_vendor(self, environment: Mapping[str, str]) -> str | None:
+        """Return the vendor whose chips the variables of a job ask for, or None if they do not say.
+
+        A variable may name a vendor, also one without a plugin, or be read by one vendor's software only. The first
+        answer counts. Called once per task that names no chip.
+        """
+
+    @hookspec
     def flagcore_maturity(self) -> Maturity | None:
         """Return the maturity of the plugin's data: run on devices, checked on transcripts, or from documents.
 

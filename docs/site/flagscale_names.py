@@ -1,14 +1,13 @@
-"""Lists of names that the FlagScale importer drops, from its tables."""
+"""Lists of names of the FlagScale importer, from its tables."""
 
 from __future__ import annotations
 
 import re
 
-from flagcore.importers.flagscale.options import NO_INFLUENCE
 from flagcore.importers.flagscale.shape import OTHER_LAYERS
 
 MARK = re.compile(r"^<!-- flagscale (\w+) -->$", re.MULTILINE)
-NAMES = {"no_influence": sorted(NO_INFLUENCE), "other_layers": OTHER_LAYERS}
+NAMES = {"other_layers": OTHER_LAYERS}
 
 
 def fill(text: str) -> str:

@@ -118,6 +118,14 @@ class LoadedPlugins:
         self._known_chips()
         return tuple(self._chips)
 
+    def vendor(self, environment: Mapping[str, str]) -> str | None:
+        """Return the vendor that variables of a job ask for: the first plugin's answer."""
+        answers = (
+            self._ask(plugin, "flagcore_vendor", validation.one(str), environment=environment)
+            for plugin in self.plugins
+        )
+        return next((answer for answer in answers if answer), None)
+
     def maturity(self, plugin: Plugin) -> Maturity | None:
         return self._ask(plugin, "flagcore_maturity", validation.one(Maturity))
 

@@ -163,10 +163,9 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
 
 def as_yaml(data: object) -> str:
     """Return plain data as YAML in the order of its keys."""
-    import yaml
+    from flagcore.spec.data_file import dump_yaml
 
-    text: str = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, allow_unicode=True)
-    return text.rstrip("\n")
+    return dump_yaml(json.loads(json.dumps(data))).rstrip("\n")
 
 
 def _is_figure(cell: str) -> bool:

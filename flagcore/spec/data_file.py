@@ -192,6 +192,15 @@ class _Loader(yaml.SafeLoader):
         return spec_error(_place(node.start_mark), problem, fix=fix, file=self.file)
 
 
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes text which YAML 1.1 or 1.2 would read as another type, such as 3e-05."""
+
+
+def dump_yaml(data: object, **options: Any) -> str:
+    """Return plain data as YAML in the order of its keys, with options of PyYAML."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
+
+
 for _kind, _pattern, _first in (
     ("null", r"(?:null|Null|NULL|~|)", ["n", "N", "~", ""]),
     ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
@@ -202,7 +211,8 @@ for _kind, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _Loader.add_implicit_resolver(_CORE + _kind, re.compile(_pattern + r"\Z"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_CORE + _kind, re.compile(_pattern + r"\Z"), _first)
 for _kind in ("null", "str", "seq", "map"):
     _Loader.add_constructor(_CORE + _kind, yaml.SafeLoader.yaml_constructors[_CORE + _kind])
 for _kind in ("bool", "int", "float"):

@@ -37,10 +37,11 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     plugin lists a chip, or if the engine cannot run on it.
     """
     engine, devices = spec.work.engine, plugins.devices()
+    wanted_devices = _of_vendor(devices, spec, plugins)
     groups, supports = [], []
     for place, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
         key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
-        chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(devices, plugins, engine)
+        chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(wanted_devices, plugins, engine)
         support = _supported(chip, plugins, engine, engine_version)
         groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
         supports.append(support)
@@ -189,6 +190,30 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
         forced=tuple(dict.fromkeys(forced for support in supports for forced in support.forced)),
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
     )
+
+
+def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:
+    """Return the devices of the vendor that `envs` ask for, all if they do not say or each chip is named.
+
+    Raises NoDevice if no plugin has chips of that vendor, or none of them is here.
+    """
+    named = all(wanted.chip != AUTO for wanted in spec.cluster.groups or (spec.cluster,))
+    vendor = None if named else plugins.vendor({name: str(value) for name, value in spec.envs.items()})
+    if vendor is None:
+        return devices
+    chips = [chip for chip in plugins.chips() if chip.vendor.casefold() == vendor.casefold()]
+    if not chips:
+        vendors = ", ".join(dict.fromkeys(chip.vendor for chip in plugins.chips()))
+        text = N_(
+            "envs ask for chips of {vendor}, for which no plugin is installed; installed: {vendors}; name a chip as "
+            "cluster.chip to plan for another one"
+        )
+        raise NoDevice(_(text, vendor=vendor, vendors=vendors))
+    found = tuple(device for device in devices if any(chip.has_name(device.chip) for chip in chips))
+    if not found:
+        text = N_("envs ask for chips of {vendor}, and none is on this machine; name one to plan for it: {chips}")
+        raise NoDevice(_(text, vendor=vendor, chips=", ".join(chip.name for chip in chips)))
+    return found
 
 
 def _named(name: str, key: str, plugins: Plugins) -> Chip:

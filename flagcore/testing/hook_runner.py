@@ -97,6 +97,7 @@ def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object
     yield "flagcore_chips", {}
     yield "flagcore_devices", {}
     yield "flagcore_maturity", {}
+    yield "flagcore_vendor", {"environment": {}}
     for chip in loaded.chips():
         yield from questions(chip)
 

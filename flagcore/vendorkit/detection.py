@@ -61,6 +61,8 @@ class DeviceDetector:
     visible: tuple[str, ...]
     vendor_variables: tuple[str, ...] = ()
     """Variables that select a vendor: the first that is set counts."""
+    own_variables: tuple[str, ...] = ()
+    """Starts of the names of variables that only this vendor's software reads."""
     device_file: str
     pci_vendor: int
     pci_classes: tuple[str, ...] = machine.ACCELERATORS
@@ -90,6 +92,13 @@ class DeviceDetector:
                 *(self.vendor, self.tool, self.device_file),
             )
         return ()
+
+    def vendor_of(self, environment: Mapping[str, str]) -> str | None:
+        """Return the vendor that a job's variables select, this one if they are its own, or None."""
+        selected = next((environment[name] for name in self.vendor_variables if environment.get(name)), None)
+        if selected is not None:
+            return selected.casefold()
+        return self.vendor if any(name.startswith(self.own_variables) for name in environment) else None
 
     def rows(self) -> tuple[Row, ...]:
         """Return the tool's readings during a trial."""

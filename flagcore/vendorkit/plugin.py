@@ -62,6 +62,10 @@ class VendorPlugin:
         return self.detector.devices() if self.detector else ()
 
     @hookimpl
+    def flagcore_vendor(self, environment: Mapping[str, str]) -> str | None:
+        return self.detector.vendor_of(environment) if self.detector else None
+
+    @hookimpl
     def flagcore_maturity(self) -> Maturity | None:
         return read_maturity(self.package)
 

@@ -45,7 +45,7 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     """Translate a composed tree without its `unresolved` keys, each with a reason. Raises SpecError."""
     source = Source(tree, file=file)
     for key, why in unresolved:
-        source.note(key, f"cannot be resolved ({why}): dropped")
+        source.note(key, f"cannot be resolved ({why}){': dropped' if not key.startswith('train.') else ''}")
     normalize_layout(source)
     kind = source.take("experiment.task.type") or ("serve" if "serve" in tree else "train")
     if kind not in ("train", "serve"):
@@ -56,12 +56,13 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
         raise spec_error(kind, problem, fix=fix, file=file)
     try:
         check_experiment(source)
-        data = training.training(source) if kind == "train" else serving.serving(source)
+        missing = [key for key, _ in unresolved if key.startswith("train.")]
+        data = training.training(source, missing) if kind == "train" else serving.serving(source)
     except SpecError as error:
         source.problems += error.problems
     if source.problems:
         raise joined([_with_reason(each, unresolved) for each in source.problems])
-    if envs := environment(source):
+    if envs := environment(source, own_devices=kind == "serve"):
         data["envs"] = envs
     drop_launcher_keys(source)
     source.note_unknown_keys()

@@ -43,6 +43,9 @@ def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) 
     if "/" in name:
         raise spec_error("--config-name", "contains a folder", value=name, fix="give the folder to --config-path")
     name = name.removesuffix(".yaml")
+    if (directory / f"{name.removesuffix('.json')}.json").is_file() and not (directory / f"{name}.yaml").is_file():
+        problem, fix = "is a JSON config of FlagScale 0.3 or older", "use a YAML config of FlagScale 0.6 or newer"
+        raise spec_error("--config-name", problem, value=name, fix=fix)
     try:
         with initialize_config_dir(str(directory.resolve()), version_base=None, job_name="flagcore"):
             composition = composed(name, overrides=_without_action(overrides, file))

@@ -37,8 +37,8 @@ def drop_launcher_keys(source: Source) -> None:
         source.drop(f"{_RUNNER}.{key}", _STARTS)
 
 
-def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
-    """Return the section `cluster` without memory, the number of nodes, and devices per node. Raises SpecError.
+def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
+    """Return the section `cluster` without memory, nodes, devices per node, and the first host. Raises SpecError.
 
     Of the slots of the host file, `nproc_per_node` and the visible devices FlagScale uses the least.
     """
@@ -55,16 +55,19 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
     hostfile = source.take(f"{_RUNNER}.hostfile")
     found: dict[str, Any] = {"chip": "auto"}
     hosts = _hosts(source, Path(str(hostfile)), nodes if some else None) if hostfile else None
+    first = "localhost"
     if hosts:
-        path, nodes, slots = hosts
+        path, names, slots = hosts
+        nodes, first = len(names), names[0] if len(names) > 1 else first
     if hosts and slots and given and devices < slots:
         text = f"dropped: it has {slots} slots a host, of which nproc_per_node or what is visible leaves {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
     elif hosts:
         both = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
         source.note(both, "hosts and slots are those of the file; set cluster.chip for its device type", "cluster")
-        return {**found, "hostfile": path, **({} if slots else {"devices_per_node": devices})}, nodes, slots or devices
-    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices
+        found |= {"hostfile": path, **({} if slots else {"devices_per_node": devices})}
+        return found, nodes, slots or devices, first
+    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices, first
 
 
 def _visible(source: Source) -> tuple[str, int]:
@@ -77,16 +80,16 @@ def _visible(source: Source) -> tuple[str, int]:
     return "", 0
 
 
-def environment(source: Source) -> dict[str, str | int]:
-    """Return the section `envs`."""
+def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
+    """Return the section `envs`. `own_devices` is whether trials choose their devices themselves."""
     given, envs = source.section("experiment.envs"), dict[str, Any]()
     for key, value in given.items():
         where = f"experiment.envs.{key}"
         if isinstance(value, (dict, list)):
             source.note(where, "dropped: all nodes and devices of a trial have the same variables", "envs")
-        elif key.endswith("_VISIBLE_DEVICES"):
+        elif key.endswith("_VISIBLE_DEVICES") and own_devices:
             source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
-        elif value is not None:
+        elif value is not None or not own_devices:
             envs[key] = value if isinstance(value, str) or type(value) is int else str(value)
     return envs
 
@@ -123,7 +126,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
     return int(first)
 
 
-def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int | None] | None:
+def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, tuple[str, ...], int | None] | None:
     """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
     from flagcore.spec.convert import UNEQUAL, read_hosts
 
@@ -147,4 +150,4 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int
     if text:
         source.note(key, text, "cluster")
         return None
-    return str(path.resolve()), len(hosts), slots
+    return str(path.resolve()), hosts, slots

@@ -9,18 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from flagcore.contracts import ImportNote
 from flagcore.errors import SpecError, joined
 from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
+from flagcore.importers.flagscale.source import flag_name
+from flagcore.spec.data_file import dump_yaml
 from flagcore.spec.plain_data import spec_error
 
 _MOVED: dict[str, str] = TABLES["keys_of_spec"]
 _RENAMED: dict[str, list[str]] = TABLES["names_of_spec"]
 _PLACE = re.compile(r"(\[\d+\])+$")
 WIDTH = 110
-_DUMP: dict[str, Any] = {"allow_unicode": True, "width": math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class Imported:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        return joined([_renamed(self.tree, each, self.file) for each in error.problems])
+        return joined([self._renamed(each) for each in error.problems])
 
     def as_yaml(self) -> str:
         """Return the spec as YAML, each note above its key or above the nearest section that exists."""
@@ -48,11 +47,20 @@ class Imported:
             at_key.setdefault(at, []).append(note)
         return "\n".join([*_comments(at_key.get("", []), 0), *_lines(self.data, "", at_key)]) + "\n"
 
+    def _renamed(self, error: SpecError) -> SpecError:
+        key = self._key_of_argument(str(error.value)) if error.key == "train.command" else _key_of(self.tree, error.key)
+        if error.file not in ("", self.file) or key == error.key:
+            return error
+        return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
 
-def _renamed(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecError:
-    if error.file not in ("", file) or (key := _key_of(tree, error.key)) == error.key:
-        return error
-    return spec_error(key, error.problem, value=error.value, fix=error.fix, file=file)
+    def _key_of_argument(self, words: str) -> str:
+        """Return the key of a flag with its values, or of the program. Keys without a value are only in notes."""
+        if not words.startswith("--"):
+            return "experiment.task.entrypoint"
+        name = flag_name(words.split()[0].lstrip("-"))
+        keys = [*(note.key for note in self.notes), *_leaves(self.tree)]
+        there = [key for key in keys if key.startswith("train.") and flag_name(key) == name]
+        return there[-1] if there else "train.command"
 
 
 def _key_of(tree: Mapping[str, Any], key: str) -> str:
@@ -111,7 +119,7 @@ def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[ImportNot
             yield from _lines(value, here, at_key)
         else:
             flow = isinstance(value, list)
-            text = yaml.safe_dump({key: value}, default_flow_style=None if flow else False, **_DUMP)
+            text = dump_yaml({key: value}, default_flow_style=None if flow else False, width=math.inf)
             yield from ("  " * depth + line for line in text.splitlines())
 
 

@@ -18,12 +18,14 @@ from flagcore.importers.flagscale.engines import (
     flagscale_name,
 )
 from flagcore.importers.flagscale.experiment import cluster, control
-from flagcore.importers.flagscale.source import Source, leaves
+from flagcore.importers.flagscale.source import Source, flag_name, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _OBJECTIVES: dict[str, str] = TABLES["objectives"]
 _PROFILE: dict[str, Any] = TABLES["own_profile"]
 _UNSUPPORTED_BLOCK = 8
+_DISAGGREGATION = ("kv_transfer_config", "disaggregation_mode")
+"""Arguments of servers that only prefill or only decode."""
 
 
 def serving(source: Source) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def serving(source: Source) -> dict[str, Any]:
     source.drop("experiment.task.entrypoint", "each trial starts the engine's own server", "serve")
     source.drop("experiment.task.backend", "the engine is that of the model, or auto_tuner.engines", "serve.engine")
     item = _item(source)
+    _check_not_disaggregated(source, item)
     engines = _engines(source, item)
     layouts.normalize_specific_arguments(source, item, [flagscale_name(each) for each in engines])
     model = _model(source, item, engines)
@@ -45,7 +48,7 @@ def serving(source: Source) -> dict[str, Any]:
     serve["profile"] = _profile(source, item)
     if (resources := item.pop("resources", None)) is not None:
         source.note("serve[0].resources", f"dropped ({resources}): they follow from the knobs", "auto_tuner.space")
-    machines, nodes, _ = cluster(source)
+    machines, nodes, _, _ = cluster(source)
     if engines == ["llamacpp"] and nodes == 1 and machines.pop("devices_per_node", None):
         text = "dropped: llama.cpp uses the devices that are found, or the CPU cores"
         source.note("experiment.runner.nproc_per_node", text, "cluster")
@@ -60,6 +63,17 @@ def serving(source: Source) -> dict[str, Any]:
     for key, value in leaves(item):
         source.note(f"serve[0]{key}", f"dropped ({value}): unknown to flagcore", "serve")
     return {"model": model, "cluster": machines, "serve": serve, "auto_tuner": tuner}
+
+
+def _check_not_disaggregated(source: Source, item: Mapping[str, Any]) -> None:
+    """Raise SpecError for prefill and decoding on different servers, which flagcore's trials do not start."""
+    key = "experiment.runner.deploy.prefill_decode_disaggregation"
+    given = {key: True} if source.at(key) is True else {}
+    arguments = [(path, value) for path, value in leaves(item) if flag_name(path) in _DISAGGREGATION]
+    given |= {f"serve[0]{path}": value for path, value in arguments if value not in (False, "null")}
+    for at, value in given.items():
+        problem, fix = "puts prefill and decoding on different servers, which trials do not start", "remove it"
+        raise source.error(at, problem, value=value, fix=f"{fix} to plan and tune servers that do both")
 
 
 def _item(source: Source) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from flagcore.errors import joined
+from flagcore.importers.flagscale.command import is_placeholder
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
 
@@ -17,12 +18,16 @@ MAX_PATTERN = 10_000
 """The longest text, list and factor of an expression for a pattern of layers."""
 
 
-def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
+def shape(flags: Flags) -> dict[str, Any]:
     """Return the section `model`. Raises SpecError where a size is missing or a pattern of layers is not supported."""
+    vocabulary, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
     if vocabulary is None:
-        fix = "give the number of tokens, also as an override: +train.data.tokenizer.vocab_size=32000"
-        flags.source.report("train.data.tokenizer.vocab_size", "is missing", fix=fix)
-    found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.take(key)) is not None}
+        key = "train.data.tokenizer.vocab_size"
+        flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
+    elif is_placeholder(vocabulary):
+        key = flags.key("vocab_size")
+        flags.source.report(key, "is a placeholder", value=vocabulary, fix=fix.format(key))
+    found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.get(key)) is not None}
     wrong = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
@@ -32,32 +37,34 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     if wrong:
         raise joined(wrong)
     found["vocab_size"] = vocabulary
-    gated = bool(flags.take("swiglu"))
+    gated = bool(flags.get("swiglu"))
     found["gated_linear_unit"] = gated
     found["ffn_hidden_size"] = _width(flags, found["hidden_size"], gated)
-    groups, grouped = flags.take("num_query_groups"), flags.take("group_query_attention")
-    latent = bool(flags.take("multi_latent_attention"))
+    groups, grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
+    latent = bool(flags.get("multi_latent_attention"))
     if grouped and not latent:
         found["num_query_groups"] = groups or 1
     if latent and grouped:
-        text = f"dropped ({grouped}): latent attention has no query groups"
+        text = f"not used ({grouped}): latent attention has no query groups"
         flags.note("group_query_attention", text, "model")
     if groups is not None and (latent or not grouped):
-        flags.note("num_query_groups", "dropped: without group_query_attention every head has its own keys", "model")
-    found["untie_embeddings_and_output_weights"] = bool(flags.take("untie_embeddings_and_output_weights"))
-    biases = not flags.take("disable_bias_linear") and flags.take("add_bias_linear", True)
+        flags.note("num_query_groups", "not used: without group_query_attention every head has its own keys", "model")
+    found["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
+    biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
     if biases:
         text = "is not set: linear layers have biases, of which only those of queries, keys and values are modelled"
         flags.note("disable_bias_linear", text, "model")
     else:
         flags.note("disable_bias_linear", "linear layers have no biases except those of add_qkv_bias", "model")
-    if (flags.take("add_qkv_bias") or biases) and not latent:
+    if (flags.get("add_qkv_bias") or biases) and not latent:
         found["add_qkv_bias"] = True
+    elif flags.get("add_qkv_bias"):
+        flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
     found |= _experts(flags, found["num_layers"])
     if latent:
         found["multi_latent_attention"] = True
-        found |= {key: flags.take(key, own) for key, own in TABLES["latent_sizes"].items()}
-        if (rank := flags.take("q_lora_rank")) is not None:
+        found |= {key: flags.get(key, own) for key, own in TABLES["latent_sizes"].items()}
+        if (rank := flags.get("q_lora_rank")) is not None:
             found["q_lora_rank"] = rank
     _note_other_layers(flags)
     return found
@@ -65,22 +72,20 @@ def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
 
 def _note_other_layers(flags: Flags) -> None:
     """Note layers of the model that flagcore's shapes cannot describe."""
-    for key, value in flags.given():
-        if key.startswith("freeze_") and value:
-            flags.take(key)
-            flags.note(key, f"dropped ({value}): all weights are trained", "model")
-        if key.startswith(OTHER_LAYERS) and value not in (None, False, 0):
-            flags.take(key)
-            flags.note(key, f"dropped ({value}): the shape is that of a plain decoder with attention", "model")
+    on = [name for name in flags.names() if flags.get(name) not in (False, 0)]
+    texts = {"freeze_": "training all weights", OTHER_LAYERS: "a plain decoder with attention"}
+    for prefixes, what in texts.items():
+        if keys := [flags.key(name) for name in on if name.startswith(prefixes)]:
+            flags.source.note(", ".join(keys), f"predictions are those of {what}", "model")
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:
     """Return the width of the feed-forward network: as given, or as FlagScale's Megatron computes it."""
-    given, multiple, factor = (flags.take(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier"))
+    given, multiple, factor = (flags.get(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier"))
     if given is not None:
         for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
             if value is not None:
-                flags.note(key, f"dropped ({value}): ffn_hidden_size is given", "model.ffn_hidden_size")
+                flags.note(key, f"not used ({value}): ffn_hidden_size is given", "model.ffn_hidden_size")
         return given
     if not gated:
         return 4 * hidden
@@ -91,7 +96,7 @@ def _width(flags: Flags, hidden: int, gated: bool) -> Any:
         return None
     if multiple is None:
         if factor is not None:
-            flags.note("hidden_dim_multiplier", f"dropped ({factor}): it needs multiple_of", "model.ffn_hidden_size")
+            flags.note("hidden_dim_multiplier", f"not used ({factor}): it needs multiple_of", "model.ffn_hidden_size")
         return int(4 * hidden * 2 / 3 / 64) * 64
     width = math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
     for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
@@ -101,10 +106,10 @@ def _width(flags: Flags, hidden: int, gated: bool) -> Any:
 
 
 def _experts(flags: Flags, layers: int) -> dict[str, Any]:
-    experts, frequency = flags.take("num_experts", flags.take("num_moe_experts")), flags.take("moe_layer_freq", 1)
+    experts, frequency = flags.get("num_experts", flags.get("num_moe_experts")), flags.get("moe_layer_freq", 1)
     if experts is None:
         return {}
-    given = {key: value for key in TABLES["expert_flags"] if (value := flags.take(key)) is not None}
+    given = {key: value for key in TABLES["expert_flags"] if (value := flags.get(key)) is not None}
     found = {"num_moe_experts": experts, "moe_router_topk": 2, **given}
     dense = _dense_layers(frequency, layers)
     if dense is None:

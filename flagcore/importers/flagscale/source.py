@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -97,63 +97,43 @@ def leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{at}.{key}", value
 
 
-def take_flags(source: Source, sections: Iterable[str], names: Collection[str]) -> list[tuple[str, Any]]:
-    """Take the flags called `names` from sections that are dropped otherwise, each with its full key."""
-    found = []
-    for name in sections:
-        section = source.at(name)
-        for key in [key for key, _ in leaves(section) if _flag(key) in names] if isinstance(section, dict) else ():
-            found.append((f"{name}{key}", source.take(f"{name}{key}")))
-    return found
-
-
 class Flags:
-    """Sections of a tree flattened to flags as FlagScale does it: of equal names the last one is used.
+    """Arguments by their names, which are the last parts of their keys with underscores: of equal ones the last counts.
 
-    `before` are flags from other sections, with their full keys.
+    `entries` are full keys and values. Missing flags, nulls and empty mappings are alike.
     """
 
-    def __init__(self, source: Source, sections: Iterable[str], before: Iterable[tuple[str, Any]] = ()) -> None:
+    def __init__(self, source: Source, entries: Iterable[tuple[str, Any]]) -> None:
         self.source = source
         self._given: dict[str, tuple[str, Any]] = {}
-        self._where: dict[str, str] = {}
-        for key, value in before:
-            self._add(key, value)
-        for name in sections:
-            for key, value in leaves(source.section(name)):
-                self._add(f"{name}{key}", value)
+        for key, value in entries:
+            if value is None or value == {}:
+                continue
+            if before := self._given.get(name := flag_name(key)):
+                source.note(before[0], f"dropped ({before[1]}): {key} comes later")
+            self._given[name] = (key, value)
 
-    def _add(self, key: str, value: Any) -> None:
-        flag, before = _flag(key), self._given.get(_flag(key))
-        if before:
-            self.source.note(before[0], f"dropped ({before[1]}): {key} comes later")
-        self._given[flag], self._where[flag] = (key, value), key
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """Return and remove the value of a flag; `default` if it is not given."""
-        return self._given.pop(name, ("", default))[1]
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a flag; `default` if it is not given."""
+        return self._given.get(name, ("", default))[1]
 
     def has(self, name: str) -> bool:
-        """Return whether a flag is given and not taken yet."""
+        """Return whether a flag is given."""
         return name in self._given
 
-    def given(self) -> list[tuple[str, Any]]:
-        """Return the flags that are left, with their values."""
-        return [(flag, value) for flag, (_, value) in self._given.items()]
+    def names(self) -> list[str]:
+        """Return the names of all flags."""
+        return list(self._given)
 
     def key(self, name: str) -> str:
         """Return the full key of a flag, or the usual one if it is not given."""
-        return self._where.get(name, f"train.model.{name}")
+        return self._given.get(name, (f"train.model.{name}", None))[0]
 
     def note(self, name: str, text: str, at: str = "") -> None:
         """Add a note on a flag."""
         self.source.note(self.key(name), text, at)
 
-    def take_all(self) -> dict[str, tuple[str, Any]]:
-        """Return and remove the flags that are left, each with its full key."""
-        left, self._given = self._given, {}
-        return left
 
-
-def _flag(key: str) -> str:
+def flag_name(key: str) -> str:
+    """Return the name of the flag of a key: its last part, with underscores."""
     return key.rpartition(".")[2].replace("-", "_")

@@ -1,48 +1,48 @@
-"""A tree for training: the sections `train.system` and `train.model` hold Megatron's flags."""
+"""A tree for training: the sections `train.system`, `train.model` and `train.data` hold Megatron's flags."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.importers.flagscale.command import MISSING, is_placeholder, take_command, take_entries, words
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.experiment import cluster, control
-from flagcore.importers.flagscale.options import RELEVANT, options
+from flagcore.importers.flagscale.options import options
 from flagcore.importers.flagscale.shape import shape
-from flagcore.importers.flagscale.source import Flags, Source, leaves, take_flags
+from flagcore.importers.flagscale.source import Flags, Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
 _SIZES: list[str] = TABLES["sizes"]
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_FLAGS = (*_SIZES, *TABLES["job_flags"], *_RECOMPUTE, *RELEVANT)
-"""Flags that are read even in a section that is dropped."""
-DROPPED: dict[str, str] = TABLES["dropped_of_training"]
 _MIB = 1 << 20
 
 
-def training(source: Source) -> dict[str, Any]:
-    """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
-    vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
-    before = take_flags(source, DROPPED, _FLAGS)
-    if (kind := source.take("train.model.optimizer.optimizer")) not in (None, "adam"):
-        source.note("train.model.optimizer.optimizer", f"dropped ({kind}): memory and time are Adam's", "train")
-    for section, why in DROPPED.items():
-        source.drop(section, why, "train")
-    for hetero in ("train.system.hetero", "train.model.hetero"):
-        if source.take(f"{hetero}.enable_hetero"):
-            text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
-            source.note(hetero, text, "cluster")
-        source.drop(hetero, "off, or not supported by cluster.groups", "cluster")
-    flags = Flags(source, ("train.system", "train.model"), before)
-    _drop_backend(source, flags)
-    machines, nodes, devices = cluster(source)
-    sizes = {key: flags.take(key) for key in ("seq_length", "global_batch_size")}
+def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the data of a spec that trains. Raises SpecError where something that it needs is missing.
+
+    Keys of `train` that are `unresolved` are in the command without their values, so that no trial starts.
+    """
+    entries = take_entries(source)
+    flags = Flags(source, entries)
+    _check_supported(source, flags)
+    machines, nodes, devices, host = cluster(source)
+    sizes = {key: flags.get(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
             source.report(f"train.model.{key}", "is missing", fix="give it")
-    model = shape(flags, flags.take("vocab_size", vocabulary))
+    model = shape(flags)
     baseline = _baseline(flags, bool(model.get("num_moe_experts")))
-    train = {"engine": "megatron", **sizes, **options(flags, nodes=nodes)}
+    arguments = words([*entries, *((key, MISSING) for key in unresolved)])
+    for key, value in entries:
+        if is_placeholder(value):
+            source.note(key, f"{value!r} is a placeholder: give the value, or trials cannot start", "train")
+    command = take_command(source, arguments, nodes, devices, host)
+    if source.take("experiment.exp_dir") is not None:
+        text = "of the job itself; trials write into --run-dir"
+        source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
+    train = {"engine": "megatron", **sizes, **options(flags), **command}
     tuner: dict[str, Any] = {}
     if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
         tuner["space"] = space
@@ -62,41 +62,56 @@ def training(source: Source) -> dict[str, Any]:
     return {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
 
 
-def _drop_backend(source: Source, flags: Flags) -> None:
-    """Drop the backend. Raises SpecError for one whose tree has none of Megatron's flags."""
+def _check_supported(source: Source, flags: Flags) -> None:
+    """Raise SpecError for a job that would become another one."""
     key, backend = "experiment.task.backend", source.take("experiment.task.backend")
-    if backend not in (None, "megatron") and not flags.has("num_layers"):
+    if backend not in (None, "megatron"):
         problem, fix = "trains a model without Megatron's flags", "use a tree of the backend megatron"
         raise source.error(key, problem, value=backend, fix=fix)
-    if backend is not None:
-        source.note(key, f"dropped ({backend}): a model in Megatron's flags is trained", "train.engine")
+    if flags.get("enable_hetero"):
+        problem = "gives stages different sizes, which candidates of flagcore do not have"
+        fix = "set it to false to plan and tune equal sizes; see cluster.groups for nodes of several chips"
+        raise source.error(flags.key("enable_hetero"), problem, value=True, fix=fix)
 
 
 def _baseline(flags: Flags, has_experts: bool) -> dict[str, Any]:
     """Return the tree's own configuration; what it leaves out is off or 1, as in a baseline."""
-    found = {key: value for key in _SIZES if (value := flags.take(key)) not in (None, 0)}
+    found = {key: value for key in _SIZES if (value := flags.get(key)) not in (None, 0)}
     if not has_experts and (experts := found.pop("expert_model_parallel_size", None)) is not None:
         flags.note(
             "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
         )
-    found["micro_batch_size"] = flags.take("micro_batch_size", 1)
-    found["use_distributed_optimizer"] = bool(flags.take("use_distributed_optimizer"))
-    tensor = found.get("tensor_model_parallel_size", 1)
-    if sequence := flags.take("sequence_parallel"):
-        if tensor == 1:
+    found["micro_batch_size"] = flags.get("micro_batch_size", 1)
+    found["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
+    if sequence := flags.get("sequence_parallel"):
+        if found.get("tensor_model_parallel_size", 1) == 1:
             text = "off in the baseline: it needs tensor parallelism"
             flags.note("sequence_parallel", text, "auto_tuner.baseline")
         else:
             found["sequence_parallel"] = True
     elif sequence is not None:
         found["sequence_parallel"] = False
-    if (granularity := flags.take(_RECOMPUTE[0])) is not None:
-        found |= {"use_recompute": True, _RECOMPUTE[0]: granularity}
-        found |= {key: value for key in _RECOMPUTE[1:] if (value := flags.take(key)) is not None}
-    else:
-        found["use_recompute"] = False
+    found |= _recompute(flags)
+    for name in (*found, *_RECOMPUTE):
+        if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
+            text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
+            flags.note(name, text, "auto_tuner.baseline")
     flags.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
     return found
+
+
+def _recompute(flags: Flags) -> dict[str, Any]:
+    """Return the knobs of recomputation. Block recomputation of no layer is none."""
+    given = {name: value for name in _RECOMPUTE if (value := flags.get(name)) is not None}
+    if _RECOMPUTE[0] not in given:
+        return {"use_recompute": False}
+    if given.get("recompute_num_layers") == 0:
+        if given.get("recompute_method") == "block":
+            flags.note("recompute_num_layers", "0: nothing is recomputed", "auto_tuner.baseline")
+            return {"use_recompute": False}
+        flags.note("recompute_num_layers", "dropped (0): it must be at least 1", "auto_tuner.baseline")
+        del given["recompute_num_layers"]
+    return {"use_recompute": True, **given}
 
 
 def _why_not_runnable(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
@@ -126,10 +141,14 @@ def _space(source: Source, known: Any) -> dict[str, Any]:
     given, found = source.section(f"{_TUNER}.space"), dict[str, Any]()
     for key, value in given.items():
         where = f"{_TUNER}.space.{key}"
+        if key == "recompute_num_layers" and isinstance(value, list) and 0 in value:
+            value = [each for each in value if each != 0]
+            text = "0 is dropped: use_recompute is what switches it off"
+            source.note(where, text, f"auto_tuner.space.{key}")
         if key in known and value not in (None, []):
             found[key] = value
         elif key.startswith("hetero_"):
-            text = "dropped: stages of different sizes are not planned; cluster.groups has nodes of several chips"
+            text = "dropped: it is for stages of different sizes (enable_hetero)"
             source.note(where, text, "auto_tuner.space")
         elif "_per_stage" in key:
             source.note(where, "dropped: all stages recompute alike", "auto_tuner.space")
@@ -154,7 +173,7 @@ def _objective(source: Source) -> str:
     name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
     at = "auto_tuner.objective"
     if name is not None:
-        text = f"{name!r} is not used: the trial program times steps, and the median counts"
+        text = f"{name!r} is not used: each step is timed, and the median counts"
         source.note(f"{_PERFORMANCE}.name", text, at)
     if order is not None:
         source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", at)

@@ -40,6 +40,7 @@ DETECTOR = DeviceDetector(
     listing=list_with(smi.read, "mx-smi", "ht-smi"),
     visible=("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
+    own_variables=("MACA_",),
     device_file=DEVICE_FILE,
     pci_vendor=PCI_VENDOR,
     trusts=_trusts,

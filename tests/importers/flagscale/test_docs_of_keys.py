@@ -10,7 +10,7 @@ import yaml
 
 from docs.site import tables
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.importers.flagscale import engines, experiment, history, layouts, options, shape, training
+from flagcore.importers.flagscale import engines, experiment, history, layouts, shape
 from tests.importers.flagscale.accounting import leaves
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +21,11 @@ WORDS = {word for quoted in re.findall(r"`([^`]+)`", KEYS) for word in re.split(
 KNOBS = {knob for knobs in engines.KNOBS.values() for knob in knobs}
 
 
-@pytest.mark.parametrize("file", sorted(TREES.rglob("*.yaml")), ids=lambda file: str(file.relative_to(TREES)))
+FILES = [file for file in sorted(TREES.rglob("*.yaml")) if file.parent.name not in ("train", "model")]
+"""All but those of flags, which are in the command under their names."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TREES)))
 def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
     """By its own name, or by that of the section that it stands in; those of other pages are linked there."""
     known = WORDS | {*BY_NAME, *KNOBS, *engines.AS_KNOBS} | {"never_heard_of"}
@@ -37,10 +41,9 @@ def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
 
 
 def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
-    for names in (options.NO_INFLUENCE, shape.OTHER_LAYERS):
-        assert [name for name in sorted(names) if f"`{name}`" not in KEYS] == []
+    assert [name for name in sorted(shape.OTHER_LAYERS) if f"`{name}`" not in KEYS] == []
     moved = {part for old in layouts.MOVED for part in old.split(".")}
-    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *training.DROPPED, *experiment.RUNNER_KEYS)}
+    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *experiment.RUNNER_KEYS)}
     assert sorted(name for name in (moved | dropped) if name not in WORDS) == []
 
 

@@ -73,6 +73,12 @@ def test_a_missing_top_file_gets_the_existing_ones_as_suggestions(name: str, say
         ("train_dense", "~train.model.global_batch_size", "global_batch_size"),
         ("train_dense", "experiment.runner.nnodes=many", "nnodes"),
         ("train_dense", "experiment.task.type=rl", "task.type"),
+        ("train_dense", "~experiment.task.entrypoint", "task.entrypoint"),
+        ("train_dense", "experiment.task.backend=robotics", "task.backend"),
+        ("train_dense", "train.data.tokenizer.vocab_size=xxx", "vocab_size = 'xxx' is a placeholder"),
+        ("train_hetero", "train.system.hetero.enable_hetero=true", "enable_hetero"),
+        ("serve_pairs", "experiment.runner.deploy.prefill_decode_disaggregation=true", "prefill_decode"),
+        ("serve_pairs", "+serve.0.engine_args.disaggregation_mode=prefill", "disaggregation_mode"),
         ("serve_vllm", "experiment.auto_tuner.engines=[tgi]", "tgi"),
         ("serve_vllm", "experiment.auto_tuner.performance.metric=speed", "metric"),
         ("serve_vllm", "serve=[]", "serve"),
@@ -112,3 +118,11 @@ def test_an_import_that_gives_no_valid_spec_fails(override: str, value: str) -> 
     assert isinstance(found.exception, SpecError)
     assert (found.exception.exit_code, found.exception.value) == (2, value)
     assert not Path("out.yaml").exists()
+
+
+def test_a_json_config_of_an_old_flagscale_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_7b.json").write_text('{"experiment": {}}')
+    for name in ("pretrain_7b", "pretrain_7b.json"):
+        with pytest.raises(SpecError, match="JSON config of FlagScale") as caught:
+            read_tree(tmp_path, name)
+        assert caught.value.key == "--config-name"

@@ -17,6 +17,7 @@ import yaml
 
 import flagcore
 from flagcore.engines.megatron import launching
+from flagcore.engines.megatron.options import settings_in_force
 from flagcore.engines.serving.llamacpp import knobs as llama_knobs
 from flagcore.engines.serving.sglang import knobs as sglang_knobs
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
@@ -30,6 +31,7 @@ from tests.small import ENGINES
 
 read_tree = FlagScale().read_tree
 
+SPACE = "experiment.auto_tuner.space"
 ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
@@ -64,7 +66,7 @@ def test_a_dense_tree_reports_what_it_trains_and_where() -> None:
     assert spec.baseline["tensor_model_parallel_size"] == 2
     assert spec.baseline["sequence_parallel"] is True
     assert (spec.control.train_iters, spec.control.max_time, spec.control.run_best) == (6, 7200, False)
-    assert data["envs"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    assert data["envs"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1, "SOME_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 def test_missing_keys_of_a_tree_have_megatrons_defaults() -> None:
@@ -75,10 +77,75 @@ def test_missing_keys_of_a_tree_have_megatrons_defaults() -> None:
     assert model["ffn_hidden_size"] == 4 * 3584
 
 
-def test_on_one_node_the_spec_is_what_the_trial_program_can_run() -> None:
-    found = tree("train_dense")
-    launching.ready(parse_spec(found.data, file="x", base=Path(), engines=ENGINES), {})
-    assert "trial program does not" in notes(found)["train.system.overlap_grad_reduce"]
+def test_a_training_tree_starts_its_entrypoint_with_all_of_its_flags() -> None:
+    found = tree("train_dense", "train.data.data_path=[1, a, 2, b]", "~experiment.cmds")
+    command, place = (
+        found.data["train"]["command"],
+        found.data["train"]["command"].index("flagscale/train/train_gpt.py"),
+    )
+    options = {flag: command[at + 1] for at, flag in enumerate(command[:place]) if flag.startswith("--")}
+    assert command[0] == "torchrun"
+    assert (options["--nnodes"], options["--nproc_per_node"], options["--rdzv_endpoint"]) == ("1", "8", "localhost:0")
+    arguments = command[place + 1 :]
+    at = arguments.index("--data-path")
+    assert arguments[at : at + 5] == ["--data-path", "1", "a", "2", "b"]
+    assert {"--sequence-parallel", "--overlap-grad-reduce", "--never-heard-of"} <= set(arguments)
+    save = arguments[arguments.index("--save") + 1]
+    assert save == os.path.abspath("outputs/dense/checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("++train.system.tp_comm_overlap=false", []),
+        ("++train.model.mrope_section=[71,72]", ["--mrope-section", "71", "72"]),
+        ("++train.model.init=null", ["--init", "None"]),
+        ("++train.system.num_layers_per_virtual_pipeline_stage=null", []),
+        ("++train.model.my_path=xxx", ["--my-path", "???"]),
+    ],
+)
+def test_flags_are_written_as_flagscale_does(override: str, words: list[str]) -> None:
+    before, after = (
+        tree("train_dense", "train.data.data_path=a", *more).data["train"]["command"] for more in ((), (override,))
+    )
+    assert [word for word in after if word not in before] == words
+
+
+def test_commands_before_the_start_run_in_the_shell_of_torchrun() -> None:
+    command = tree("train_dense").data["train"]["command"]
+    assert command[:5] == ["bash", "-c", 'ulimit -n 65536\nexec "$@"', "before_start", "torchrun"]
+
+
+def test_flagscale_is_found_and_its_folders_are_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "elsewhere"
+    runner = root / "flagscale" / "runner" / "runner_train.py"
+    runner.parent.mkdir(parents=True)
+    runner.write_text('f.write(f"export PYTHONPATH={megatron_dir}:{root_dir}:${{PYTHONPATH}}")')
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    data = tree("train_dense").data
+    assert data["train"]["directory"] == str(root)
+    assert data["envs"]["PYTHONPATH"] == f"{root}/third_party/Megatron-LM:{root}:{root}"
+    own = tree("train_dense", "+experiment.envs.PYTHONPATH=mine").data
+    assert own["envs"]["PYTHONPATH"] == "mine"
+
+
+def test_without_flagscale_or_with_a_value_that_is_missing_no_trial_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    found = tree(
+        "train_dense", "~experiment.cmds", "~train.model.never_heard_of", "++train.data.tokenizer.tokenizer_path=xxx"
+    )
+    spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
+    with pytest.raises(SpecError) as caught:
+        launching.ready(spec, {})
+    keys = {error.key for error in found.translate_error(caught.value).problems}
+    assert keys == {"experiment.task.entrypoint", "train.data.data_path", "train.data.tokenizer.tokenizer_path"}
+
+
+def test_a_job_of_several_nodes_is_planned_and_not_started_on_one() -> None:
+    found = tree("train_moe", "+train.data.data_path=a")
+    with pytest.raises(SpecError) as caught:
+        launching.ready(parse_spec(found.data, file="x", base=Path(), engines=ENGINES), {})
+    assert "torchrun" in [error.value for error in caught.value.problems]
 
 
 @pytest.mark.parametrize(
@@ -103,20 +170,44 @@ def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() ->
     model = spec.model
     assert (model.num_moe_experts, model.moe_first_dense_layers, model.mtp_num_layers) == (64, 1, 1)
     assert (model.qk_head_dim, model.v_head_dim) == (128, 128)
-    assert spec.train.implementation == "transformer_engine"
-    assert spec.train.settings["overlap_grad_reduce"] is True
-    assert spec.train.settings["num_layers_in_first_pipeline_stage"] == 13
-    assert spec.train.settings["attention_dropout"] == 0.1
+    settings = settings_in_force(spec)
+    assert settings["overlap_grad_reduce"] is True
+    assert settings["num_layers_in_first_pipeline_stage"] == 13
+    assert settings["attention_dropout"] == 0.1
 
 
-def test_keys_that_require_a_dropped_multi_node_key_are_dropped_too() -> None:
-    found = tree("train_newest")
-    spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
-    launching.ready(spec, {})
-    assert (spec.train.precision, spec.train.settings["recompute_modules"]) == ("bf16", "layernorm")
-    on_two = parse_spec(tree("train_newest", "experiment.runner.nnodes=2").data, file="x", base=Path(), engines=ENGINES)
-    assert on_two.train.precision == "fp8"
-    assert on_two.train.settings["recompute_modules"] == "layernorm,moe_act"
+def test_precision_and_settings_are_those_of_the_tree_on_any_number_of_nodes() -> None:
+    for nodes in (1, 2):
+        found = tree("train_newest", f"experiment.runner.nnodes={nodes}")
+        spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
+        assert spec.train.precision == "fp8"
+        assert settings_in_force(spec)["recompute_modules"] == "layernorm,moe_act"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "baseline"),
+    [
+        (("recompute_method=block", "recompute_num_layers=0"), {"use_recompute": False}),
+        (("recompute_method=uniform", "recompute_num_layers=0"), {"recompute_method": "uniform"}),
+        (("recompute_method=block", "recompute_num_layers=2"), {"recompute_num_layers": 2}),
+    ],
+)
+def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], baseline: dict[str, Any]) -> None:
+    given = ("recompute_granularity=full", *overrides)
+    found = tree("train_dense", *(f"++train.system.{each}" for each in given), f"{SPACE}.recompute_num_layers=[0,4]")
+    parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
+    assert baseline.items() <= found.data["auto_tuner"]["baseline"].items()
+    assert "recompute_num_layers" not in found.data["auto_tuner"]["baseline"] or "recompute_num_layers" in baseline
+    assert found.data["auto_tuner"]["space"]["recompute_num_layers"] == [4]
+
+
+@pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "MACA_PATH=/opt/maca"])
+def test_the_vendor_of_the_variables_decides_which_devices_are_meant(variable: str, folder: Path) -> None:
+    given = ("--config-path", "train_dense", "--config-name", "tune", f"+experiment.envs.{variable}")
+    done = flag("estimate", *given, cwd=folder)
+    assert done.returncode == 4
+    assert ("kunlunxin" if "kunlunxin" in variable else "metax") in done.stderr
+    assert flag("estimate", *given, "--chip", "H100-SXM", cwd=folder).returncode == 0
 
 
 def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
@@ -329,7 +420,7 @@ def test_an_unknown_key_is_reported_in_any_section(name: str) -> None:
     before = tree(name)
     sections = {"experiment", "experiment.auto_tuner", "experiment.auto_tuner.control", "experiment.runner"}
     if name in TRAIN:
-        sections |= {"train.model", "train.system", "train.data", "experiment.auto_tuner.space"}
+        sections |= {"experiment.auto_tuner.space"}
     after = tree(name, *(f"+{section}.zzz={place}" for place, section in enumerate(sections)))
     assert after.data == before.data
     reported = " ".join(note.key for note in after.notes)

@@ -26,6 +26,8 @@ SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", 
 """Fields of a model that Megatron-LM's arguments have, too, by the same name."""
 PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
 """The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
+MISSING = "???"
+"""The value of an argument that is still to be given."""
 LONGEST = 60
 """Characters of an argument in a table."""
 
@@ -44,8 +46,13 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
         fix = "correct the path, or set train.directory to the folder that it starts at"
         yield SpecError(key=KEY, value=str(program), problem="is a program that does not exist", fix=fix)
     table = argument_table(spec, command)
-    for problem in table.parse(command.arguments)[1]:
-        if not _is_programs_own(problem, command):
+    arguments, refused = table.parse(command.arguments)
+    for argument in arguments:
+        if MISSING in argument.values:
+            problem, fix = "has no value yet", "give the value"
+            yield SpecError(key=KEY, value=f"{argument.flag} {MISSING}", problem=problem, fix=fix)
+    for problem in refused:
+        if problem.value != MISSING and not _is_programs_own(problem, command):
             value = " ".join(filter(None, (problem.flag, problem.value)))
             yield SpecError(key=KEY, value=value, problem=problem.problem, fix=problem.fix)
     effective = table.effective(command.arguments)
@@ -61,6 +68,11 @@ def _wrong_number_of_processes(spec: Spec, command: UserCommand) -> Iterator[Spe
         problem = f"starts one process, but the cluster has {nodes * (devices or 1)} devices"
         yield SpecError(key=KEY, value=" ".join(command.program), problem=problem, fix="start it with torchrun")
     nnodes = command.option("nnodes")
+    starters = {"srun", "mpirun", "mpiexec", "orterun", "ssh"}
+    if nodes > 1 and command.launcher and not starters & {Path(word).name for word in command.prefix}:
+        problem = f"starts the ranks of this node only, but cluster.nodes = {nodes}"
+        fix = "start it on all nodes, with srun for example; `flag estimate` plans without it"
+        yield SpecError(key=KEY, value=" ".join(command.launcher), problem=problem, fix=fix)
     if nodes > 1 and nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
         problem = f"contradicts cluster.nodes = {nodes}"
         yield SpecError(key=KEY, value=" ".join(nnodes.words), problem=problem, fix="use the same number")

@@ -107,6 +107,7 @@ RULES = (
         adds=("--log-interval", "1"),
         when=_always,
     ),
+    TrialRule(dests="auto_tune", why="memory is read after each step", adds=("--auto-tune",), when=_always),
     TrialRule(
         dests="data_cache_path",
         why="index files of the data are the run's",

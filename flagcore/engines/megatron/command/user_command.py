@@ -14,7 +14,7 @@ from pathlib import Path
 from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentTable, release_table
 from flagcore.engines.megatron.command.release import find_release
-from flagcore.engines.megatron.command.script import FIX, is_script, traced
+from flagcore.engines.megatron.command.script import FIX, SHELLS, is_script, traced
 from flagcore.errors import SpecError
 
 PLACEHOLDER = "{flags}"
@@ -152,9 +152,10 @@ def _of_script(command: tuple[str, ...], directory: str | None, variables: Mappi
 
 def split(words: Sequence[str], directory: str, environment: Mapping[str, str] | None = None) -> UserCommand | None:
     """Return the parts of a command that starts a Python program, by torchrun or directly; None for any other."""
-    for place, word in enumerate(words):
+    shell = 4 if is_shell_prefix(words) else 0
+    for place, word in enumerate(words[shell:], start=shell):
         name = Path(word).name
-        if place and not _wraps(words[:place]):
+        if place > shell and not _wraps(words[shell:place]):
             return None
         found = None
         if name == "torchrun":
@@ -164,6 +165,11 @@ def split(words: Sequence[str], directory: str, environment: Mapping[str, str] |
         if found is not None:
             return replace(found, prefix=tuple(words[:place]), environment=dict(environment or {}), directory=directory)
     return None
+
+
+def is_shell_prefix(words: Sequence[str]) -> bool:
+    """Return whether a command is `bash -c '...; exec "$@"' NAME` and the words that it runs after its own lines."""
+    return len(words) > 4 and Path(words[0]).name in SHELLS and words[1] == "-c" and words[2].endswith('exec "$@"')
 
 
 def _wraps(prefix: Sequence[str]) -> bool:
