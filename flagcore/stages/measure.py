@@ -47,7 +47,7 @@ def measure(
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
-            if best and _is_too_slow(progress(), warmup, best):
+            if best and _is_too_slow(progress(), warmup, best, trial.shortened.scale if trial.shortened else 1.0):
                 beaten_by = best
                 ended = running.stop()
                 break
@@ -86,6 +86,7 @@ def _outcome(
             measured = workload.read(engine_task(platform.task), trial.candidate, folder, partial=beaten_by is not None)
         except FlagError as error:
             return replace(trial, state=TrialState.FAILED, reason=str(error))
+        measured = trial.shortened.scaled(measured) if trial.shortened else measured
         if beaten_by:
             partial = replace(measured, partial=True)
             return replace(
@@ -93,7 +94,7 @@ def _outcome(
             )
         return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    state, reason = failure(ended, folder, patterns)
+    state, reason = failure(ended, folder, patterns, trial.time_limit)
     return replace(trial, state=state, reason=reason)
 
 
@@ -123,12 +124,12 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
     return None
 
 
-def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial) -> bool:
+def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float) -> bool:
     counted = steps[warmup:]
     return (
         len(counted) >= 2
         and best.measurement is not None
-        and min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
+        and scale * min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
     )
 
 
@@ -146,7 +147,7 @@ class _Readings:
     """Telemetry about once a second: the mean of each figure, and the peak of memory, over all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
-        numbers = platform.read_devices or tuple(range(len(platform.telemetry)))
+        numbers = [device.index for device in platform.read_devices] or range(len(platform.telemetry))
         self._readers: list[tuple[int, Telemetry]] = list(zip(numbers, platform.telemetry, strict=True))
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0

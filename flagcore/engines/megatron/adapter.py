@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
+from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Shortens, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -20,7 +20,16 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.megatron import knobs as knob_rows
-from flagcore.engines.megatron import launching, options, probing, published, reading, setting_rules, unused_keys
+from flagcore.engines.megatron import (
+    launching,
+    options,
+    probing,
+    published,
+    reading,
+    setting_rules,
+    shortening,
+    unused_keys,
+)
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
@@ -77,6 +86,8 @@ class Megatron:
 
     spec_warnings = staticmethod(unused_keys.spec_warnings)
     job_warnings = staticmethod(unused_keys.job_warnings)
+
+    shorter_batch = staticmethod(shortening.shorter_batch)
 
     ready = staticmethod(launching.ready)
     launch = staticmethod(launching.launch)
@@ -163,7 +174,7 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Protocol):
+class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Shortens, Protocol):
     """What Megatron implements, for mypy."""
 
 
