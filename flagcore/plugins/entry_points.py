@@ -82,7 +82,7 @@ def engines() -> Mapping[str, Workload]:
 
 
 def kind_of(engine: str) -> str:
-    """Return what the engine of this name does, "train" or "serve"; empty if it is not installed or does not load."""
+    """Return the kind of an engine, "train" or "serve"; empty if it is not installed or does not load."""
     try:
         return _kind(engine)
     except FlagError:

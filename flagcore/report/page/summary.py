@@ -30,6 +30,7 @@ from flagcore.report.text import (
     load_text,
     scaled_text,
     state_name,
+    stop_reason,
 )
 
 MAX_RIVALS = 5
@@ -57,8 +58,8 @@ def summary(run: RunData) -> Section:
 
 def stopped(run: RunData) -> list[Text]:
     """Return why the run stopped; nothing while it is in progress."""
-    because = run.result["stopped_because"]
-    return [Text(_("Stopped: {reason}.", reason=_(because)))] if because else []
+    because = stop_reason(run.result)
+    return [Text(_("Stopped: {reason}.", reason=because))] if because else []
 
 
 def no_best(run: RunData) -> str:
@@ -173,7 +174,7 @@ def _load_of(run: RunData, best: Record) -> str:
 
 
 def _without_limits(run: RunData, best: Record) -> str:
-    """Return what the fastest load point of all trials reached, and which limits it exceeded."""
+    """Return the figures of the fastest load point of all trials, and the limits that it exceeded."""
     name = figure_name(run.objective)
     free = [
         (seconds(run.objective, float(value)), trial, point)
@@ -243,5 +244,5 @@ def _engines(run: RunData) -> Block:
         link = f"{engine}/report.html" if "error" not in data else ""
         step = number(lookup(data, "best.measured.step_time_s.median"))
         figure = cell(None) if step is None else cell(1.0 / step if is_rate(run.objective) else step)
-        rows.append([Cell(engine, None, link), figure, data.get("error") or data.get("stopped_because")])
+        rows.append([Cell(engine, None, link), figure, data.get("error") or stop_reason(data)])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)
