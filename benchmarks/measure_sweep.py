@@ -22,7 +22,7 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ from flagcore import plugins
 from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Role, Trial, TrialState
 from flagcore.engines.megatron.options import settings_in_force
 from flagcore.problem import Problem, build_problem
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
+from flagcore.trial_plan import limit_of, predicted_trial
 
 SOURCE = "flagcore's own trials"
 PUBLISHED = {
@@ -99,11 +100,11 @@ def _name(problem: Problem, row: int) -> str:
 def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
     """Return a finished trial, and the share of the processors that others took meanwhile."""
     launcher, candidate = plugins.launcher("local"), problem.space.candidate(row)
-    trial = Trial(number=row, candidate=candidate, role=Role.SEARCH, state=TrialState.RUNNING)
-    seconds = problem.platform.task.spec.control.max_time_per_task
+    trial = replace(predicted_trial(problem, candidate, Role.SEARCH, RUN), number=row)
+    limit = limit_of(problem, workload, trial, ())
     began, others = time.monotonic(), _others()
     with tempfile.TemporaryDirectory() as folder:
-        running = launch(problem.platform, workload, launcher, candidate, folder, seconds)
+        running = launch(problem.platform, workload, launcher, candidate, folder, limit)
         done = measure(running, problem.platform, workload, trial, folder, None)
     took = (time.monotonic() - began) * (os.cpu_count() or 1)
     return done, max(0.0, (_others() - others) / took)
@@ -111,10 +112,10 @@ def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
 
 def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
     """Return what probes of a candidate's ranks reported, as plain data."""
-    seconds = problem.platform.task.spec.control.max_time_per_task
+    limit = limit_of(problem, workload, predicted_trial(problem, candidate, Role.SEARCH, PROBE), ())
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
-        found = probe(problem.platform, workload, launcher, candidate, folder, seconds, finish=False)
+        found = probe(problem.platform, workload, launcher, candidate, folder, limit, finish=False)
     return [
         {
             "rank": rank.rank,

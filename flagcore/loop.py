@@ -24,25 +24,30 @@ from flagcore.contracts import (
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan, summarize
-from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason, trial_timeout
+from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.spec import Spec
-from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
-from flagcore.i18n import N_, _
+from flagcore.i18n import N_, Message, _
 from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
 from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
+from flagcore.stages.limit import capped
 from flagcore.stages.measure import measure
-from flagcore.stages.predict import record
 from flagcore.stages.probe import probe
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
+from flagcore.stages.wait import SETTLE_SECONDS, wait_for_devices
+from flagcore.trial_plan import limit_of, memory_needed, predicted_trial, shortened_steps, time_of_search
 
 MAX_SHARE_OF_PROBES = 0.5
 """Probes before the first run may take this share of `control.max_time`."""
+
+MAX_BUSY = 3
+"""The search stops when others used the devices of so many trials in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +119,10 @@ class _Search:
         self.seconds_before = seconds_used([trial for trial in counted if not trial.source])
         self.started = time.monotonic()
         self.pruned, self.state, self.past = problem.pruned, learn(()), uses.past(problem)
+        self.busy = 0
+        """Trials in a row whose devices others used."""
+        self.plan = time_of_search(problem, uses.workload) if self.fidelity == RUN else None
+        """How long all trials may take, until the first event says it."""
         self._learn()
 
     @property
@@ -129,16 +138,25 @@ class _Search:
         if stopped := next((each.search_ended for each in self.state.repeats if each.search_ended), None):
             return stopped
         baseline = self.problem.baseline
-        first = self.state.by_candidate.get(baseline)
-        settled = baseline in self.state.settled and not (first and first.source)
-        if not settled and (self.fidelity == RUN or self._has_predicted_time(baseline)):
+        while self.busy < MAX_BUSY and not self._settled(baseline):
             self._run(baseline, Role.BASELINE)
-        while (reason := stop_reason(self.control, self.state, self.elapsed)) is None:
+        while (reason := self._stop_reason()) is None:
             choice = rank(self.uses.strategy, self._context())
             if choice.row is None:
                 return choice.because
             self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
         return reason
+
+    def _settled(self, baseline: Candidate) -> bool:
+        """Return whether the baseline needs no run, or cannot be probed."""
+        first = self.state.by_candidate.get(baseline)
+        settled = baseline in self.state.settled and not (first and first.source)
+        return settled or (self.fidelity != RUN and not self._has_predicted_time(baseline))
+
+    def _stop_reason(self) -> str | None:
+        if self.busy >= MAX_BUSY:
+            return Message("others used the devices of {count} trials in a row", count=self.busy)
+        return stop_reason(self.control, self.state, self.elapsed)
 
     def probe_first(self) -> None:
         """Probe candidates before the first run, `control.probes` in all. Half of the time is left for runs."""
@@ -146,6 +164,8 @@ class _Search:
             return
         strategy = self.uses.probe_strategy or self.uses.strategy
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
+            if self.busy >= MAX_BUSY:
+                return
             choice = rank(strategy, self._context_for_probes(probed))
             if choice.row is None:
                 return
@@ -154,12 +174,12 @@ class _Search:
     def repeat(self, search_ended: str) -> None:
         """Run baseline, best and rivals again in rotation, so that noise does not decide."""
         while trial := next_repeat(self.control, self.state):
-            if not has_time_to_repeat(self.control, trial, self.elapsed):
+            if self.busy >= MAX_BUSY or not has_time_to_repeat(self.control, trial, self.elapsed):
                 return
             self._run(trial.candidate, Role.REPEAT, search_ended=search_ended)
 
     def _probed(self) -> frozenset[Candidate]:
-        return frozenset(each.candidate for each in self.state.probes if each.state is not TrialState.INTERRUPTED)
+        return frozenset(each.candidate for each in self.state.probes if each.settles)
 
     def _seconds_for_probes(self) -> float:
         limit = self.control.max_time
@@ -203,25 +223,11 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> None:
-        row = self.problem.space.find(candidate)
-        assert row is not None, "every candidate that runs is in the space"
-        planned = Trial(
-            number=0,
-            candidate=candidate,
-            role=role,
-            state=TrialState.RUNNING,
-            predicted=record(self.problem.platform.task, self.problem.predictions.row(row)),
-            fidelity=fidelity or self.fidelity,
-            began_s=self.elapsed,
-            chosen_because=choice.because if choice else None,
-            believed=dict(choice.belief) if choice else None,
-            search_ended=search_ended,
-        )
-        trial = self.store.begin(planned)
+        trial = self.store.begin(self._planned(candidate, role, choice, fidelity or self.fidelity, search_ended))
         self._emit("trial_started", trial)
         began = time.monotonic()
         try:
-            done = self._measure(trial) if trial.fidelity == RUN else self._probe(trial)
+            done = self._attempt(trial)
         except (KeyboardInterrupt, LaunchError) as error:
             reason = str(error) or N_("interrupted by the user")
             self._finish(
@@ -232,19 +238,69 @@ class _Search:
             done = replace(trial, state=TrialState.FAILED, reason=str(error))
         self._finish(done)
 
+    def _planned(
+        self, candidate: Candidate, role: Role, choice: Choice | None, fidelity: str, search_ended: str | None
+    ) -> Trial:
+        """Return a trial of a candidate with its prediction, its time limit, and how its steps are shortened."""
+        trial = replace(
+            predicted_trial(self.problem, candidate, role, fidelity),
+            began_s=self.elapsed,
+            chosen_because=choice.because if choice else None,
+            believed=dict(choice.belief) if choice else None,
+            search_ended=search_ended,
+        )
+        if fidelity == RUN and role is not Role.REPEAT:
+            trial = replace(trial, shortened=shortened_steps(self.problem, self.uses.workload, trial))
+        return replace(trial, time_limit=self._time_limit(trial))
+
+    def _time_limit(self, trial: Trial) -> TimeLimit:
+        """Return the limit of a trial, or the rest of the run's; probes before the first run have less of it."""
+        limit = limit_of(self.problem, self.uses.workload, trial, (*self.state.trials, *self.state.repeats))
+        most = self.control.max_time
+        if most is None:
+            return limit
+        left = self._seconds_for_probes() if (trial.fidelity, self.fidelity) == (PROBE, RUN) else most - self.elapsed
+        return capped(limit, left, f"auto_tuner.control.max_time = {most:g} s")
+
+    def _attempt(self, trial: Trial) -> Trial:
+        """Run or probe a candidate once nobody else uses its devices.
+
+        If somebody does, the trial failed, and proves nothing; so does one that ran out of memory beside others.
+        """
+        platform, began = self.problem.platform, time.monotonic()
+        need = memory_needed(platform.task, trial)
+
+        def waits(busy: str) -> None:
+            self._emit("trial_waits", replace(trial, reason=busy))
+
+        done = replace(trial, state=TrialState.FAILED, reason="")
+        busy = wait_for_devices(platform, need, self.control.device_wait, waits)
+        if not busy:
+            done = self._measure(trial) if trial.fidelity == RUN else self._probe(trial)
+            if done.state is not TrialState.OUT_OF_MEMORY:
+                return done
+            busy = wait_for_devices(platform, need, SETTLE_SECONDS)
+            if not busy:
+                return done
+            busy = f"out of memory, and {busy}"
+        seconds = time.monotonic() - began
+        return replace(
+            done, state=TrialState.FAILED, reason=f"device busy: {busy}", inconclusive=True, duration_s=seconds
+        )
+
     def _measure(self, trial: Trial) -> Trial:
         """Run a candidate. In the search it is stopped early if it is clearly slower than the best."""
+        assert trial.time_limit is not None
         best = self.state.best if trial.role is Role.SEARCH else None
         platform, workload, folder = self.problem.platform, self.uses.workload, self.store.folder(trial)
-        timeout = trial_timeout(self.control, self.elapsed)
-        running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, timeout)
+        if trial.shortened:
+            platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
+        running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, trial.time_limit)
         return measure(running, platform, workload, trial, folder, best)
 
     def _probe(self, trial: Trial) -> Trial:
         """Probe a candidate rank by rank. Ranks that an interrupted probe of it finished are not probed again."""
-        timeout = trial_timeout(self.control, self.elapsed)
-        if self.fidelity == RUN:
-            timeout = max(1.0, min(timeout, self._seconds_for_probes()))
+        assert trial.time_limit is not None
         platform, row = self.problem.platform, self.problem.space.find(trial.candidate)
         assert row is not None, "every candidate that is probed is in the space"
         probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
@@ -254,7 +310,7 @@ class _Search:
             self.uses.launcher,
             trial.candidate,
             self.store.folder(trial),
-            timeout,
+            trial.time_limit,
             earlier=[self.store.folder(each) for each in probes if each.state is TrialState.INTERRUPTED],
             finish=False,
             devices=self.devices,
@@ -265,6 +321,7 @@ class _Search:
 
     def _finish(self, done: Trial) -> None:
         self.store.finish(done)
+        self.busy = self.busy + 1 if done.inconclusive else 0
         self._learn()
         self._emit("trial_finished", done)
 
@@ -292,8 +349,10 @@ class _Search:
                 best=self.state.best,
                 objective=self.problem.platform.task.spec.objective,
                 knobs=self.problem.knobs,
+                plan=self.plan,
             )
         )
+        self.plan = None
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:

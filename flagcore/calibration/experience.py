@@ -96,7 +96,9 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     assert measured is not None
     used = measured.device_used_bytes
     kind, job = (
-        ("serve", _serve_fields(work, measured)) if isinstance(work, ServeSpec) else ("train", _train_fields(work))
+        ("serve", _serve_fields(work, measured))
+        if isinstance(work, ServeSpec)
+        else ("train", _train_fields(work, trial))
     )
     return {
         "id": f"{run}/{trial.number}",
@@ -108,16 +110,18 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
         "measured": {
             "chip_aliases": list(group.chip.aliases),
             "objective": task.spec.objective,
-            "step_time_s": measured.step_time_s,
+            "step_time_s": measured.scaled_from or measured.step_time_s,
             "noise": measured.spread_s / measured.step_time_s if measured.step_time_s else 0.0,
             **({"device_used_gib": used / GIB} if used else {}),
         },
     }
 
 
-def _train_fields(work: TrainSpec) -> dict[str, Any]:
+def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
+    """Return the job that ran: with shortened steps, that of a smaller batch."""
     names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
-    return {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
+    found = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
+    return found | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})
 
 
 def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:

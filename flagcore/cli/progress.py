@@ -10,7 +10,15 @@ from typing import TextIO
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role, TrialState
 from flagcore.i18n import _
-from flagcore.report.text import candidate_text, objective_text, role_text, short_line, state_text
+from flagcore.report.text import (
+    candidate_text,
+    objective_text,
+    role_text,
+    scaled_text,
+    search_time_text,
+    short_line,
+    state_text,
+)
 
 
 @contextmanager
@@ -22,13 +30,17 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
         with _bar(stream, verbose) as draw:
             yield draw
     else:
-        yield lambda event: _print("\n".join([line(event), *(_details(event) if verbose else [])]), stream)
+        yield lambda event: _print("\n".join([*_lines(event), *(_details(event) if verbose else [])]), stream)
 
 
 def _print(text: str, stream: TextIO) -> None:
     """Print a line; a closed stderr must not end a run."""
     with suppress(OSError, ValueError):
         print(text, file=stream, flush=True)
+
+
+def _lines(event: Event) -> list[str]:
+    return [*([search_time_text(event.plan)] if event.plan else []), line(event)]
 
 
 def line(event: Event) -> str:
@@ -41,6 +53,8 @@ def line(event: Event) -> str:
     if event.kind == "trial_started":
         candidate = candidate_text(trial.candidate, event.knobs)
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
+    if event.kind == "trial_waits":
+        return _("{trial} waits for its devices: {reason}", trial=name, reason=trial.reason)
     measured = trial.measurement if not trial.state.failed else None
     result = _step(measured, event.objective) if measured else trial.reason or ""
     if trial.state is TrialState.MEASURED and trial.reason:
@@ -52,7 +66,12 @@ def _predicted(event: Event) -> str:
     step, objective = (event.trial.predicted.get(key) for key in ("step_time_s", "objective"))
     if isinstance(objective, dict):
         return ", " + _("predicted ~{value}", value=objective_text(event.objective, objective["value"]))
-    return ", " + _("predicted ~{value}", value=f"{step['value']:.3g} s") if isinstance(step, dict) else ""
+    if not isinstance(step, dict):
+        return ""
+    text = ", " + _("predicted ~{value}", value=f"{step['value']:.3g} s")
+    if short := event.trial.shortened:
+        text += ", " + _("shortened to {part} of {whole} samples", part=short.global_batch_size, whole=short.whole)
+    return text
 
 
 def _details(event: Event) -> list[str]:
@@ -82,7 +101,8 @@ def _step(measured: Measurement, objective: str) -> str:
     if measured.figures:
         return short_line(measured, objective)
     mark = "~" if measured.modelled_s is not None else ""
-    return _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
+    text = _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
+    return text if measured.scaled_from is None else f"{text} ({scaled_text(measured.scaled_from)})"
 
 
 @contextmanager
@@ -106,7 +126,8 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
         task = bar.add_task(_("detecting hardware"), total=None, ends=None)
 
         def draw(event: Event) -> None:
-            lines = [line(event)] if event.kind == "trial_finished" else []
+            lines = [search_time_text(event.plan)] if event.plan else []
+            lines += [line(event)] if event.kind != "trial_started" else []
             for each in [*lines, *(_details(event) if verbose else [])]:
                 console.print(each, highlight=False, markup=False)
             running = event.kind == "trial_started"

@@ -1,6 +1,15 @@
 """The Protocols that the core calls. Whoever implements one need not import anything else of flagcore."""
 
-from flagcore.contracts.chip import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.contracts.chip import (
+    AttentionShape,
+    CollectiveCosts,
+    KernelCosts,
+    MemoryModel,
+    PruningRule,
+    ReportsUse,
+    Telemetry,
+    use_of,
+)
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
 from flagcore.contracts.platform import Costs, Launcher, Platform, Plugins, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
@@ -18,6 +27,8 @@ from flagcore.contracts.workload import (
     ReleaseCheck,
     Runner,
     SearchSpace,
+    Shortens,
+    SlowStart,
     Untested,
     Workload,
     labels_of,
@@ -25,6 +36,7 @@ from flagcore.contracts.workload import (
     model_parts,
     require_job_records,
     require_prober,
+    start_seconds,
     steps_wanted,
     untested_reason,
 )
@@ -59,10 +71,13 @@ __all__ = [
     "Prober",
     "PruningRule",
     "ReleaseCheck",
+    "ReportsUse",
     "Runner",
     "Running",
     "SearchContext",
     "SearchSpace",
+    "Shortens",
+    "SlowStart",
     "Strategy",
     "Telemetry",
     "TrialStore",
@@ -73,6 +88,8 @@ __all__ = [
     "model_parts",
     "require_job_records",
     "require_prober",
+    "start_seconds",
     "steps_wanted",
     "untested_reason",
+    "use_of",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from flagcore.domain.devices import DeviceUse
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
@@ -97,10 +98,26 @@ class CollectiveCosts(Protocol):
 
 
 class Telemetry(Protocol):
-    """A reading of one device while a trial runs."""
+    """A reading of one device before and while a trial runs. It may have the method of `ReportsUse`, too."""
 
     def sample(self) -> Mapping[str, float]:
-        """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`."""
+        """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`.
+
+        Raises LookupError if the device no longer answers, though others do.
+        """
+
+
+class ReportsUse(Protocol):
+    """Optional: telemetry that knows who uses its device."""
+
+    def use(self) -> DeviceUse:
+        """Return who uses the device now. Called before each trial, and after one that ran out of memory."""
+
+
+def use_of(reader: Telemetry) -> DeviceUse:
+    """Return `ReportsUse.use`; nothing is known from telemetry without it."""
+    use = getattr(reader, "use", None)
+    return use() if use else DeviceUse()
 
 
 class PruningRule(Protocol):

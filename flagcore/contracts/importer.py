@@ -78,10 +78,14 @@ class HistoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Trials in the order in which they ran, and whether they are of servers."""
+    """Trials in the order in which they ran, and whether they are of servers.
+
+    `time_limit_s` is when the other tuner ends a trial if its configuration does not say.
+    """
 
     rows: tuple[HistoryRow, ...]
     serves: bool
+    time_limit_s: float
 
 
 @runtime_checkable

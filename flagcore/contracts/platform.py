@@ -13,6 +13,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import Exit, FailurePattern, Launch
 from flagcore.domain.spec import Task
+from flagcore.domain.trial import TimeLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Platform:
     """The answers of plugins about one task, collected once in discover.
 
     `knobs` are all that plugins have for the chip, in the spec or not. `conflicts` are variables that the user sets
-    differently from plugins. `read_devices` are the numbers on this machine of the devices of `telemetry`.
+    differently from plugins. `read_devices` are the devices of `telemetry`.
     """
 
     task: Task
@@ -61,12 +62,22 @@ class Platform:
     knobs: tuple[Knob, ...] = ()
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
-    read_devices: tuple[int, ...] = ()
+    read_devices: tuple[Device, ...] = ()
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and the changes of plugins."""
         environment = {**planned.environment, **self.environment, **self.task.spec.envs}
         return self.prepare_launch(replace(planned, environment=environment))
+
+    def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
+        """Return `planned` with the limits of a trial: time, memory and disk."""
+        return replace(
+            planned,
+            timeout_seconds=limit.seconds,
+            timeout_because=limit.because,
+            memory_limit_bytes=self.memory_limit_bytes,
+            disk_limit_bytes=self.task.spec.control.disk_limit or planned.disk_limit_bytes,
+        )
 
     @property
     def memory_limit_bytes(self) -> int | None:

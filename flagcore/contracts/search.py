@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 from flagcore.domain.experience import Features, Past
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import SearchTime
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial
@@ -75,8 +76,9 @@ class TrialStore(Protocol):
 class Event:
     """Something that the user may want to see. The command line draws it, tests count it.
 
-    `kind` is trial_started or trial_finished; `seconds_left` estimates the rest of the run, repeats included.
-    `objective` is that of the run, `knobs` are those of its task.
+    `kind` is trial_started, trial_waits (others use its devices; its `reason` says who) or trial_finished;
+    `seconds_left` estimates the rest of the run, repeats included. `objective` is that of the run, `knobs` are those of
+    its task. `plan`, only at the first event, is how long all trials may take.
     """
 
     kind: str
@@ -87,6 +89,7 @@ class Event:
     best: Trial | None
     objective: str = ""
     knobs: Knobs = field(default_factory=dict)
+    plan: SearchTime | None = None
 
 
 OnEvent: TypeAlias = Callable[[Event], None]

@@ -221,6 +221,29 @@ class Untested(Protocol):
 
 
 @runtime_checkable
+class Shortens(Protocol):
+    """Optional: trials may run fewer micro-batches a step; the core scales their times by the predictions."""
+
+    def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
+        """Return the smallest legal global batch of at least `share` of the task's; None if all are as large.
+
+        It fills the pipeline, so that memory reaches its peak. Trials take it from `task.spec.train`.
+        """
+
+
+@runtime_checkable
+class SlowStart(Protocol):
+    """Optional: an engine whose trials take other than START_SECONDS beside their steps."""
+
+    start_seconds: float
+    """Seconds that a trial may take to start; where steps are not trained, also to run its load."""
+
+
+START_SECONDS = 300.0
+"""What a trial may take to start: imports, processes on all devices, the model, and its first step."""
+
+
+@runtime_checkable
 class KeyWarnings(Protocol):
     """Optional: warnings about keys of specs and job records that are legal, but have no effect or were filled in."""
 
@@ -278,6 +301,11 @@ def steps_wanted(workload: Workload, task: Task) -> int | None:
 def untested_reason(workload: Workload) -> str:
     """Return `Untested.untested`; empty for an engine without it."""
     return workload.untested if isinstance(workload, Untested) else ""
+
+
+def start_seconds(workload: Workload) -> float:
+    """Return `SlowStart.start_seconds`, START_SECONDS for an engine without."""
+    return workload.start_seconds if isinstance(workload, SlowStart) else START_SECONDS
 
 
 def _unsupported(workload: Workload, what: str, fix: str) -> SpecError:

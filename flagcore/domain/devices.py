@@ -1,4 +1,4 @@
-"""Detects devices that slow down a job.
+"""Who uses a device, and devices that slow down a job.
 
 All ranks of a synchronous job have the same step time, since they wait for each other. Devices are compared by the
 speed test at the end of a trial, a fixed matrix product on each rank, and by the clock that the vendor's tool reports.
@@ -7,8 +7,23 @@ speed test at the end of a trial, a fixed matrix product on each rank, and by th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """Who uses a device. `processes` hold memory on it, such as `4711 python (20.5 GiB)`.
+
+    `blocked` says why no process can start on it, such as its compute mode. Empty: none, or unknown. `free_bytes` are
+    what new processes can have where devices share the machine's memory; None: unknown.
+    """
+
+    processes: tuple[str, ...] = ()
+    blocked: str = ""
+    free_bytes: int | None = None
+
 
 SLOW_RATIO = 1.25
 """A device is slow if its speed test takes this many times the median of the others; equal chips differ by a few

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagcore.domain.secrets import redact_text, secrets_in_environment
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.files import open_regular
 
 
@@ -18,10 +18,11 @@ class Launch:
 
     `folder` receives `stdout.log`, `stderr.log`, `launch.json` and the files of the program.
     `environment` is added to the launcher's own. `memory_limit_bytes` bounds the whole tree of
-    processes on one node (None: no limit), `timeout_seconds` its wall-clock time. `ready` are URLs of a server that is
-    started for users: it is ready when all of them answer 200, and is reached at the root of the first. `{master_port}`
-    in a word of a trial's `argv` stands for its MASTER_PORT. `leaves_out` are commands that the user's script runs,
-    too; `missing` says what the user must add before it can be started for real, empty for nothing.
+    processes on one node (None: no limit), `timeout_seconds` its wall-clock time, with the reason `timeout_because`,
+    `disk_limit_bytes` the size of `folder`. `ready` are URLs of a server that is started for users: it is ready when
+    all of them answer 200, and is reached at the root of the first. `{master_port}` in a word of a trial's `argv` is
+    replaced by its MASTER_PORT. `leaves_out` are commands that the user's script also runs; `missing` says what the
+    user must add before it can be started for real, empty for nothing.
     """
 
     argv: tuple[str, ...]
@@ -29,6 +30,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str | None = None
     timeout_seconds: float = 300.0
+    timeout_because: str = ""
     memory_limit_bytes: int | None = None
     disk_limit_bytes: int = 2 << 30
     ready: tuple[str, ...] = ()
@@ -40,8 +42,9 @@ class Launch:
 class Exit:
     """How a launch ended. `code` is the exit status, negative for a signal.
 
-    `ended_by` is None (the program itself), `timeout`, `memory`, `disk`, `request`, or `guard` if the guard process was
-    killed. `peak_memory_bytes` is the largest observed memory of all processes.
+    `ended_by` is None (the program itself), `timeout`, `memory`, `disk` (its folder exceeds the limit), `full_disk`
+    (little space is left), `request`, or `guard` if the guard process was killed. `peak_memory_bytes` is the largest
+    observed memory of all processes.
     """
 
     code: int
@@ -67,31 +70,42 @@ LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
 _ENDED_BY = {
-    "disk": (TrialState.FAILED, "it exceeded the disk limit of its folder, or filled the disk"),
+    "disk": (TrialState.FAILED, "its folder exceeded the disk limit; set auto_tuner.control.disk_limit to raise that"),
+    "full_disk": (TrialState.FAILED, "the disk of its folder is full"),
     "guard": (TrialState.FAILED, "its guard process was killed"),
     "request": (TrialState.INTERRUPTED, "ended on request"),
 }
 
 
-def failure(ended: Exit, folder: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
-    """Return the state of a failed trial and the reason from its logs in `folder`, with secrets redacted."""
-    state, reason = classify(ended, log_tail(folder), patterns)
+_FULL_DISK = FailurePattern(pattern=r"No space left on device|Disk quota exceeded", state=TrialState.FAILED)
+"""What the system says to any program (strerror of ENOSPC and EDQUOT)."""
+
+
+def failure(
+    ended: Exit, folder: str, patterns: Sequence[FailurePattern], limit: TimeLimit | None = None
+) -> tuple[TrialState, str]:
+    """Return the state of a failed trial and the reason from its logs in `folder`, with secrets redacted.
+
+    `limit` is the time that it was given.
+    """
+    state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
     return state, redact_text(reason, secrets_in_environment(os.environ))
 
 
-def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
-    """Return the state of a failed trial and its reason in one line."""
+def classify(
+    ended: Exit, log: str, patterns: Sequence[FailurePattern], limit: str = "its time limit"
+) -> tuple[TrialState, str]:
+    """Return the state of a failed trial and its reason in one line. `limit` says where its time limit is from."""
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
     last = lines[-1][:LONGEST_REASON] if lines else "(none)"
     if ended.ended_by == "timeout":
-        allowed = "the limit by max_time_per_task or the rest of max_time"
-        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s, {allowed}; last line: {last}"
+        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); last line: {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
-    for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
+    for known in sorted((_FULL_DISK, *patterns), key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
         for line in lines:
             if found := re.search(known.pattern, line):
                 reason = _without(known.state, found.groupdict().get("reason") or line)

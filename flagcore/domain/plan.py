@@ -123,7 +123,7 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
 
 
 def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str, knobs: Knobs) -> Plan:
-    """Return the plan of a task."""
+    """Return the plan of a task. Best and baseline are whole runs if there are any."""
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -131,14 +131,14 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
         counts=count(space, pruned, search_state),
         trials=search_state.trials,
         repeats=search_state.repeats,
-        baseline=search_state.baseline,
-        best=search_state.best,
+        baseline=search_state.shown(search_state.baseline),
+        best=search_state.shown(search_state.best),
         gains=gains(search_state),
         stopped_because=because,
         medians={
-            trial.number: 1.0 / search_state.speed_of(trial.candidate)
+            runs[0].number: 1.0 / search_state.speed_of(trial.candidate)
             for trial in search_state.trials
-            if len(search_state.runs_of(trial.candidate)) > 1
+            if len(runs := search_state.runs_of(trial.candidate)) > 1
         },
         rivals=rivals(search_state),
         drift=drift(search_state),
@@ -176,7 +176,7 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens per second.
 
     The first runs are a round, each repeat of the best another one, with the baseline's run before it; a round of
-    which one half has no measurement does not count. Empty without a measured baseline.
+    which one half has no measurement of whole steps does not count. Empty without a measured baseline.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
@@ -191,5 +191,5 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     return tuple(
         speed(fast) / speed(before[0]) - 1
         for fast, before in rounds
-        if before and fast.state is before[0].state is TrialState.MEASURED
+        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_whole and before[0].is_whole
     )

@@ -68,16 +68,20 @@ class SearchState:
         return tuple(sorted(self.by_candidate.values(), key=lambda trial: trial.number))
 
     def repeats_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the repeats of a candidate that were not interrupted, in order."""
-        ended = (trial for trial in self.repeats if trial.state is not TrialState.INTERRUPTED)
-        return tuple(trial for trial in ended if trial.candidate == candidate)
+        """Return the repeats of a candidate that ended undisturbed, in order."""
+        return tuple(trial for trial in self.repeats if trial.settles and trial.candidate == candidate)
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the measured runs of a candidate, repeats included; imported ones only without others."""
+        """Return the measured runs of a candidate, repeats included; imported or shortened ones only without others."""
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
         measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
-        return tuple(trial for trial in measured if not trial.source) or measured
+        own = tuple(trial for trial in measured if not trial.source) or measured
+        return tuple(trial for trial in own if trial.is_whole) or own
+
+    def shown(self, trial: Trial | None) -> Trial | None:
+        """Return the trial whose figures a report shows for a candidate: of a shortened `trial` its first whole run."""
+        return trial if trial is None or trial.is_whole else next(iter(self.runs_of(trial.candidate)), trial)
 
     def speed_of(self, candidate: Candidate) -> float:
         """Return the median speed of a candidate's runs, 0 without any."""
@@ -90,8 +94,8 @@ class SearchState:
 
     @property
     def settled(self) -> frozenset[Candidate]:
-        """Candidates that need no further trial; one that was interrupted may be tried again."""
-        return frozenset(c for c, trial in self.by_candidate.items() if trial.state is not TrialState.INTERRUPTED)
+        """Candidates that need no further trial; one that was interrupted or disturbed may be tried again."""
+        return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.settles)
 
 
 def speed(trial: Trial) -> float:
@@ -110,7 +114,7 @@ EXTRA_ROUNDS = 2
 
 
 def noise(runs: Sequence[Trial]) -> float:
-    """Return the relative noise of a candidate, from the spread of steps and of runs."""
+    """Return the relative noise of a candidate, from the spread of steps and of runs, and the scaling of steps."""
     measured = [trial.measurement for trial in runs if trial.measurement]
     if not measured:
         return MIN_NOISE
@@ -118,7 +122,7 @@ def noise(runs: Sequence[Trial]) -> float:
     speeds = [speed(trial) for trial in runs]
     middle = median(speeds)
     between = (max(speeds) - min(speeds)) / 2 / middle if middle > 0 else 0.0
-    return max(MIN_NOISE, within, between)
+    return max(MIN_NOISE, within, between, *(one.interval for one in measured))
 
 
 def significant(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> bool:
@@ -147,31 +151,41 @@ def rivals(search_state: SearchState) -> tuple[Trial, ...]:
     return tuple(sorted(near, key=lambda trial: -search_state.speed_of(trial.candidate)))
 
 
-def contenders(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return the candidates to repeat, in order: baseline, best and rivals; empty if only one is left."""
+def finalists(search_state: SearchState) -> tuple[Trial, ...]:
+    """Return baseline, best and the fastest rivals, each once, in this order; empty without a best."""
     if search_state.best is None:
         return ()
     known = search_state.baseline
     baseline = (known,) if known and known.state is TrialState.MEASURED else ()
     chosen = {trial.candidate: trial for trial in (*baseline, search_state.best, *rivals(search_state)[:MAX_RIVALS])}
-    return tuple(chosen.values()) if len(chosen) > 1 else ()
+    return tuple(chosen.values())
+
+
+def least_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
+    """Return how often each finalist runs again at least: `control.repeats` times if there are several.
+
+    A finalist whose steps were shortened runs whole at least once.
+    """
+    several = finalists(search_state)
+    rounds = control.repeats if len(several) > 1 else 0
+    return {trial.candidate: rounds if trial.is_whole else max(rounds, 1) for trial in several}
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """Return the trial to run again, None if repeats are done.
 
-    Each contender has `control.repeats` runs again, in rotation. Then there are more rounds, `EXTRA_ROUNDS` at most,
+    The finalists run again in rotation, `least_repeats` times. Then there are more rounds, `EXTRA_ROUNDS` at most,
     while a rival does not differ significantly. Best and rivals may change, so all repeats together are limited, too.
     """
-    several = contenders(search_state)
-    if not several or not control.repeats:
+    several, least = finalists(search_state), least_repeats(control, search_state)
+    done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in several}
+    most = control.repeats + EXTRA_ROUNDS
+    if sum(trial.settles for trial in search_state.repeats) >= most * (2 + MAX_RIVALS):
         return None
-    least = min(several, key=lambda trial: len(search_state.repeats_of(trial.candidate)))
-    done, most = len(search_state.repeats_of(least.candidate)), control.repeats + EXTRA_ROUNDS
-    if done < control.repeats or (done < most and rivals(search_state)):
-        ended = sum(repeat.state is not TrialState.INTERRUPTED for repeat in search_state.repeats)
-        return least if ended < most * (2 + MAX_RIVALS) else None
-    return None
+    waiting = [trial for trial in several if done[trial.candidate] < least[trial.candidate]]
+    if not waiting and control.repeats and rivals(search_state):
+        waiting = [trial for trial in several if done[trial.candidate] < most]
+    return min(waiting, key=lambda trial: done[trial.candidate], default=None)
 
 
 def drift(search_state: SearchState) -> float | None:
@@ -209,11 +223,17 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> 
     return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= needed else None
 
 
-def trial_timeout(control: Control, elapsed: float) -> float:
-    """Return the seconds that the next trial may take: its own limit or the rest of the run's, at least one."""
-    if control.max_time is None:
-        return control.max_time_per_task
-    return max(1.0, min(control.max_time_per_task, control.max_time - elapsed))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTime:
+    """How many trials and repeats a search has at most, and the seconds that they may take by their limits.
+
+    `steps_s` are the predicted seconds of their steps alone, None if unknown.
+    """
+
+    trials: int
+    repeats: int
+    steps_s: float | None
+    at_most_s: float
 
 
 def seconds_left(control: Control, search_state: SearchState, candidates: int, elapsed: float) -> float | None:
@@ -232,17 +252,27 @@ def seconds_left(control: Control, search_state: SearchState, candidates: int, e
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
     """Return the least, or the most, seconds that the remaining repeats take."""
-    rounds = control.repeats
-    if at_most and rounds and rivals(search_state):
-        rounds += EXTRA_ROUNDS
-    left = ((trial, rounds - len(search_state.repeats_of(trial.candidate))) for trial in contenders(search_state))
-    return sum((max(0, runs) * trial.duration_s for trial, runs in left), 0.0)
+    extra = EXTRA_ROUNDS if at_most and control.repeats and rivals(search_state) else 0
+    least = least_repeats(control, search_state)
+    left = (
+        (trial, least[trial.candidate] + extra - len(search_state.repeats_of(trial.candidate)))
+        for trial in finalists(search_state)
+    )
+    return sum((max(0, runs) * whole_seconds(control, trial) for trial, runs in left), 0.0)
 
 
 def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
     """Return whether there is time to run `trial` again."""
-    return control.max_time is None or elapsed + trial.duration_s <= control.max_time
+    return control.max_time is None or elapsed + whole_seconds(control, trial) <= control.max_time
+
+
+def whole_seconds(control: Control, trial: Trial) -> float:
+    """Return how long a measured trial takes with whole steps."""
+    measured = trial.measurement
+    if measured is None or measured.scaled_from is None:
+        return trial.duration_s
+    return trial.duration_s + control.train_iters * (measured.step_time_s - measured.scaled_from)
 
 
 def _completed_trials(search_state: SearchState) -> list[Trial]:
-    return [trial for trial in search_state.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]
+    return [trial for trial in search_state.trials if trial.settles and not trial.source]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from flagcore.domain.candidate import KnobValue
@@ -63,13 +63,21 @@ class TrainSpec:
 class Control:
     """Budgets. Times are wall-clock seconds; `max_time` None means no limit.
 
+    `max_time_per_task` None: derived from the prediction of each trial; a task that an engine starts has it as a
+    number. A step that is predicted to take more than `max_step_time` is shortened; None: never. `disk_limit` are the
+    bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
+    devices that others use.
+
     `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run.
     """
 
     train_iters: int = 5
     warmup_iters: int = 1
-    max_time_per_task: float = 300.0
+    max_time_per_task: float | None = None
+    max_step_time: float | None = 60.0
     max_time: float | None = None
+    disk_limit: int | None = None
+    device_wait: float = 60.0
     max_trials: int = 20
     repeats: int = 1
     run_best: bool = False
@@ -123,6 +131,16 @@ class Task:
     spec: Spec
     cluster: Cluster
     knobs: tuple[Knob, ...] = ()
+
+    def with_time_limit(self, seconds: float) -> Task:
+        """Return the task with the time limit of a trial as a number, which an engine may need."""
+        control = replace(self.spec.control, max_time_per_task=seconds)
+        return replace(self, spec=replace(self.spec, control=control))
+
+    def with_batch(self, global_batch_size: int) -> Task:
+        """Return a training task with another global batch."""
+        work = replace(self.spec.train, global_batch_size=global_batch_size)
+        return replace(self, spec=replace(self.spec, work=work))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -57,8 +57,9 @@ class Measurement:
     ended early. Where an engine serves, a step is the seconds of the objective in one run of the load, `figures` are
     those of the load point that is shown, `points` are all load points, and `broken` describes which limits were
     not kept. `devices` are figures of single ones, each with its number `device` over all nodes: what the management
-    tool showed, and the speed test of a rank; `slow` names those that stand out. Of a probe, `modelled_s` of the step
-    are modelled, and `low_s` to `high_s` is an 80% interval of the step.
+    tool showed, and the speed test of a rank; `slow` names those that stand out. Of a probe and of a shortened trial,
+    `modelled_s` of the step are modelled, and `low_s` to `high_s` is an 80% interval of the step. `scaled_from` are the
+    measured seconds of a shortened step; all other times are scaled to a whole one. None: the steps were whole.
     """
 
     step_times_s: tuple[float, ...]
@@ -81,6 +82,52 @@ class Measurement:
     broken: tuple[str, ...] = ()
     devices: tuple[Mapping[str, float], ...] = ()
     slow: tuple[str, ...] = ()
+    scaled_from: float | None = None
+
+    @property
+    def interval(self) -> float:
+        """Half of the interval of a scaled step as a share of it, 0 for one that ran whole."""
+        if self.scaled_from is None or self.low_s is None or self.high_s is None:
+            return 0.0
+        return (self.high_s - self.low_s) / 2.0 / self.step_time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimit:
+    """How long a trial may take, and why, in words."""
+
+    seconds: float
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """Steps with fewer micro-batches: `global_batch_size` samples instead of `whole`.
+
+    The time of a step times `scale` is that of a whole one, both as predicted; `low` to `high` is an 80% interval.
+    """
+
+    global_batch_size: int
+    whole: int
+    scale: float
+    low: float
+    high: float
+
+    def scaled(self, measured: Measurement) -> Measurement:
+        """Return a measurement of shortened steps as one of whole steps."""
+        step = measured.step_time_s
+        rate = self.whole / self.global_batch_size / self.scale
+        return replace(
+            measured,
+            step_times_s=tuple(each * self.scale for each in measured.step_times_s),
+            step_time_s=step * self.scale,
+            spread_s=measured.spread_s * self.scale,
+            tokens_per_second_per_device=measured.tokens_per_second_per_device * rate,
+            modelled_s=step * (self.scale - 1.0),
+            low_s=step * self.low,
+            high_s=step * self.high,
+            scaled_from=step,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +138,8 @@ class Trial:
     run's folder. `source` is the file of another tool that it was imported from; None for one that flagcore ran.
     `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` is the reason and
     `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no further
-    candidate was tried.
+    candidate was tried. `time_limit` and `shortened` are how it was run. Of an `inconclusive` trial others used the
+    devices: it proves nothing about any candidate, and its own may be tried again.
     """
 
     number: int
@@ -109,17 +157,43 @@ class Trial:
     chosen_because: str | None = None
     believed: Mapping[str, object] | None = None
     search_ended: str | None = None
+    time_limit: TimeLimit | None = None
+    shortened: Shortened | None = None
+    inconclusive: bool = False
 
     @property
     def notes(self) -> dict[str, object]:
-        """The fields of NOTES that are set, by name."""
-        return {name: value for name in NOTES if (value := getattr(self, name)) is not None}
+        """The fields of NOTES that are set, by name, as plain data."""
+        found = {name: value for name in NOTES if (value := getattr(self, name)) is not None}
+        return {name: asdict(value) if isinstance(value, _HOW) else value for name, value in found.items()}
 
+    @property
+    def settles(self) -> bool:
+        """Whether its candidate needs no further trial."""
+        return self.state is not TrialState.INTERRUPTED and not self.inconclusive
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it measured whole steps, not shortened ones."""
+        return self.measurement is not None and self.measurement.scaled_from is None
+
+    def seconds_beside(self, steps: int) -> float | None:
+        """Return what a measured trial of some `steps` took beside them, its start above all; None for any other."""
+        measured = self.measurement
+        if self.state is not TrialState.MEASURED or measured is None:
+            return None
+        return self.duration_s - steps * (measured.scaled_from or measured.step_time_s)
+
+
+_HOW = (TimeLimit, Shortened)
 
 NOTES: Mapping[str, Callable[[Any], Any]] = {
     "began_s": float,
     "chosen_because": str,
     "believed": dict,
     "search_ended": str,
+    "time_limit": lambda data: TimeLimit(**data),
+    "shortened": lambda data: Shortened(**data),
 }
-"""Fields that the search sets when a trial begins, and their types. `result.json` has them next to the prediction."""
+"""Fields that the search sets when a trial begins, and how they are read. `result.json` has them next to the
+prediction."""

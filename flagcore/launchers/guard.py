@@ -189,14 +189,14 @@ class Disk:
         self.folder, self.limit = folder, limit
         self.pace = Throttle(5.0)
 
-    def full(self) -> bool:
-        """Return whether the folder exceeds the limit, or little disk space is free."""
+    def problem(self) -> str | None:
+        """Return `disk` if the folder exceeds the limit, `full_disk` if little disk space is free."""
         started = time.process_time()
         used, free = self._used(), NEVER
         with contextlib.suppress(OSError):
             free = free_disk_bytes(self.folder)
         self.pace.rest(started)
-        return used > self.limit or free < FREE_DISK_FLOOR_BYTES
+        return "disk" if used > self.limit else "full_disk" if free < FREE_DISK_FLOOR_BYTES else None
 
     def _used(self) -> int:
         """Return the bytes of the folder, links not followed, the folder itself included."""
@@ -301,8 +301,8 @@ class Trial:
             self.end("timeout", GRACE_SECONDS)
         elif self.memory.pace.due() and self.memory.over(self.memory_limit, self.tree.settled):
             self.end("memory", 0)
-        elif self.disk.pace.due() and self.disk.full():
-            self.end("disk", 0)
+        elif self.disk.pace.due() and (problem := self.disk.problem()):
+            self.end(problem, 0)
 
     def verdict(self) -> dict[str, object]:
         """Return the fields of flagcore.domain.launch.Exit."""

@@ -223,6 +223,7 @@ def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, direct
         "environment": redact_data(environment),
         "directory": directory,
         "timeout_seconds": launch.timeout_seconds,
+        "timeout_because": launch.timeout_because,
         "memory_limit_bytes": launch.memory_limit_bytes,
         "disk_limit_bytes": launch.disk_limit_bytes,
         "started_at": datetime.now(timezone.utc).isoformat(),

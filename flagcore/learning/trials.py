@@ -58,7 +58,8 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     out = [
         (trial, row) for trial, row in seen(context) if trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
     ]
-    late = [(trial.duration_s - overhead, row) for trial, row in out]
+    scales = [trial.shortened.scale if trial.shortened else 1.0 for trial, _ in out]
+    late = [((trial.duration_s - overhead) * scale, row) for (trial, row), scale in zip(out, scales, strict=True)]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
         return Observed.empty()
@@ -73,8 +74,7 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
 def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of finished trials outside their steps; 0 before the first one."""
     steps = context.task.spec.control.train_iters
-    ended = [trial for trial in context.trials if trial.state is TrialState.MEASURED and trial.measurement]
-    overheads = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
+    overheads = [seconds for trial in context.trials if (seconds := trial.seconds_beside(steps)) is not None]
     return max(median(overheads), 0.0) if overheads else 0.0
 
 
@@ -152,7 +152,7 @@ def _noise(measured: Measurement | None) -> float:
     if measured is None:
         return LEAST_NOISE
     spread = measured.spread_s / measured.step_time_s / math.sqrt(max(len(measured.step_times_s), 1))
-    return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread)
+    return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread, measured.interval)
 
 
 def _used(measured: Measurement | None) -> float:
@@ -167,7 +167,9 @@ def whole_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
     """
     if context.task.spec.control.fidelity == PROBE:
         return np.full_like(log_time, _median(context, (TrialState.MEASURED,)) or 1.0)
-    seconds: FloatArray = overhead_seconds(context) + context.task.spec.control.train_iters * np.exp(log_time)
+    control = context.task.spec.control
+    step = np.minimum(np.exp(log_time), control.max_step_time or math.inf)  # longer ones are shortened
+    seconds: FloatArray = overhead_seconds(context) + control.train_iters * step
     return seconds
 
 

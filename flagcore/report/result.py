@@ -10,7 +10,8 @@ from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.i18n import Message
-from flagcore.report.text import front, notes
+from flagcore.report.text import front
+from flagcore.report.text import notes as notes_of
 
 SCHEMA_VERSION = 1
 GIB = 2**30
@@ -45,7 +46,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "probes": [trial(each) for each in plan.probes],
         "slow_devices": slow_devices(plan),
         **(
-            {"front": [nested(point) for point in front(plan)], "notes": notes(plan)}
+            {"front": [nested(point) for point in front(plan)], "notes": notes_of(plan)}
             if plan.objective in SERVING
             else {}
         ),
@@ -63,12 +64,14 @@ def slow_devices(plan: Plan) -> dict[str, list[int]]:
 
 def medians(plan: Plan) -> dict[int, float]:
     """Return the median of the objective of each repeated candidate, by the number of its first trial."""
-    by_number = {each.number: each.measurement for each in plan.trials}
+    by_number = {each.number: each.measurement for each in (*plan.trials, *plan.repeats)}
     return {number: objective_value(plan.objective, step, by_number[number]) for number, step in plan.medians.items()}
 
 
 def trial(each: Trial) -> dict[str, Any]:
     """Return one trial as plain data."""
+    notes = each.notes
+    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened")}
     return {
         "number": each.number,
         "role": each.role.value,
@@ -76,7 +79,9 @@ def trial(each: Trial) -> dict[str, Any]:
         "state": each.state.value,
         "reason": each.reason,
         "fidelity": each.fidelity,
-        "predicted": {**each.predicted, **each.notes},
+        "inconclusive": each.inconclusive,
+        **how,
+        "predicted": {**each.predicted, **notes},
         "measured": _measured(each.measurement) if each.measurement else None,
         "measured_over": {name: measured_over(each, name) for name in ("predicted", "believed")},
         "duration_s": each.duration_s,
@@ -105,6 +110,8 @@ def _measured(measured: Measurement) -> dict[str, Any]:
         figure = getattr(measured, name)
         if figure is not None:
             data[name.replace("_bytes", "_gib")] = figure / GIB
+    if measured.scaled_from is not None:
+        data["step_time_s"]["scaled_from"] = measured.scaled_from
     if measured.modelled_s is not None:
         data["step_time_s"] |= {"modelled": measured.modelled_s, "low": measured.low_s, "high": measured.high_s}
     if measured.figures:

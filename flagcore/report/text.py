@@ -9,7 +9,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan
-from flagcore.domain.search_state import DOES_NOT_FIT
+from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import RATES
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import _, from_record, ngettext
@@ -89,6 +89,27 @@ def state_text(trial: Trial) -> str:
 def state_name(state: str) -> str:
     """Return the name of a state of trials."""
     return _(state.replace("_", " "))
+
+
+def search_time_text(time: SearchTime) -> str:
+    """Return how long a search may take."""
+    text = _("At most {trials} trials and {repeats} repeats", trials=time.trials, repeats=time.repeats)
+    if time.steps_s is not None:
+        text += ", " + _("~{time} of steps", time=duration_text(time.steps_s))
+    return text + "; " + _("at most {time} by their time limits.", time=duration_text(time.at_most_s))
+
+
+def scaled_text(seconds: float) -> str:
+    """Return what a step was scaled from."""
+    return _("scaled from {seconds} s of a shortened step", seconds=shown(seconds))
+
+
+def duration_text(seconds: float) -> str:
+    """Return seconds in seconds, minutes or hours."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def role_text(role: str) -> str:

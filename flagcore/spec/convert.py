@@ -21,6 +21,7 @@ from flagcore.spec.schema import (
     MAX_DEVICES,
     MAX_MEMORY,
     MIN_MEMORY,
+    BudgetSection,
     ClusterSection,
     ControlSection,
     Document,
@@ -125,7 +126,7 @@ def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plug
         "work": ((("serve",), ("model",), ("auto_tuner", "cards")), work),
         "space": ((("serve", "engine"), SPACE), space),
         "baseline": ((("serve", "engine"), BASELINE), lambda: None if tuner.baseline is None else values(BASELINE)),
-        "control": ((CONTROL,), lambda: Control(**tuner.control.model_dump())),
+        "control": ((CONTROL,), lambda: budgets(tuner.control, file)),
     }
     return document, parts, problems, wrong
 
@@ -204,7 +205,7 @@ def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
         chip=group.chip,
         nodes=group.nodes,
         devices_per_node=devices,
-        memory_bytes_per_device=_memory(group.memory_per_device, at, file),
+        memory_bytes_per_device=_bytes(group.memory_per_device, (*at, "memory_per_device"), file),
         nic_bytes_per_second=group.nic_bytes_per_second,
     )
 
@@ -219,13 +220,13 @@ def check_devices(nodes: int, per_node: int, at: KeyPath, file: str = "") -> Non
         )
 
 
-def _memory(amount: int | str | None, at: KeyPath, file: str) -> int | None:
+def _bytes(amount: int | str | None, key: KeyPath, file: str) -> int | None:
     if not isinstance(amount, str):
         return amount
     size = parse_bytes(amount)
     if not MIN_MEMORY <= size <= MAX_MEMORY:
         problem = "must be from 1MiB to 1024TiB"
-        raise spec_error((*at, "memory_per_device"), problem, value=amount, fix="write e.g. 4GiB", file=file)
+        raise spec_error(key, problem, value=amount, fix="write e.g. 4GiB", file=file)
     return size
 
 
@@ -235,7 +236,13 @@ def _control(control: ControlSection, file: str) -> Control:
         problem = _(text, name="train_iters", value=control.train_iters)
         fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error(key, problem, value=control.warmup_iters, fix=fix, file=file)
-    return Control(**control.model_dump())
+    return budgets(control, file)
+
+
+def budgets(control: BudgetSection, file: str) -> Control:
+    """Return a section as budgets. Raises SpecError."""
+    disk = _bytes(control.disk_limit, (*CONTROL, "disk_limit"), file)
+    return Control(**{**control.model_dump(), "disk_limit": disk})
 
 
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:

@@ -27,6 +27,7 @@ NoSize = Annotated[int, Field(ge=0, le=2**31)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=1_000)]
 Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
+Wait = Annotated[float, Field(ge=0, le=86_400)]
 Steps = Annotated[int, Field(ge=2, le=1_000_000)]
 NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
 Trials = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -156,10 +157,14 @@ class TrainSection(TrainJob):
 class BudgetSection(Section):
     """Budgets of any search."""
 
-    max_time_per_task: Seconds = _CONTROL.max_time_per_task
-    """Wall-clock limit of one trial, in seconds."""
+    max_time_per_task: Seconds | None = _CONTROL.max_time_per_task
+    """Wall-clock limit of one trial, in seconds; null: derived from its prediction, 1200 s for servers."""
     max_time: Seconds | None = _CONTROL.max_time
     """Wall-clock limit of the whole search, in seconds; null: none."""
+    disk_limit: Bytes | Amount | None = _CONTROL.disk_limit
+    """What a trial may write into its folder, in bytes or with a unit; null: 2 GiB."""
+    device_wait: Wait = _CONTROL.device_wait
+    """Seconds that a trial waits for devices that others use before it fails."""
     max_trials: Trials = _CONTROL.max_trials
     """Maximum number of trials."""
     repeats: Repeats = _CONTROL.repeats
@@ -175,6 +180,8 @@ class ControlSection(BudgetSection):
 
     train_iters: Steps = _CONTROL.train_iters
     """Steps per trial."""
+    max_step_time: Seconds | None = _CONTROL.max_step_time
+    """Longer steps run with a smaller global batch, and their time is scaled; null: all steps are whole."""
     warmup_iters: NoSteps = _CONTROL.warmup_iters
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"

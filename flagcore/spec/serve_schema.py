@@ -138,8 +138,6 @@ class ServeSection(Section):
 class ServeControlSection(BudgetSection):
     """Budgets of the search."""
 
-    max_time_per_task: Seconds = 1200.0
-    """Wall-clock limit of one trial including the start of the servers, in seconds."""
     fidelity: Literal["estimate", "run"] = "run"
     """Fidelity of trials: predictions only, or real servers under load."""
 

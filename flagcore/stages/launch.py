@@ -8,19 +8,20 @@ from flagcore.contracts import Launcher, Platform, Running, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
+from flagcore.domain.trial import TimeLimit
 
 
 def launch(
-    platform: Platform, workload: Workload, launcher: Launcher, candidate: Candidate, folder: str, seconds: float
+    platform: Platform, workload: Workload, launcher: Launcher, candidate: Candidate, folder: str, limit: TimeLimit
 ) -> Running:
     """Start a trial of `candidate` in `folder`, and return it while it runs.
 
-    It is ended after `seconds`; on a CPU also if its processes exceed the cluster's memory budget. Raises FlagError
+    It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. Raises FlagError
     if it cannot be started.
     """
+    platform = replace(platform, task=platform.task.with_time_limit(limit.seconds))
     planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
-    limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
-    return launcher.start(limits)
+    return launcher.start(platform.limited(planned, limit))
 
 
 def planned_launch(

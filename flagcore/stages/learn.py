@@ -22,7 +22,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     by_candidate: dict[Candidate, Trial] = {}
     for trial in first:
         known = by_candidate.get(trial.candidate)
-        if known is None or known.state is TrialState.INTERRUPTED or known.source:
+        if known is None or not known.settles or known.source:
             by_candidate[trial.candidate] = trial
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]

@@ -52,7 +52,8 @@ def measure(
             readings.take()
             steps = progress() if best or wanted else ()
             stopped = wanted is not None and len(steps) >= wanted
-            if not stopped and best and _is_too_slow(steps, warmup, best):
+            scale = trial.shortened.scale if trial.shortened else 1.0
+            if not stopped and best and _is_too_slow(steps, warmup, best, scale):
                 beaten_by = best
             if stopped or beaten_by:
                 ended = running.stop()
@@ -112,6 +113,7 @@ def _outcome(
             measured = workload.read(engine_task(platform.task), trial.candidate, folder, partial=beaten_by is not None)
         except FlagError as error:
             return replace(trial, state=TrialState.FAILED, reason=str(error))
+        measured = trial.shortened.scaled(measured) if trial.shortened else measured
         if beaten_by:
             partial = replace(measured, partial=True)
             return replace(
@@ -119,7 +121,7 @@ def _outcome(
             )
         return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    state, reason = failure(ended, folder, patterns)
+    state, reason = failure(ended, folder, patterns, trial.time_limit)
     return replace(trial, state=state, reason=reason)
 
 
@@ -149,12 +151,12 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
     return None
 
 
-def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial) -> bool:
+def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float) -> bool:
     counted = steps[warmup:]
     return (
         len(counted) >= 2
         and best.measurement is not None
-        and min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
+        and scale * min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
     )
 
 
@@ -172,7 +174,7 @@ class _Readings:
     """Telemetry about once a second: the mean of each figure, and the peak of memory, over all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
-        numbers = platform.read_devices or tuple(range(len(platform.telemetry)))
+        numbers = [device.index for device in platform.read_devices] or range(len(platform.telemetry))
         self._readers: list[tuple[int, Telemetry]] = list(zip(numbers, platform.telemetry, strict=True))
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0

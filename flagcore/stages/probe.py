@@ -15,7 +15,7 @@ from flagcore.domain.effects import effects_of, engine_candidate, engine_task, e
 from flagcore.domain.launch import Exit, failure
 from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.errors import FlagError, LaunchError
 from flagcore.files import read_regular
 
@@ -36,7 +36,7 @@ def probe(
     launcher: Launcher,
     candidate: Candidate,
     folder: str,
-    seconds: float,
+    limit: TimeLimit,
     ranks: Sequence[int] = (),
     on_rank: Callable[[int], object] | None = None,
     *,
@@ -46,7 +46,7 @@ def probe(
 ) -> Probe:
     """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
 
-    Each has a folder in `folder`; all are ended after `seconds` in total. `on_rank` is called with each rank before it
+    Each has a folder in `folder`; all are ended after `limit` in total. `on_rank` is called with each rank before it
     starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. A failed rank is a result, and
     the last one unless `finish`: running ones are ended and dropped. Raises FlagError if one cannot be started.
     Processes are ended on every exception.
@@ -59,7 +59,7 @@ def probe(
     predicted = {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in chosen}
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, running_ranks = [rank for rank in chosen if rank not in done], list[_RunningRank]()
-    ends = time.monotonic() + seconds
+    ends = time.monotonic() + limit.seconds
     try:
         while waiting or running_ranks:
             free = sorted(set(range(devices)) - {each.blank.device for each in running_ranks})
@@ -68,11 +68,12 @@ def probe(
                 if on_rank is not None:
                     on_rank(rank)
                 blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
-                left = max(1.0, ends - time.monotonic())
+                left = replace(limit, seconds=max(1.0, ends - time.monotonic()))
                 running_ranks.append(_start(platform, workload, launcher, candidate, blank, folder, left))
             each, ended = _first(running_ranks)
             running_ranks.remove(each)
-            found = _outcome(replace(each.blank, duration_s=ended.duration_s), ended, platform, workload, each.folder)
+            blank = replace(each.blank, duration_s=ended.duration_s)
+            found = _outcome(blank, ended, platform, workload, each.folder, limit)
             done[found.rank] = found
             if found.measured is None and not finish:
                 break
@@ -80,6 +81,12 @@ def probe(
         for each in running_ranks:
             each.process.stop()
     return Probe(candidate=candidate, ranks=tuple(done[rank] for rank in chosen if rank in done))
+
+
+def ranks_to_probe(platform: Platform, workload: Workload, candidate: Candidate) -> int:
+    """Return how many ranks a probe of `candidate` runs."""
+    own = engine_candidate(platform.task, candidate)
+    return len(require_prober(workload).probe_ranks(engine_task(platform.task), own, platform.costs))
 
 
 def _known(
@@ -103,7 +110,7 @@ def _start(
     candidate: Candidate,
     blank: RankProbe,
     folder: str,
-    seconds: float,
+    limit: TimeLimit,
 ) -> _RunningRank:
     where = os.path.join(folder, f"rank-{blank.rank}")
     try:
@@ -116,8 +123,7 @@ def _start(
     planned = require_prober(workload).probe_launch(bare, own, blank.rank, where, blank.device)
     variables = environment_of(effects)
     planned = platform.prepared(replace(planned, environment={**planned.environment, **variables}))
-    limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
-    return _RunningRank(blank, launcher.start(limits), where)
+    return _RunningRank(blank, launcher.start(platform.limited(planned, limit)), where)
 
 
 def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
@@ -128,7 +134,9 @@ def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
                 return each, ended
 
 
-def _outcome(blank: RankProbe, ended: Exit, platform: Platform, workload: Workload, folder: str) -> RankProbe:
+def _outcome(
+    blank: RankProbe, ended: Exit, platform: Platform, workload: Workload, folder: str, limit: TimeLimit
+) -> RankProbe:
     if ended.code == 0 and ended.ended_by is None:
         try:
             measured = require_prober(workload).read_probe(platform.task, folder)
@@ -136,5 +144,5 @@ def _outcome(blank: RankProbe, ended: Exit, platform: Platform, workload: Worklo
             return replace(blank, reason=str(error))
         return replace(blank, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    state, reason = failure(ended, folder, patterns)
+    state, reason = failure(ended, folder, patterns, limit)
     return replace(blank, state=state, reason=reason)

@@ -46,11 +46,11 @@ def search_context(
         space=space,
         predictions=predictions,
         open_rows=untried(space, pruned, search_state),
-        trials=search_state.trials,
+        trials=[trial for trial in search_state.trials if not trial.inconclusive],
         features=of_rows,
         past=past,
         seconds_left=seconds_left,
-        probes=search_state.probes,
+        probes=[probe for probe in search_state.probes if not probe.inconclusive],
     )
 
 

@@ -28,7 +28,10 @@ from flagcore.store.directory import writable
 JOURNAL = "journal.log"
 LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
 MAPPINGS = ("effective", "versions", "telemetry", "figures")
-OPTIONAL_FIGURES = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
+OPTIONAL_FIGURES = (
+    *("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
+    *("modelled_s", "low_s", "high_s", "scaled_from"),
+)
 FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
 """Fields with a single figure."""
 MAX_INT = 2**63 - 1
@@ -202,6 +205,7 @@ def _result(trial: Trial) -> dict[str, Any]:
         "log": trial.log,
         "measurement": measured,
         **({"source": trial.source} if trial.source else {}),
+        **({"inconclusive": True} if trial.inconclusive else {}),
     }
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
 
@@ -237,6 +241,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
         fidelity=str(attributes.get("fidelity", RUN)),
         source=result.get("source"),
+        inconclusive=bool(result.get("inconclusive")),
         **{name: None if value is None else NOTES[name](value) for name, value in notes.items()},
     )
 

@@ -7,12 +7,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from flagcore.domain.chip import Device
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.devices import DeviceUse
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.matrix import with_own_adapters
@@ -22,6 +24,8 @@ from flagcore.vendorkit.smi import query_tool, tool_output, visible
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0
 """Time limit of the tool during a trial."""
+
+T = TypeVar("T")
 
 ListDevices = Callable[[float], Listing]
 """Runs the management tool with a time limit in seconds and returns the devices that it prints."""
@@ -71,6 +75,8 @@ class DeviceDetector:
     trusts: Callable[[TorchReport], bool]
     uuids: Callable[[], Mapping[int, str]] | None = None
     topology: tuple[str, ...] = ()
+    uses: Callable[[float], Mapping[int, DeviceUse]] | None = None
+    """Returns by index who uses each device; takes a time limit in seconds. None: the tool does not say."""
 
     def devices(self, root: Path = Path("/")) -> tuple[Device, ...]:
         """Return the devices that processes started from here can use; none if the environment selects another vendor.
@@ -104,6 +110,10 @@ class DeviceDetector:
         """Return the tool's readings during a trial."""
         return (self.reading or self.listing)(READING_SECONDS).rows
 
+    def uses_now(self) -> Mapping[int, DeviceUse]:
+        """Return by index who uses each device, as far as the tool says."""
+        return self.uses(READING_SECONDS) if self.uses else {}
+
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
         """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
         return report.devices if report is not None and self.trusts(report) else ()
@@ -127,34 +137,39 @@ class DeviceDetector:
 FRESH_SECONDS = 0.9
 
 
-class SharedTable:
-    """The tool's last output. `read` runs the tool again if that is older than `fresh_seconds`."""
+class Shared(Generic[T]):
+    """A tool's last answers by device. `read` runs the tool again if they are older than `fresh_seconds`."""
 
-    def __init__(self, read: Callable[[], Sequence[Row]], fresh_seconds: float = FRESH_SECONDS) -> None:
+    def __init__(self, read: Callable[[], Mapping[int, T]], fresh_seconds: float = FRESH_SECONDS) -> None:
         self._read, self._fresh = read, fresh_seconds
-        self._rows: Mapping[int, Row] = {}
+        self._answers: Mapping[int, T] = {}
         self._until = float("-inf")
         self._lock = threading.Lock()
 
-    def row(self, index: int) -> Row | None:
-        """Return the row of a device, or None if the tool does not list it."""
+    def of(self, index: int) -> T | None:
+        """Return the answer about a device, or None if there is none."""
         with self._lock:
             if time.monotonic() >= self._until:
-                self._rows = {row.device.index: row for row in self._read()}
+                self._answers = self._read()
                 self._until = time.monotonic() + self._fresh
-            return self._rows.get(index)
+            return self._answers.get(index)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """`flagcore.contracts.Telemetry` of one device."""
+    """`flagcore.contracts.Telemetry` of one device, and `ReportsUse` if the tool says who uses it."""
 
-    table: SharedTable
+    table: Shared[Row]
     index: int
+    uses: Shared[DeviceUse] | None = None
 
     def sample(self) -> Mapping[str, float]:
         """Return the device's figures now. Raises LookupError if it does not list it."""
-        row = self.table.row(self.index)
+        row = self.table.of(self.index)
         if row is None:
             raise LookupError(f"device {self.index} is not in the management tool's table")
         return row.reading
+
+    def use(self) -> DeviceUse:
+        """Return who uses the device, as far as the tool says."""
+        return (self.uses and self.uses.of(self.index)) or DeviceUse()

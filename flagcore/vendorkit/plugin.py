@@ -10,6 +10,7 @@ from importlib.resources import files
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.devices import DeviceUse
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -21,12 +22,13 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.collective_file import collective_table
 from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
-from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, SharedTable
+from flagcore.vendorkit.detection import DeviceDetector, DeviceReading, Shared
 from flagcore.vendorkit.engines import SUPPORT, read_engines
 from flagcore.vendorkit.knobs import FILE as KNOBS
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Note, read_quirks
+from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import environment
 
@@ -50,8 +52,13 @@ class VendorPlugin:
         return chip.vendor == self.vendor
 
     @cached_property
-    def _table(self) -> SharedTable:
-        return SharedTable(self.detector.rows if self.detector else tuple)
+    def _table(self) -> Shared[Row]:
+        rows = self.detector.rows if self.detector else tuple
+        return Shared(lambda: {row.device.index: row for row in rows()})
+
+    @cached_property
+    def _uses(self) -> Shared[DeviceUse]:
+        return Shared(self.detector.uses_now if self.detector else dict)
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
@@ -130,7 +137,7 @@ class VendorPlugin:
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
-        return DeviceReading(self._table, device.index) if known else None
+        return DeviceReading(self._table, device.index, self._uses) if known else None
 
 
 def _with_source(note: Note) -> str:

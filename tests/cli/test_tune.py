@@ -146,7 +146,7 @@ FAILS = {
     "out of memory, as the machine sees it": ("oom", "out_of_memory", "over the memory budget"),
     "out of memory, as torch says": ("says_oom", "out_of_memory", "20 GiB"),
     "no folder any more": ("vanish", "failed", "0 step times"),
-    "full disk": ("disk", "failed", "filled the disk"),
+    "full folder": ("disk", "failed", "disk_limit"),
     "no finite loss": ("nan", "failed", "loss is not finite"),
 }
 
@@ -174,6 +174,21 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project:
     assert project.result()["trials"][0]["state"] == "timed_out"
     assert "still running after" in project.result()["trials"][0]["reason"]
     assert ran.code in (0, 5)
+    assert project.all_gone()
+
+
+def test_without_a_setting_a_hanging_trial_is_ended_by_its_prediction(
+    flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flagcore.contracts.workload.START_SECONDS", 0.5)
+    monkeypatch.setattr("flagcore.stages.limit.SLACK", 0.1)
+    control = {"max_trials": 2, "repeats": 0, "max_time_per_task": None}
+    tune(flag, project, does="hang", when="1x1", control=control)
+    trial = project.result()["trials"][0]
+    assert trial["state"] == "timed_out"
+    assert trial["time_limit"]["because"] in trial["reason"]
+    assert "0.5 s to start" in trial["time_limit"]["because"]
+    assert trial["time_limit"]["seconds"] < 10.0
     assert project.all_gone()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
@@ -14,7 +12,6 @@ from flagcore.domain.search_state import (
     repeats_seconds,
     seconds_left,
     stop_reason,
-    trial_timeout,
 )
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -107,10 +104,22 @@ def test_imported_trials_use_no_budget() -> None:
     assert seconds_left(CONTROL, search_state(*imported), 50, 0.0) is None
 
 
-@pytest.mark.parametrize(("elapsed", "seconds"), [(0.0, 30.0), (90.0, 10.0), (100.0, 1.0), (500.0, 1.0)])
-def test_a_trial_gets_the_remaining_time_of_the_run(elapsed: float, seconds: float) -> None:
-    assert trial_timeout(CONTROL, elapsed) == seconds
-    assert trial_timeout(replace(CONTROL, max_time=None), elapsed) == 30.0
+def test_time_is_kept_for_the_whole_runs_of_shortened_finalists() -> None:
+    both = [trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0)]
+    known = search_state(*(scaled(each, 0.25) for each in both))
+    whole = [10.0 + CONTROL.train_iters * 0.75, 10.0 + CONTROL.train_iters * 0.25]
+    assert repeats_seconds(CONTROL, known) == sum(whole)
+    assert repeats_seconds(replace(CONTROL, repeats=0), known) == sum(whole)
+    assert has_time_to_repeat(CONTROL, known.trials[0], 100.0 - whole[0])
+    assert not has_time_to_repeat(CONTROL, known.trials[0], 100.1 - whole[0])
+
+
+def scaled(trial: Trial, seconds: float) -> Trial:
+    """The trial as if its step had been scaled from one of `seconds`."""
+    measured = trial.measurement
+    assert measured is not None
+    step = measured.step_time_s
+    return replace(trial, measurement=replace(measured, scaled_from=seconds, low_s=0.99 * step, high_s=1.01 * step))
 
 
 def test_the_estimate_of_what_is_left_counts_trials_and_repeats() -> None:

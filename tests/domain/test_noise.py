@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.plan import gains
 from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
     MIN_NOISE,
     SearchState,
-    contenders,
     drift,
     drifted,
+    finalists,
     next_repeat,
     noise,
     rivals,
@@ -62,7 +63,7 @@ def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple
 
 def test_baseline_best_and_two_rivals_run_again_in_rotation() -> None:
     known = first(base=50.0, a=100.0, b=99.5, c=99.0, d=98.5, far=90.0)
-    assert names(contenders(learn(known))) == ["base", "a", "b", "c"]
+    assert names(finalists(learn(known))) == ["base", "a", "b", "c"]
     assert names(rivals(learn(known))) == ["b", "c", "d"]
     order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[99.5], c=[99.0], d=[98.5])
     assert order[:4] == ["base", "a", "b", "c"]
@@ -96,7 +97,7 @@ def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
 def test_a_baseline_that_failed_is_not_run_again() -> None:
     base, *others = first(base=50.0, a=100.0, b=99.5)
     failed = replace(base, state=TrialState.OUT_OF_MEMORY, measurement=None)
-    assert names(contenders(learn([failed, *others]))) == ["a", "b"]
+    assert names(finalists(learn([failed, *others]))) == ["a", "b"]
 
 
 def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
@@ -136,6 +137,54 @@ def test_more_rounds_end_when_two_are_distinguished_or_at_the_cap() -> None:
 
 def test_no_repeats_are_none_at_all() -> None:
     assert next_repeat(Control(repeats=0), learn(first(base=50.0, a=100.0, b=100.0))) is None
+
+
+def shortened(known: Trial, interval: float) -> Trial:
+    """The trial as if its steps had been scaled, with an 80% interval of that share either way."""
+    measured = known.measurement
+    assert measured is not None
+    low, high = ((1.0 + sign * interval) * measured.step_time_s for sign in (-1, 1))
+    scaled = replace(measured, scaled_from=measured.step_time_s / 8, low_s=low, high_s=high)
+    return replace(known, measurement=scaled)
+
+
+def test_shortened_finalists_run_whole_once_even_without_repeats() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0, far=80.0)]
+    order, search_state = again(known, Control(repeats=0), base=[48.0], a=[97.0])
+    assert order == ["base", "a"]
+    assert search_state.best is not None
+    assert search_state.speed_of(search_state.best.candidate) == 97.0
+    assert search_state.shown(search_state.best).is_whole
+    alone = [shortened(each, 0.01) for each in first(base=100.0, far=50.0)]
+    assert again(alone, Control(repeats=0), base=[99.0])[0] == ["base"]
+
+
+def test_one_that_leads_after_whole_runs_runs_whole_too() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, lucky=110.0, b=100.0)]
+    order, search_state = again(known, Control(repeats=0), base=[50.0], lucky=[90.0], b=[98.0])
+    assert order == ["base", "lucky", "b"]
+    assert search_state.best is not None
+    assert names((search_state.best,)) == ["b"]
+
+
+def test_the_interval_of_the_scaling_makes_rivals() -> None:
+    plain = first(base=50.0, a=100.0, b=95.0)
+    assert rivals(learn(plain)) == ()
+    assert names(rivals(learn([plain[0], *(shortened(each, 0.06) for each in plain[1:])]))) == ["b"]
+
+
+def test_gains_are_of_whole_runs_only() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0)]
+    assert gains(learn(known)) == ()
+    _, search_state = again(known, Control(repeats=0), base=[48.0], a=[96.0])
+    assert gains(search_state) == pytest.approx((1.0,))
+
+
+def test_a_whole_run_that_fails_is_not_tried_for_ever() -> None:
+    known = [shortened(each, 0.01) for each in first(base=50.0, a=100.0)]
+    failed = replace(trial(2, "a", 1.0, Role.REPEAT), state=TrialState.OUT_OF_MEMORY, measurement=None)
+    order, _ = again([*known, failed], Control(repeats=0), base=[48.0])
+    assert order == ["base"]
 
 
 def test_a_baseline_that_is_the_best_is_run_again_only_with_a_rival() -> None:

@@ -193,9 +193,11 @@ def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
 
 def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = guard.Disk(str(tmp_path), 1 << 30)
-    assert not disk.full()
+    assert disk.problem() is None
     monkeypatch.setattr(guard, "free_disk_bytes", lambda folder: guard.FREE_DISK_FLOOR_BYTES - 1)
-    assert disk.full()
+    assert disk.problem() == "full_disk"
+    disk.limit = -1
+    assert disk.problem() == "disk"
 
 
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flagcore.contracts import Platform, Workload
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.chip import Support
+from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
 from flagcore.domain.secrets import REDACTED
@@ -104,7 +104,14 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
     ),
     "by its time, with exit 0": (ended(0, "timeout"), "", TrialState.TIMED_OUT, "still running"),
     "by its memory": (ended(-9, "memory"), "", TrialState.OUT_OF_MEMORY, "3.00 GiB"),
-    "by its disk": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "filled the disk"),
+    "by its folder": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "disk_limit"),
+    "by a full disk": (ended(-9, "full_disk"), "out of memory: no", TrialState.FAILED, "is full"),
+    "by a full disk elsewhere": (
+        ended(1),
+        "OSError: [Errno 28] No space left on device: '/ckpt/1'\nChildFailedError",
+        TrialState.FAILED,
+        "No space left on device: '/ckpt/1'",
+    ),
     "on request": (ended(-15, "request"), "", TrialState.INTERRUPTED, "request"),
     "torch out of memory": (
         ended(1),
@@ -305,6 +312,10 @@ def test_a_killed_guard_is_not_out_of_memory() -> None:
     assert "guard" in reason
 
 
+def devices(*numbers: int) -> tuple[Device, ...]:
+    return tuple(Device(index=number, chip="test-chip") for number in numbers)
+
+
 class Reads:
     """Telemetry of one device that always says the same."""
 
@@ -317,7 +328,7 @@ class Reads:
 
 def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Path) -> None:
     readers = [Reads(clock_hertz=clock, power_watts=watts) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))]
-    platform = small.platform(TASK, telemetry=tuple(readers), read_devices=(0, 1, 3))
+    platform = small.platform(TASK, telemetry=tuple(readers), read_devices=devices(0, 1, 3))
     ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
     done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None
@@ -331,7 +342,7 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
 
 
 def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
-    platform = small.platform(TASK, telemetry=(Reads(power_limit_watts=400, power_watts=300),), read_devices=(0,))
+    platform = small.platform(TASK, telemetry=(Reads(power_limit_watts=400, power_watts=300),), read_devices=devices(0))
     ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
     done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None

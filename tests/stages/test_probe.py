@@ -17,7 +17,7 @@ from flagcore.domain.chip import Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.probe import Probe
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.megatron.adapter import Megatron
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.discover import side_by_side
@@ -56,12 +56,15 @@ class Rehearsal(Megatron):
         return Launch(argv=argv, folder=folder)
 
 
+LIMIT = TimeLimit(seconds=60.0, because="a test")
+
+
 def play(
     folder: Path, part: Callable[[int], str], devices: int, on_rank: Callable[[int], object] | None = None
 ) -> tuple[Probe, Rehearsal]:
     workload = Rehearsal(part)
     found = probe(
-        small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(folder), 60.0, RANKS, on_rank,
+        small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(folder), LIMIT, RANKS, on_rank,
         finish=False, devices=devices,
     )  # fmt: skip
     return found, workload
@@ -118,7 +121,7 @@ def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path
     started: list[int] = []
     workload = Rehearsal(lambda rank: "1")
     found = probe(
-        small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(tmp_path / "second"), 60.0, RANKS, started.append,
+        small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(tmp_path / "second"), LIMIT, RANKS, started.append,
         earlier=[str(tmp_path / "first")], devices=3,
     )  # fmt: skip
     assert started == [1, 2, 3]

@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
-from flagcore.vendorkit.detection import DeviceReading, SharedTable
+from flagcore.vendorkit.detection import DeviceReading, Shared
 from flagcore.vendorkit.rows import Row, cells
 
 
@@ -18,18 +18,19 @@ def test_a_line_without_its_last_bar_has_no_cells() -> None:
 def test_all_devices_share_one_run_of_the_tool_a_second() -> None:
     asked = []
 
-    def read() -> tuple[Row, ...]:
+    def read() -> dict[int, Row]:
         asked.append(time.monotonic())
-        return tuple(Row(device=Device(index=i, chip="A1"), reading={"power_watts": float(len(asked))}) for i in (0, 1))
+        rows = (Row(device=Device(index=i, chip="A1"), reading={"power_watts": float(len(asked))}) for i in (0, 1))
+        return {row.device.index: row for row in rows}
 
-    table = SharedTable(read, fresh_seconds=60)
+    table = Shared(read, fresh_seconds=60)
     assert [DeviceReading(table, index).sample() for index in (0, 1, 0)] == [{"power_watts": 1.0}] * 3
     assert len(asked) == 1
 
 
 def test_an_old_answer_is_requested_again_and_a_lost_device_is_an_error() -> None:
-    answers = [(Row(device=Device(index=0, chip="A1"), reading={}),), ()]
-    table = SharedTable(lambda: answers.pop(0), fresh_seconds=0)
+    answers: list[dict[int, Row]] = [{0: Row(device=Device(index=0, chip="A1"), reading={})}, {}]
+    table = Shared(lambda: answers.pop(0), fresh_seconds=0)
     assert DeviceReading(table, 0).sample() == {}
     with pytest.raises(LookupError, match="device 0"):
         DeviceReading(table, 0).sample()

@@ -156,6 +156,19 @@ def test_a_node_is_detected_pruned_launched_and_tuned(vendor: str, tmp_path: Pat
     assert launch["environment"].items() >= {"GEMS_VENDOR": vendor, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items()
 
 
+def test_a_busy_device_fails_the_trial_before_it_starts(tmp_path: Path) -> None:
+    environment = node(tmp_path, {"nvidia-smi": NVIDIA.replace("4MiB /  81920MiB", "20992MiB /  81920MiB", 2)})
+    control = {**SPEC["auto_tuner"]["control"], "device_wait": 0}
+    spec = {**SPEC, "auto_tuner": {**SPEC["auto_tuner"], "control": control}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    ran = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run")
+    assert ran.returncode == 5
+    (trial,) = json.loads((tmp_path / "run" / "result.json").read_text())["trials"]
+    assert (trial["state"], trial["inconclusive"]) == ("failed", True)
+    assert trial["reason"].startswith("device busy: device 0 has 20.5 of 80.0 GiB in use; device 1 has 20.5")
+    assert not (tmp_path / "run" / "trials" / "0" / "launch.json").exists()
+
+
 def test_with_two_vendors_tools_each_device_is_listed_once(tmp_path: Path) -> None:
     environment = node(tmp_path, NODES["metax"][1])
     listed = flag(environment, tmp_path, "devices", "--json", "--no-plugin", "cpu")

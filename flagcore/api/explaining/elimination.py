@@ -25,7 +25,8 @@ from flagcore.problem import Problem, fastest, require_candidate
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
-from flagcore.report.text import funnel, repeats_text, role_text, state_name, stop_reason
+from flagcore.report.formats import shown as figure_text
+from flagcore.report.text import funnel, repeats_text, role_text, scaled_text, state_name, stop_reason
 from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -113,6 +114,14 @@ def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {seconds_text(snapshot.task.spec.objective, measured.step_time_s)}"
+    if measured.scaled_from is not None and trial.shortened:
+        bounds = {"low": figure_text(measured.low_s), "high": figure_text(measured.high_s)}
+        line += f", {scaled_text(measured.scaled_from)} " + _(
+            "({part} of {whole} samples; 80%: {low} to {high} s)",
+            part=trial.shortened.global_batch_size,
+            whole=trial.shortened.whole,
+            **bounds,
+        )
     if trial.role is Role.IMPORTED:
         return line + ", " + _("on another machine ({source})", source=trial.source)
     if measured.broken:

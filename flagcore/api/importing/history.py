@@ -75,7 +75,8 @@ def import_history(
         kinds = (_("serving"), _("training")) if history.serves else (_("training"), _("serving"))
         raise UsageError(f"{path}: {kinds[0]}; {name}: {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
-    reader = _Rows(problem, workload, str(path.resolve()), role, tool.title)
+    limit = task.spec.control.max_time_per_task or history.time_limit_s
+    reader = _Rows(problem, workload, str(path.resolve()), role, tool.title, limit)
     trials = list(reader.trials(history.rows))
     if not trials:
         reasons = "; ".join(reader.notes[:5]) or _("it has none")
@@ -119,9 +120,11 @@ def _save(
 class _Rows:
     """Converts rows to trials; problems of a row go to `notes`."""
 
-    def __init__(self, problem: Problem, workload: Workload, source: str, role: Role, title: str) -> None:
+    def __init__(
+        self, problem: Problem, workload: Workload, source: str, role: Role, title: str, limit_s: float
+    ) -> None:
         self.problem, self.workload, self.source, self.role = problem, workload, source, role
-        self.title = title
+        self.title, self.limit_s = title, limit_s
         self.notes: list[str] = []
         self._seen: dict[Candidate, int] = {}
         self._figures: dict[tuple[float, ...], int] = {}
@@ -189,7 +192,8 @@ class _Rows:
         )
         if row.out_of_memory:
             return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title}: OOM")
-        measured = _served(task, row) if isinstance(task.spec.work, ServeSpec) else _trained(task, row)
+        serves, cut = isinstance(task.spec.work, ServeSpec), row.cut or row.elapsed_s >= self.limit_s
+        measured = _served(task, row) if serves else _trained(task, row, cut)
         if measured is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
@@ -199,18 +203,17 @@ class _Rows:
         return replace(trial, state=TrialState.MEASURED, measurement=measured)
 
 
-def _trained(task: Task, row: HistoryRow) -> Measurement | None:
+def _trained(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
     if row.step_s is None:
         return None
     train = task.spec.train
-    late = row.cut or row.elapsed_s >= task.spec.control.max_time_per_task
     return Measurement(
         step_times_s=(row.step_s,),
         step_time_s=row.step_s,
         spread_s=0.0,
         tokens_per_second_per_device=train.global_batch_size * train.seq_length / row.step_s / task.cluster.devices,
         peak_reserved_bytes=row.reserved_bytes,
-        partial=late,
+        partial=cut,
     )
 
 

@@ -14,7 +14,7 @@ from flagcore.contracts import Platform, Workload, labels_of, model_parts
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import Labels
-from flagcore.domain.search_state import SearchState
+from flagcore.domain.search_state import SearchState, SearchTime
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
@@ -25,6 +25,7 @@ from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
+from flagcore.trial_plan import time_of_search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -33,7 +34,8 @@ class Estimate(Notebook):
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
     the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `notes` what
-    plugins say of engine and chip. `knobs` are those of the task, `labels` the engine's.
+    plugins say of engine and chip. `search` is how long `flag tune` may take. `knobs` are those of the task, `labels`
+    the engine's.
     """
 
     chip: str
@@ -46,6 +48,7 @@ class Estimate(Notebook):
     no_time: str = ""
     runs: str = ""
     notes: tuple[str, ...] = ()
+    search: SearchTime | None = None
     knobs: Knobs = field(default_factory=dict)
     labels: Labels = field(default_factory=Labels)
 
@@ -94,6 +97,7 @@ def estimate(
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
         notes=plugin_notes(problem.platform),
+        search=time_of_search(problem, workload),
         knobs=problem.knobs,
         labels=labels_of(workload),
     )

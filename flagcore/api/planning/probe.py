@@ -17,6 +17,7 @@ from flagcore.contracts import Prober, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
@@ -25,6 +26,7 @@ from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.predict import in_gib, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
+from flagcore.trial_plan import limit_of, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,9 @@ def probe(
 
     `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
     without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that on_start most. A
-    candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
-    `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
+    candidate's probes get `seconds` in all (default: `control.max_time_per_task`, or derived from the prediction), and
+    leave their jobs and logs in `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed
+    if no rank gave a result.
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
@@ -69,7 +72,8 @@ def probe(
     workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
     prober = require_prober(workload)
     prober.ready_to_probe(spec)
-    limit = seconds or spec.control.max_time_per_task
+    if seconds is not None:
+        spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
         if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
@@ -91,6 +95,8 @@ def probe(
         for number, each in enumerate(_chosen(problem, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             on_start = _reporter(on_rank, candidate_text(each, problem.knobs), world)
+            trial = predicted_trial(problem, each, Role.SEARCH, PROBE)
+            limit = limit_of(problem, workload, trial, (), len(ranks))
             try:
                 several = problem.platform, workload, launcher, each, where, limit, ranks, on_start
                 probed = probe_candidate(*several, devices=devices)

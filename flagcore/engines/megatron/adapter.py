@@ -21,6 +21,7 @@ from flagcore.contracts import (
     Prober,
     PruningRule,
     ReleaseCheck,
+    Shortens,
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -38,6 +39,7 @@ from flagcore.engines.megatron import (
     reading,
     release_check,
     setting_rules,
+    shortening,
     unused_keys,
 )
 from flagcore.engines.megatron import predict as prediction
@@ -100,6 +102,8 @@ class Megatron:
     check_release = staticmethod(release_check.check_release)
     spec_warnings = staticmethod(unused_keys.spec_warnings)
     job_warnings = staticmethod(unused_keys.job_warnings)
+
+    shorter_batch = staticmethod(shortening.shorter_batch)
 
     ready = staticmethod(launching.ready)
     launch = staticmethod(launching.launch)
@@ -192,6 +196,7 @@ class _Capabilities(
     OwnCommand,
     Pipelined,
     ReleaseCheck,
+    Shortens,
     Protocol,
 ):
     """What Megatron implements, for mypy."""

@@ -89,6 +89,8 @@ class Engine:
     untested: str = ""
     """Why figures of this engine are less certain than others; empty: it was run and measured."""
     kind: str = "serve"
+    start_seconds: float = 1200.0
+    """What a trial may take: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             instances=instances,
             loads=tuple(in_flight(load) for load in serve.loads),
             vocab_size=platform.task.spec.model.vocab_size,
-            timeout_s=platform.task.spec.control.max_time_per_task,
+            timeout_s=platform.task.spec.control.max_time_per_task or engine.start_seconds,
             repeats=serve.repeats,
             client=serve.client,
             report=serve.report,

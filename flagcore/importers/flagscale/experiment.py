@@ -94,11 +94,18 @@ def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
     return envs
 
 
-def control(source: Source, *, seconds: float) -> dict[str, Any]:
-    """Return the section `auto_tuner.control`; `seconds` is FlagScale's own limit of one trial."""
+TIME_LIMITS = {"train": 300, "serve": 3000}
+"""FlagScale's own limits of one trial, in seconds."""
+
+
+def control(source: Source, kind: str) -> dict[str, Any]:
+    """Return the section `auto_tuner.control` of a spec that trains or serves."""
     at = f"{_TUNER}.control"
-    found: dict[str, Any] = {"max_time_per_task": source.take(f"{at}.max_time_per_task", seconds)}
-    text = "holds for all trials; FlagScale gives the first one twice the time"
+    found: dict[str, Any] = {}
+    text = f"is not set: instead of FlagScale's {TIME_LIMITS[kind]} s the limit of a trial follows its prediction"
+    if (limit := source.take(f"{at}.max_time_per_task")) is not None:
+        found["max_time_per_task"] = limit
+        text = "holds for all trials; FlagScale gives the first one twice the time"
     source.note(f"{at}.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
     if (most := source.take(f"{at}.max_time")) is not None:
         found["max_time"] = most

@@ -18,6 +18,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.errors import UsageError
 from flagcore.files import read_regular
 from flagcore.importers.flagscale.engines import ENGINES, KNOB_NAMES, TABLES
+from flagcore.importers.flagscale.experiment import TIME_LIMITS
 
 TRAINED = "performance"
 SERVED: dict[str, str] = TABLES["served_columns"]
@@ -60,7 +61,8 @@ def read_history(path: Path) -> History:
     if twice := [name for name in dict.fromkeys(heading) if name and heading.count(name) > 1]:
         raise UsageError(f"{path} has duplicate columns: {', '.join(twice)}; keep one of each")
     rows = [_row(number, heading, cells) for number, cells in rest]
-    return History(rows=tuple(sorted(rows, key=lambda row: (row.index, row.line))), serves=serves)
+    ordered = tuple(sorted(rows, key=lambda row: (row.index, row.line)))
+    return History(rows=ordered, serves=serves, time_limit_s=TIME_LIMITS["serve" if serves else "train"])
 
 
 def _records(text: str) -> Sequence[tuple[int, list[str]]]:

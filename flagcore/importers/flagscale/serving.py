@@ -53,7 +53,7 @@ def serving(source: Source) -> dict[str, Any]:
         text = "dropped: llama.cpp uses the devices that are found, or the CPU cores"
         source.note("experiment.runner.nproc_per_node", text, "cluster")
     source.drop(f"{_TUNER}.control.train_iters", "nothing is trained", "auto_tuner.control")
-    budgets = control(source, seconds=3000)
+    budgets = control(source, "serve")
     tuner = {
         "space": spaces[engines[0]] if len(engines) == 1 else spaces,
         "control": budgets,

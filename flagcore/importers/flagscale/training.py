@@ -52,7 +52,10 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
     else:
         tuner["baseline"] = baseline
     steps = source.take(f"{_TUNER}.control.train_iters", 5)
-    tuner |= {"control": {"train_iters": steps, **control(source, seconds=300)}, "objective": _objective(source)}
+    tuner |= {
+        "control": {"train_iters": steps, **control(source, "train")},
+        "objective": _objective(source),
+    }
     source.drop(
         f"{_TUNER}.algo",
         "the default strategy is learned, which stops when little can be gained; grid tries all",

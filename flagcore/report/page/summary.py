@@ -29,6 +29,7 @@ from flagcore.report.text import (
     gain_text,
     limits_text,
     load_text,
+    scaled_text,
     state_name,
     stop_reason,
 )
@@ -138,7 +139,9 @@ def _step(best: Record, mark: str) -> Cell:
     text = f"{mark}{shown(value)} s"
     if step.get("low") and step.get("high"):
         text += " " + _("(80%: {low} to {high} s)", low=shown(step["low"]), high=shown(step["high"]))
-    if step.get("modelled") is not None:
+    if step.get("scaled_from") is not None:
+        text += ", " + scaled_text(step["scaled_from"])
+    elif step.get("modelled") is not None:
         text += ", " + _("~{seconds} s of it modelled communication and waiting", seconds=shown(step["modelled"]))
     elif "spread" in step:
         text += " " + _("(spread {spread} s over {count} steps)", spread=shown(step["spread"]), count=step["n"])
@@ -151,6 +154,8 @@ def _gain(run: RunData, best: Record) -> Cell:
         return Cell(_("unknown: the baseline was not run"))
     values = configuration(run, baseline)
     if gain is None:
+        if baseline["measured"] and baseline["state"] != "stopped":
+            return Cell(_("unknown: no whole steps of both were measured (baseline: {baseline})", baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and lookup(baseline["predicted"], "memory.fits") is False
         state = _("predicted not to fit") if does_not_fit else state_name(baseline["state"])
         return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state))

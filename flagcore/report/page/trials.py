@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore.i18n import _
-from flagcore.report.formats import lookup
+from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import (
     Block,
     Cell,
@@ -22,7 +22,7 @@ from flagcore.report.page.blocks import (
     table,
 )
 from flagcore.report.page.run import RunData, configuration, name_of, number, seconds_of, trial_cell
-from flagcore.report.text import gain_text, state_name
+from flagcore.report.text import duration_text, gain_text, state_name
 
 LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
 
@@ -115,6 +115,22 @@ def _facts(trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
         (_("Chosen for"), cell(trial["predicted"].get("chosen_because"))),
         (_("Expected step before the trial, s"), cell(number(lookup(believed, "step_time_s.value")))),
         (_("Expected probability to fit"), percent(number(believed.get("chance_to_fit")))),
+        (_("Time limit"), cell(_limit(trial))),
+        (_("Shortened steps"), cell(_short(trial))),
         (_("Log"), cell(trial["log"] if ran else None)),
     ]
     return [(name, value) for name, value in facts if value.text != "-"]
+
+
+def _limit(trial: Mapping[str, Any]) -> str | None:
+    limit = trial.get("time_limit")
+    return limit and f"{duration_text(limit['seconds'])}: {limit['because']}"
+
+
+def _short(trial: Mapping[str, Any]) -> str | None:
+    short = trial.get("shortened")
+    return short and _(
+        "{part} of {whole} samples; x {scale} (80%: {low} to {high}) is a whole step, by the predictions",
+        part=short["global_batch_size"],
+        **{name: shown(short[name]) for name in ("whole", "scale", "low", "high")},
+    )

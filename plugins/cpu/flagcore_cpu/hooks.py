@@ -9,6 +9,7 @@ import psutil
 
 from flagcore.contracts import Telemetry
 from flagcore.domain.chip import Chip, Device
+from flagcore.domain.devices import DeviceUse
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.plugin import VendorPlugin
@@ -40,6 +41,10 @@ class MachineReading:
     def sample(self) -> Mapping[str, float]:
         """Return memory in use (bytes, machine-wide) and the load average of the last minute."""
         return {"memory_used_bytes": psutil.virtual_memory().used, "load_average": os.getloadavg()[0]}
+
+    def use(self) -> DeviceUse:
+        """Return how much memory new processes can have."""
+        return DeviceUse(free_bytes=psutil.virtual_memory().available)
 
 
 plugin: VendorPlugin = CpuPlugin(package="flagcore_cpu", vendor="cpu", memory=memory_of)

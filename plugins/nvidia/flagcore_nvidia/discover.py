@@ -3,10 +3,11 @@ ids and names decide."""
 
 from __future__ import annotations
 
+from flagcore.domain.devices import DeviceUse
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.rows import Listing
-from flagcore.vendorkit.smi import query_tool
+from flagcore.vendorkit.smi import query_tool, tool_output
 from flagcore_nvidia import smi
 
 
@@ -18,6 +19,14 @@ def _query(fields: tuple[str, ...], timeout_seconds: float) -> Listing:
         return found
     table = query_tool(smi.read, "nvidia-smi", timeout_seconds=timeout_seconds)
     return table if table is not None and table.rows else found
+
+
+def _uses(timeout_seconds: float) -> dict[int, DeviceUse]:
+    def ask(what: str, fields: tuple[str, ...]) -> str:
+        query = ("nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+        return tool_output(*query, timeout_seconds=timeout_seconds) or ""
+
+    return smi.uses(ask("gpu", smi.USE_FIELDS), ask("compute-apps", smi.PROCESS_FIELDS))
 
 
 def _trusts(report: TorchReport) -> bool:
@@ -37,4 +46,5 @@ DETECTOR = DeviceDetector(
     torch_attributes=("corex", "mlu", "musa", "npu"),  # a torch that has one is of another vendor
     trusts=_trusts,
     topology=("nvidia-smi", "topo", "-m"),
+    uses=_uses,
 )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flagcore.domain.chip import Device
+from flagcore.domain.devices import DeviceUse
 from flagcore.vendorkit.queries import csv_row, csv_rows, detailed, listed
 from flagcore.vendorkit.rows import (
     BUS,
@@ -26,6 +27,8 @@ READING_FIELDS = (
     *FIELDS,
     *("memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
 )
+USE_FIELDS = ("index", "uuid", "compute_mode")
+PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 TITLE = "NVIDIA-SMI"
 PCI_VENDOR = "10DE"
 """The last four digits of pci.device_id. Other vendors' drivers bring an nvidia-smi that answers for their devices."""
@@ -115,3 +118,30 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
 def is_nvidia(name: str) -> bool:
     """Return whether `name` is one that NVIDIA's driver gives."""
     return _NVIDIA.match(name) is not None
+
+
+def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
+    """Return who uses each GPU, from CSV queries for USE_FIELDS and PROCESS_FIELDS.
+
+    In a container the processes of others may be missing.
+    """
+    holders: dict[str, list[str]] = {}
+    for line in strip_controls(processes).splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) >= len(PROCESS_FIELDS) and words[1].isdigit():
+            uuid, pid, *name, used = words
+            amount = f" ({int(used) / 1024:.1f} GiB)" if used.isdigit() else ""
+            holders.setdefault(uuid, []).append(f"{pid} {', '.join(name).rpartition('/')[2]}{amount}")
+    return {
+        int(row["index"]): DeviceUse(processes=tuple(held), blocked=_blocked(row["compute_mode"], held))
+        for row in csv_rows(strip_controls(devices), USE_FIELDS)
+        if row["index"].isdigit()
+        for held in [holders.get(row["uuid"], [])]
+    }
+
+
+def _blocked(mode: str, held: Sequence[str]) -> str:
+    """Return why no process can start in a compute mode (`nvidia-smi -c`)."""
+    if mode == "Prohibited":
+        return "is in compute mode Prohibited"
+    return f"is in compute mode {mode}, and {held[0]} uses it" if mode.startswith("Exclusive") and held else ""

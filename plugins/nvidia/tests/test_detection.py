@@ -4,6 +4,7 @@ from pathlib import Path
 
 from flagcore_nvidia.discover import DETECTOR
 
+from flagcore.domain.devices import DeviceUse
 from flagcore.testing import fakes
 
 QUERY = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
@@ -25,3 +26,29 @@ def test_a_reading_has_the_fields_of_the_query() -> None:
     with fakes.machine({"nvidia-smi": fakes.prints(line)}):
         (row,) = DETECTOR.rows()
     assert row.reading["memory_used_bytes"] == 1024 * 2**20
+
+
+def test_it_says_who_uses_each_gpu_and_which_are_closed() -> None:
+    modes = "0, GPU-a, Default\n1, GPU-b, Exclusive_Process\n2, GPU-c, Prohibited\n3, GPU-d, Exclusive_Process\n"
+    processes = "GPU-a, 4711, /usr/bin/python3.11, 20992\nGPU-b, 12, [Not Found], [N/A]\n"
+    script = f"""case "$1" in
+--query-gpu=index,uuid,compute_mode) {fakes.prints(modes)}
+;;
+--query-compute-apps=*) {fakes.prints(processes)}
+;;
+esac"""
+    with fakes.machine({"nvidia-smi": script}):
+        found = DETECTOR.uses_now()
+    assert found[0] == DeviceUse(processes=("4711 python3.11 (20.5 GiB)",))
+    assert found[1].processes == ("12 [Not Found]",)
+    assert "Exclusive_Process" in found[1].blocked
+    assert "Prohibited" in found[2].blocked
+    assert found[3] == DeviceUse()
+
+
+def test_a_tool_that_cannot_say_who_uses_a_gpu_says_nothing() -> None:
+    table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
+    with fakes.machine({"nvidia-smi": table}):
+        assert DETECTOR.uses_now() == {}
+    with fakes.machine({"nvidia-smi": "exit 9"}):
+        assert DETECTOR.uses_now() == {}

@@ -6,6 +6,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.process,
 ]
 
-SPEC = {
+SPEC: dict[str, Any] = {
     "model": {
         "name": "tiny",
         "num_layers": 4,
@@ -80,3 +81,27 @@ def test_resuming_repeats_no_finished_trial(tuned: api.Outcome) -> None:
     again = api.tune(folder / "spec.yaml", run_dir=tuned.run_dir, on_event=started.append)
     assert started == []
     assert again.data == tuned.data
+
+
+def test_long_steps_are_shortened_scaled_and_repeated_whole(tmp_path: Path) -> None:
+    control = {**SPEC["auto_tuner"]["control"], "max_step_time": 0.001, "max_trials": 2, "repeats": 0}
+    spec = {**SPEC, "train": {**SPEC["train"], "global_batch_size": 64}}
+    spec["auto_tuner"] = {**SPEC["auto_tuner"], "control": control}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    result = api.tune(tmp_path / "spec.yaml", run_dir=tmp_path / "run").data
+    for trial in (*result["trials"], *result["repeats"]):
+        folder, short = tmp_path / "run" / "trials" / str(trial["number"]), trial["shortened"]
+        batch = json.loads((folder / "job.json").read_text())["train"]["global_batch_size"]
+        assert batch == (short["global_batch_size"] if short else 64)
+        launch = json.loads((folder / "launch.json").read_text())
+        limit = {"seconds": launch["timeout_seconds"], "because": launch["timeout_because"]}
+        assert limit == trial["time_limit"]
+        assert limit["seconds"] > 300.0
+    assert all(trial["shortened"] for trial in result["trials"])
+    assert not any(trial["shortened"] for trial in result["repeats"])
+    assert result["best"]["role"] == "repeat"
+    assert "scaled_from" not in result["best"]["measured"]["step_time_s"]
+    first = next(each for each in result["trials"] if each["candidate"] == result["best"]["candidate"])
+    scaled, whole = (each["measured"]["step_time_s"]["median"] for each in (first, result["best"]))
+    assert scaled == pytest.approx(whole, rel=0.6)  # steps of milliseconds on shared cores
+    assert "scaled from" in str(api.explain_candidate(tmp_path / "run", f"trial {first['number']}"))

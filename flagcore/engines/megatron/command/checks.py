@@ -51,10 +51,10 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
         if MISSING in argument.values:
             problem, fix = "has no value yet", "give the value"
             yield SpecError(key=KEY, value=f"{argument.flag} {MISSING}", problem=problem, fix=fix)
-    for problem in refused:
-        if problem.value != MISSING and not _is_programs_own(problem, command):
-            value = " ".join(filter(None, (problem.flag, problem.value)))
-            yield SpecError(key=KEY, value=value, problem=problem.problem, fix=problem.fix)
+    for each in refused:
+        if each.value != MISSING and not _is_programs_own(each, command):
+            value = " ".join(filter(None, (each.flag, each.value)))
+            yield SpecError(key=KEY, value=value, problem=each.problem, fix=each.fix)
     effective = table.effective(command.arguments)
     if effective.get("use_checkpoint_args") and "num_layers" not in effective:
         fix = "give the arguments of the model"

@@ -1,0 +1,97 @@
+"""limit: how long a trial may take, by its prediction, and how long all trials may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Workload, start_seconds
+from flagcore.domain.plan import measured_over
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchTime
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.trial import TimeLimit, Trial, TrialState
+
+SLACK = 3.0
+"""Steps may take this many times the high end of their prediction: other jobs, slow file systems, compilation."""
+
+START_SLACK = 2.0
+"""A start may take this many times the longest one of the run so far."""
+
+UNKNOWN_SECONDS = 3600.0
+"""The limit of a trial whose step time is not predicted."""
+
+
+def time_limit(task: Task, workload: Workload, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
+    """Return how long a trial may take that starts `launches` times, one after the other.
+
+    It is `control.max_time_per_task` or else the time to start, of the engine or as `earlier` trials took, and SLACK
+    times the high end of all steps, corrected if `earlier` trials were slower than predicted.
+    """
+    control = task.spec.control
+    if (given := control.max_time_per_task) is not None:
+        return TimeLimit(seconds=given, because=f"auto_tuner.control.max_time_per_task = {given:g} s")
+    starts = [seconds for each in earlier if (seconds := each.seconds_beside(control.train_iters)) is not None]
+    start, longest = start_seconds(workload), START_SLACK * max(starts, default=0.0)
+    because = f"{start:g} s to start" if start >= longest else f"{longest:.0f} s to start, twice the longest so far"
+    steps = 0.0
+    if isinstance(task.spec.work, TrainSpec):
+        step = _slowest_step(trial, earlier)
+        if step is None:
+            return TimeLimit(seconds=UNKNOWN_SECONDS, because=f"{UNKNOWN_SECONDS:g} s without a predicted step time")
+        steps = SLACK * control.train_iters * step
+        because += f" + {SLACK:g} x {control.train_iters} steps of at most ~{step:.3g} s"
+    because = because if launches == 1 else f"{launches} x ({because})"
+    return TimeLimit(seconds=launches * (max(start, longest) + steps), because=because)
+
+
+def capped(limit: TimeLimit, left: float, key: str) -> TimeLimit:
+    """Return `limit`, or what is `left` of the time that `key` gives if that is less; at least a second."""
+    if left >= limit.seconds:
+        return limit
+    return TimeLimit(seconds=max(1.0, left), because=f"the rest of {key}")
+
+
+def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
+    step: Any = trial.predicted.get("step_time_s")
+    if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
+        return None
+    measured = (each for each in earlier if each.state in (TrialState.MEASURED, TrialState.STOPPED))
+    ratios = [ratio * step["value"] / step["high"] for each in measured if (ratio := measured_over(each, "predicted"))]
+    high: float = step["high"] * max(1.0, *ratios, 1.0)
+    return high / trial.shortened.scale if trial.shortened else high
+
+
+def search_time(task: Task, workload: Workload, predictions: Predictions, rows: IntArray) -> SearchTime:
+    """Return how long a search may take that tries `rows`."""
+    control = task.spec.control
+    most = control.max_step_time or math.inf
+    shortens = bool((predictions.step_time_s[rows] > most).any())  # finalists run whole
+    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(shortens)
+    repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
+
+    def steps(seconds: FloatArray) -> float:
+        of_trials = float(np.minimum(seconds, most).sum())  # longer steps are shortened
+        return control.train_iters * (of_trials + repeats * float(np.max(seconds, initial=0.0)))
+
+    trains = isinstance(task.spec.work, TrainSpec)
+    predicted, high = (steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
+    limit = control.max_time_per_task
+    if limit is not None:
+        at_most = (rows.size + repeats) * limit
+    elif not trains:
+        at_most = (rows.size + repeats) * start_seconds(workload)
+    elif math.isfinite(high):
+        at_most = (rows.size + repeats) * start_seconds(workload) + SLACK * high
+    else:
+        at_most = (rows.size + repeats) * UNKNOWN_SECONDS
+    return SearchTime(
+        trials=int(rows.size),
+        repeats=repeats,
+        steps_s=predicted if trains and math.isfinite(predicted) else None,
+        at_most_s=min(at_most, control.max_time or math.inf),
+    )

@@ -1,0 +1,113 @@
+"""wait: until nobody else uses the devices of a trial, for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from math import nan
+
+from flagcore.contracts import Platform, Telemetry, use_of
+from flagcore.domain.chip import Device
+from flagcore.domain.devices import DeviceUse
+from flagcore.domain.serving import ServeSpec
+from flagcore.errors import NoDevice
+
+FREE_SHARE = 0.95
+"""A device is free if this share of the memory that a trial may use is: drivers and displays take a little."""
+
+POLL_SECONDS = 2.0
+SETTLE_SECONDS = 5.0
+"""A driver may need as long until the memory of a process that ended is free."""
+
+MEMORY = "memory_used_bytes"
+"""The name of memory in use in telemetry."""
+
+MAX_PROCESSES = 3
+"""The most processes named for a device."""
+
+GIB = 2**30
+
+
+def wait_for_devices(
+    platform: Platform, need_bytes: float, seconds: float, on_wait: Callable[[str], object] = lambda busy: None
+) -> str:
+    """Wait at most `seconds` until the devices of a trial are free, and return who uses them then; empty: nobody.
+
+    `need_bytes` is what the trial is predicted to need of the machine's memory where its devices share that. `on_wait`
+    is called once if it waits. What telemetry cannot read is taken as free.
+    """
+    ends, waits = time.monotonic() + seconds, False
+    while busy := "; ".join(_in_use(platform, need_bytes)):
+        left = ends - time.monotonic()
+        if left <= 0:
+            return busy
+        if not waits:
+            on_wait(busy)
+        waits = True
+        time.sleep(min(POLL_SECONDS, left))
+    return ""
+
+
+def _in_use(platform: Platform, need_bytes: float) -> Iterator[str]:
+    """Yield a line for each device that a trial cannot have."""
+    used = _devices(platform)
+    if platform.support.shared_devices:
+        for _, reader in used[:1]:  # each reads the whole machine
+            free = _use(reader).free_bytes
+            if free is not None and free < need_bytes:
+                yield f"{free / GIB:.1f} GiB of memory are free, and the trial needs ~{need_bytes / GIB:.1f} GiB"
+        return
+    figures = [_figures(reader) for _, reader in used]
+    for (device, reader), found in zip(used, figures, strict=True):
+        if found is not None:
+            why = _why_not(platform, device, reader, found.get(MEMORY, nan))
+        else:
+            why = "does not answer" if any(figures) else ""
+        if why:
+            yield f"device {device.index} {why}"
+
+
+def _devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
+    """Return the devices of a trial and their telemetry: the first ones, or those that the spec's `envs` select."""
+    spec, group = platform.task.spec, platform.task.cluster.groups[0]
+    pairs = list(zip(platform.read_devices, platform.telemetry, strict=False))
+    selected = spec.envs.get(platform.support.visible_devices or "")
+    if selected is not None:
+        names = [name.strip() for name in selected.split(",")]
+        return [pair for pair in pairs if str(pair[0].index) in names]
+    cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
+    return pairs[: min(cards or group.devices_per_node, group.devices_per_node)]
+
+
+def _figures(reader: Telemetry) -> dict[str, float] | None:
+    """Return the figures of a device, None if it no longer answers; without any if its telemetry fails."""
+    try:
+        return dict(reader.sample())
+    except LookupError:
+        return None
+    except NoDevice as error:  # what a plugin raised
+        return None if isinstance(error.__cause__, LookupError) else {}
+    except Exception:
+        return {}
+
+
+def _why_not(platform: Platform, device: Device, reader: Telemetry, used: float) -> str:
+    """Return why a trial cannot have a device; empty if it can."""
+    total = float(device.memory_bytes or nan)
+    if used < 0 or used > total:
+        return f"reports {used / GIB:.1f} of {total / GIB:.1f} GiB in use, which cannot be"
+    use = _use(reader)
+    if use.blocked:
+        return use.blocked
+    budget = min(float(platform.task.cluster.groups[0].memory_bytes or total), total)
+    if total - used < FREE_SHARE * budget:
+        several = ", ".join(use.processes[:MAX_PROCESSES])
+        return f"has {used / GIB:.1f} of {total / GIB:.1f} GiB in use" + (f" by {several}" if several else "")
+    return ""
+
+
+def _use(reader: Telemetry) -> DeviceUse:
+    try:
+        return use_of(reader)
+    except Exception:  # a plugin that cannot say is no obstacle
+        return DeviceUse()

@@ -1,0 +1,88 @@
+"""What is known of a trial before it runs: its prediction, its time limit, shortened steps, and the memory it needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.search_state import SearchTime
+from flagcore.domain.spec import Task, TrainSpec
+from flagcore.domain.trial import PROBE, Role, Shortened, TimeLimit, Trial, TrialState
+from flagcore.problem import Problem
+from flagcore.stages.limit import search_time, time_limit
+from flagcore.stages.predict import GIB, predict_columns, record
+from flagcore.stages.probe import ranks_to_probe
+from flagcore.stages.shorten import shorten
+
+
+def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
+    """Return a trial of a candidate with its prediction."""
+    return Trial(
+        number=0,
+        candidate=candidate,
+        role=role,
+        state=TrialState.RUNNING,
+        predicted=record(problem.platform.task, problem.predictions.row(_row(problem, candidate))),
+        fidelity=fidelity,
+    )
+
+
+def limit_of(
+    problem: Problem, workload: Workload, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None
+) -> TimeLimit:
+    """Return how long a trial may take after `earlier` ones of the run. A probe runs `ranks`, None: the usual ones."""
+    platform = problem.platform
+    if trial.fidelity != PROBE:
+        return time_limit(platform.task, workload, trial, earlier)
+    return time_limit(platform.task, workload, trial, (), ranks or ranks_to_probe(platform, workload, trial.candidate))
+
+
+def shortened_steps(problem: Problem, workload: Workload, trial: Trial) -> Shortened | None:
+    """Return how the steps of a trial are shortened; None for whole ones."""
+    columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
+
+    def predicted(task: Task) -> float:
+        return float(predict_columns(task, workload, columns, problem.platform.costs).step_time_s[0])
+
+    return shorten(problem.platform.task, workload, trial.candidate, _expected_step(trial), predicted)
+
+
+def memory_needed(task: Task, trial: Trial) -> float:
+    """Return the bytes that the processes of a trial are predicted to need on one node, 0 if that is not known.
+
+    Of servers, which may use fewer devices, those of one device.
+    """
+    used: Any = (trial.predicted.get("memory") or {}).get("device_used_gib")  # type: ignore[attr-defined]
+    if not isinstance(used, float) or not math.isfinite(used):
+        return 0.0
+    several = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
+    return used * GIB * (task.cluster.groups[0].devices_per_node if several else 1)
+
+
+def time_of_search(problem: Problem, workload: Workload) -> SearchTime:
+    """Return how long the trials of a search may take in all: of the fastest predicted candidates."""
+    rows, most = problem.pruned.open_rows, problem.platform.task.spec.control.max_trials
+    if rows.size > most:
+        step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
+        rows = rows[np.argpartition(step, most)[:most]]
+    return search_time(problem.platform.task, workload, problem.predictions, rows)
+
+
+def _row(problem: Problem, candidate: Candidate) -> int:
+    row = problem.space.find(candidate)
+    assert row is not None, "every candidate that runs is in the space"
+    return row
+
+
+def _expected_step(trial: Trial) -> float | None:
+    """Return the seconds of a step as trials corrected the prediction, else as predicted."""
+    for known in (trial.believed or {}, trial.predicted):
+        step: Any = known.get("step_time_s")
+        if isinstance(step, Mapping) and math.isfinite(step["value"]):
+            return float(step["value"])
+    return None
