@@ -260,7 +260,7 @@ def test_layout_of_a_published_run_gives_its_virtual_stages() -> None:
 
 
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "overlap_param_gather": ({"overlap_param_gather": True}, {}, SHARDED),
+    "overlap_param_gather": ({"overlap_grad_reduce": True, "overlap_param_gather": True}, {}, SHARDED),
     "fp8_param_gather": ({"fp8_param_gather": True}, {}, SHARDED),
     "use_precision_aware_optimizer": (AWARE, {}, SHARDED),
     "tp_comm_overlap": (
