@@ -165,6 +165,8 @@ def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
             effective[knob] = None
         else:
             effective[knob] = int(printed) if printed.isdecimal() else printed
+    if (batch := log.arguments.get("global_batch_size", "")).isdecimal():
+        effective["global_batch_size"] = int(batch)
     return effective
 
 
