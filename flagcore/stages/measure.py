@@ -144,7 +144,8 @@ def _checked(platform: Platform, trial: Trial) -> Trial:
 
 
 def _differs(trial: Trial, measured: Measurement) -> str | None:
-    for knob, wanted in trial.candidate.items:
+    batch = (("global_batch_size", trial.shortened.global_batch_size),) if trial.shortened else ()
+    for knob, wanted in (*trial.candidate.items, *batch):
         ran = measured.effective.get(knob, wanted)
         if ran != wanted:
             return f"the engine ran {knob} = {ran} where {wanted} was asked for"[:LONGEST_REASON]

@@ -17,7 +17,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
 from flagcore.domain.secrets import REDACTED
 from flagcore.domain.spec import Control, Task
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import FlagError
 from flagcore.stages.measure import EARLY_STOP_RATIO, measure
@@ -386,3 +386,37 @@ def test_trial_that_fails_before_its_last_step_does_not_count(end: Exit, tmp_pat
     done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=steps))
     assert done.state.failed
     assert done.measurement is None
+
+
+SHORT = replace(TRIAL, shortened=Shortened(global_batch_size=2, whole=8, scale=3.5, low=3.2, high=3.8))
+
+
+def test_a_shortened_trial_is_measured_as_whole_steps(tmp_path: Path) -> None:
+    engine: Any = Engine(result=replace(MEASURED, effective={"global_batch_size": 2}))
+    done = measure(Ran(ended()), small.platform(TASK), engine, SHORT, str(tmp_path), None)
+    assert done.state is TrialState.MEASURED
+    assert done.measurement is not None
+    assert (done.measurement.step_time_s, done.measurement.scaled_from) == (3.5, 1.0)
+
+
+def test_a_program_that_ran_the_whole_batch_instead_is_invalid(tmp_path: Path) -> None:
+    engine: Any = Engine(result=replace(MEASURED, effective={"global_batch_size": 8}))
+    done = measure(Ran(ended()), small.platform(TASK), engine, SHORT, str(tmp_path), None)
+    assert done.state is TrialState.INVALID
+    assert "global_batch_size = 8 where 2" in (done.reason or "")
+
+
+@pytest.mark.parametrize(("step", "state"), [(0.5, TrialState.STOPPED), (0.4, TrialState.MEASURED)])
+def test_shortened_steps_are_compared_with_the_best_as_whole_ones(
+    step: float, state: TrialState, tmp_path: Path
+) -> None:
+    engine: Any = Engine(steps=(9.0, step, step))  # x 3.5 is more, or less, than 1.5 times the best
+    done = measure(Ran(ended(), polls=3), small.platform(TASK), engine, SHORT, str(tmp_path), BEST)
+    assert done.state is state
+
+
+def test_the_reason_of_a_timeout_has_the_origin_of_the_limit(tmp_path: Path) -> None:
+    trial = replace(TRIAL, time_limit=TimeLimit(seconds=12.0, because="300 s to start"))
+    done = measure(Ran(ended(-15, "timeout")), small.platform(TASK), Engine(), trial, str(tmp_path), None)  # type: ignore[arg-type]
+    assert done.state is TrialState.TIMED_OUT
+    assert "300 s to start" in (done.reason or "")

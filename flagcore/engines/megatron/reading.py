@@ -192,6 +192,8 @@ def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
             effective[name] = int(printed) if printed.isdecimal() else DTYPES.get(printed, printed)
         elif "<" not in printed:  # which a list of an enumeration's members has
             effective[name] = ",".join(sorted(re.findall(r"\w+", printed)))
+    if (batch := log.arguments.get("global_batch_size", "")).isdecimal():
+        effective["global_batch_size"] = int(batch)
     return effective
 
 
