@@ -1,4 +1,4 @@
-"""What Megatron refuses, and which candidates are the same to it.
+"""Megatron's rules, and the candidates that it treats as equal.
 
 Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
 `pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
@@ -191,9 +191,9 @@ def _split_message(split: Split) -> str:
     if split.layout_layers:
         stages = len(split.layout_layers)
         return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
-    beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
     return (
-        f"{PP} must divide num_layers = {split.layers}{beside}, or what {FIRST} and {LAST} leave of them "
+        f"{PP} must divide num_layers = {split.layers}{extra}, or what {FIRST} and {LAST} leave of them "
         f"(train.settings; {LAYOUT} there splits them freely)"
     )
 
@@ -227,7 +227,7 @@ def _recompute(task: Task) -> Sequence[Rule]:
                 _recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
-                & _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+                & _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
             ),
         ),
         Rule(
@@ -248,7 +248,8 @@ def _recompute(task: Task) -> Sequence[Rule]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
+    """Return the merges of values that Megatron treats as equal: knobs without effect, two spellings of one
+    schedule."""
     split, dense = Split.of(task), task.spec.model.num_moe_experts is None
     settings = settings_in_force(task.spec)
     sharded = any(settings.get(name) for name in NEED_DIST_OPT)
@@ -305,7 +306,7 @@ def _recomputes(c: Columns, granularity: int) -> BoolArray:
     return does
 
 
-def _divides_none(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
+def _leaves_remainder(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
     """Return where `number` does not divide one of the other numbers."""
     leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
     return leaves

@@ -70,7 +70,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     """Return stage `index` of each candidate.
 
     A layout of stages holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
-    beside the numbers given for the first and last stage, embedding and loss counting as a layer each if options
+    except the numbers given for the first and last stage, embedding and loss counting as a layer each if options
     require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
     """
     part = _even(model, layout, index, options)
@@ -105,7 +105,7 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
     chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). Where the
     exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
-    further one runs layer by layer beside a backward, which frees as much.
+    further one runs layer by layer during a backward, which frees as much.
     """
     schedule = options.schedule or "interleaved"
     return catalogue.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
@@ -136,7 +136,7 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
 
 
 def _placed(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
-    """Return what a layout gives to stage `index`: (virtual) stage c p + r for each c."""
+    """Return the layers that a layout assigns to stage `index`: (virtual) stage c p + r for each c."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in options.stage_layout], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
@@ -156,8 +156,8 @@ def _placed(model: Model, layout: Layout, index: FloatArray, options: Options) -
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
     """Return the layers of one virtual stage in the middle of the pipeline."""
-    given_first, given_last = layout.first_layers > 0, layout.last_layers > 0
-    others = layout.pipeline - given_first - given_last
+    fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
+    others = layout.pipeline - fixed_first - fixed_last
     counted = model.num_layers + options.account_for_embedding + options.account_for_loss
     spread = counted - layout.first_layers - layout.last_layers
     return np.ceil(spread / np.maximum(others * layout.virtual, 1.0))
