@@ -17,10 +17,9 @@ from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
 from flagcore.engines.megatron.flags import environment
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.files import read_regular
 from flagcore.i18n import _
-from flagcore.spec.validate import joined
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
