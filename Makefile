@@ -75,7 +75,7 @@ test-fast: setup
 	$(PYTEST) -m "not long and not process" $(TESTS)
 
 # Also what takes minutes: every seeded fault, long searches, random kills, real servers, a browser where there is one.
-test-all: lint
+test-all: lint build/megatron-lm
 	$(PYTEST) $(TESTS)
 
 # Only the tests marked `long`, of the files in TESTS.
@@ -94,6 +94,15 @@ mutations: setup
 test-browser: setup
 	$(PIP) "playwright>=1.50"
 	$(BIN)/python -m pytest tests/report/page/test_browser.py
+
+# A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
+# and not in it. A C++ helper of its data sets is compiled.
+build/megatron-lm: | setup
+	$(PIP) --no-deps --target $@.new flag-scale==0.8.0 einops==0.8.2 pybind11==3.1.0 regex==2026.11.15 sentencepiece==0.2.3 \
+	  six==1.17.0
+	PATH=$(CURDIR)/$(BIN):$$PATH PYTHONPATH=$(CURDIR)/$@.new \
+	  $(MAKE) -s -C $@.new/flag_scale/third_party/Megatron-LM/megatron/core/datasets
+	mv $@.new $@
 
 # The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
 docs: setup

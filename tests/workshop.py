@@ -25,7 +25,7 @@ SMALLER = {
 }
 MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "performance": 150.0}
 OWN = "own"
-"""The run of the tutorial's `own.yaml`, with a script that prints Megatron's log lines in place of the tutorial's."""
+"""The run of the tutorial's `own.yaml`, with a torchrun that prints Megatron's log lines."""
 OWN_FILES = ("docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
 """Pages with their own tests, which write the files."""
 ALSO = ("train-cpu", "node")
@@ -39,8 +39,13 @@ def build(folder: Path) -> Path:
         assert block.file is not None
         (folder / block.file).write_text(block.text)
     (log_line,) = re.findall(r"^ iteration .*elapsed time per .*$", TEXT["docs/tutorial.md"], re.MULTILINE)
-    steps = "\n".join([log_line] * 4)
-    (folder / "pretrain.sh").write_text(f"cat <<'LOG'\n{steps}\nLOG\n")
+    steps = "\n".join(re.sub(r"\d+/", f"{number}/", log_line, count=1) for number in range(1, 5))
+    (folder / "torchrun").write_text(f"#!/bin/sh\ncat <<'LOG'\n{steps}\nLOG\n")
+    (folder / "torchrun").chmod(0o755)
+    (folder / "pretrain_gpt.py").touch()
+    script = (folder / "pretrain.sh").read_text()
+    assert "\ntorchrun " in script
+    (folder / "pretrain.sh").write_text(script.replace("\ntorchrun ", "\n./torchrun "))
     for name in TREES:
         _tree(folder / name)
     (folder / "outputs" / "auto_tuner").mkdir(parents=True)

@@ -76,7 +76,7 @@ def tune_command(
         options.show_records([found.data] if form == "yaml" else trials, form, columns)
     if not quiet:
         _print_next_steps(found.run_dir, found.reported, found.can_start)
-    if found.run_best and found.can_start:
+    if found.run_best:
         api.run_best(found.run_dir, stdout=2, on_ready=_ready)
 
 

@@ -122,6 +122,7 @@ def run_best(
 ) -> NoReturn:
     """Become the best configuration of a run, for real: this process is replaced by it.
 
+    A command that the user has to complete is printed.
     Servers are started instead, and stopped when this process ends. `on_ready` is called with their URL once they
     answer. `stdout` is a file descriptor for output. Raises RunError if the run has no best configuration,
     UsageError if it cannot be started.
@@ -138,8 +139,7 @@ def run_best(
         problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
         raise RunError(problem) from None
     if missing:
-        names = {"file": Path(run_dir) / "best.sh", "missing": missing}
-        raise UsageError(_("{file} prints the command of the best configuration; it lacks {missing}", **names))
+        argv, folder, environment = ["sh", str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
     if lacking:
         raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
     sys.stdout.flush()
@@ -151,7 +151,8 @@ def run_best(
     try:
         os.chdir(folder)
         program, variables = argv[0], {**RENDEZVOUS, **os.environ, **environment}
-        warn([_("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))])
+        text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
+        warn([_("the command of the best of {run}: add {missing}", run=run_dir, missing=missing) if missing else text])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
         names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}

@@ -15,6 +15,7 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
+from flagcore.engines.megatron.options import settings_in_force
 from flagcore.engines.megatron.split import FIRST, LAST, Split
 from flagcore.engines.megatron.split import VIRTUAL as CHUNKS
 from flagcore.engines.megatron.stages import LAYOUT
@@ -24,6 +25,8 @@ CP, EP = "context_parallel_size", "expert_model_parallel_size"
 MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
 VIRTUAL = "num_layers_per_virtual_pipeline_stage"
 RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
+NEED_DIST_OPT = ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+"""Settings that Megatron refuses without the distributed optimizer, even of one rank."""
 METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 
 
@@ -248,6 +251,8 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of values that Megatron treats as equal: knobs without effect, two spellings of one
     schedule."""
     split, dense = Split.of(task), task.spec.model.num_moe_experts is None
+    settings = settings_in_force(task.spec)
+    sharded = task.spec.train.command is not None and any(settings.get(name) for name in NEED_DIST_OPT)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
         one = (c[PP] == 1) | (c[VIRTUAL] * c[PP] == split.counted)
@@ -267,7 +272,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         Merge(
             name="distributed_optimizer_of_one",
             knobs=(DP, CP, DIST_OPT),
-            canonical=lambda c: {DIST_OPT: np.where(c[DP] * c[CP] == 1, 0, c[DIST_OPT])},
+            canonical=lambda c: {DIST_OPT: np.where((c[DP] * c[CP] == 1) & (not sharded), 0, c[DIST_OPT])},
         ),
         Merge(
             name="experts_of_a_dense_model",

@@ -11,7 +11,18 @@ from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.knobs import FULL
 from flagcore.engines.megatron.options import numbers, schedule, settings_in_force
-from flagcore.engines.megatron.rules import DIST_OPT, DP, EP, GRANULARITY, MBS, PP, RECOMPUTE, SP, VIRTUAL
+from flagcore.engines.megatron.rules import (
+    DIST_OPT,
+    DP,
+    EP,
+    GRANULARITY,
+    MBS,
+    NEED_DIST_OPT,
+    PP,
+    RECOMPUTE,
+    SP,
+    VIRTUAL,
+)
 from flagcore.engines.megatron.split import Split
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
@@ -37,7 +48,7 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
                 message=f"{name} needs {DIST_OPT}",
                 broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
             )
-            for name in ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+            for name in NEED_DIST_OPT
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(

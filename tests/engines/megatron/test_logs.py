@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.engines.megatron import logs
-from flagcore.engines.megatron.logs import MegatronLog, read_logs
+from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs
 
 ARGUMENTS = """\
 using world size: 4, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 2
@@ -126,3 +126,40 @@ def test_an_invalid_memory_line_is_left_out(tmp_path: Path) -> None:
     line = "[Rank 0] (after 2 iterations) memory (MB) | max allocated: 1{} | reserved: 1 | max reserved: 2"
     (tmp_path / "log").write_text(line.format("0" * 305) + "\n" + line.format("") + "\n")
     assert read_logs([tmp_path / "log"]).peak_allocated_bytes == 1 << 20
+
+
+SKIPPED = (
+    " iteration {}/ 5 | elapsed time per iteration (ms): 345.5 | learning rate: 1E-03 | loss scale: 4294967296.0 |"
+    " number of skipped iterations:   1 | number of nan iterations:   0 |\n"
+)
+
+
+def test_lines_behind_torchruns_prefixes_are_read(tmp_path: Path) -> None:
+    text = "".join(f"[default3]:{line}\n" for line in (ARGUMENTS + iteration(1, "10.0")).splitlines())
+    log = read(tmp_path, text)
+    assert log.step_times_s == [0.01]
+    assert log.arguments["tensor_model_parallel_size"] == "2"
+
+
+def test_iteration_that_several_ranks_print_counts_once(tmp_path: Path) -> None:
+    ranks = [f"[default{rank}]:{iteration(number, '10.0')}" for number in (1, 2) for rank in (0, 3)]
+    assert read(tmp_path, "".join(ranks)).step_times_s == [0.01, 0.01]
+
+
+def test_iteration_behind_other_text_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path, "Number of parameters in billions:  0.00" + iteration(1, "10.0")).step_times_s == [0.01]
+
+
+def test_logs_of_ranks_below_the_trials_folder_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "ranks" / "none_x" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text(iteration(1, "10.0"))
+    (tmp_path / "stdout.log").write_text(iteration(1, "10.0") + iteration(2, "20.0"))
+    assert read_logs(log_files(str(tmp_path))).step_times_s == [0.01, 0.02]
+
+
+def test_skipped_steps_and_gradients_that_are_no_number_are_marked(tmp_path: Path) -> None:
+    nan = " iteration 3/ 5 | elapsed time per iteration (ms): 9.0 | loss scale: 1.0 | grad norm: nan |\n"
+    log = read(tmp_path, SKIPPED.format(1) + iteration(2, "10.0") + nan)
+    assert [step.skipped for step in log.steps.values()] == [True, False, False]
+    assert log.losses == [10.84, None]

@@ -206,3 +206,19 @@ def test_an_implausibly_short_step_time_is_refused(tmp_path: Path) -> None:
         "".join(json.dumps({**STEPS[0], "step_time_s": 5e-324}) + "\n" for _ in "abc")
     )
     assert "cannot be" in refusal(tmp_path, partial=True)
+
+
+def test_steps_that_the_loss_scale_skipped_do_not_count(tmp_path: Path) -> None:
+    line = " iteration {}/ 4 | elapsed time per iteration (ms): {} |{} number of skipped iterations:   {} |\n"
+    skipped = [line.format(number, "100.0", "", 1) for number in (1, 2, 3, 4)]
+    (tmp_path / "stdout.log").write_text("".join(skipped))
+    with pytest.raises(FlagError, match="skipped"):
+        WORKLOAD.read(COMMAND, ONE, str(tmp_path))
+    done = [line.format(number, "200.0", " lm loss: 7.0 |", 0) for number in (3, 4)]
+    (tmp_path / "stdout.log").write_text("".join([*skipped[:2], *done]))
+    assert WORKLOAD.read(COMMAND, ONE, str(tmp_path)).step_times_s == (0.2, 0.2)
+
+
+def test_only_a_command_is_stopped_after_its_steps() -> None:
+    assert WORKLOAD.steps_wanted(COMMAND) == 5
+    assert WORKLOAD.steps_wanted(TASK) is None

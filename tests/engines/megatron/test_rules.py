@@ -294,3 +294,12 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
     assert refused(8, 4, 4) == [size for size in range(1, 17) if size % 4]
     assert refused(2, 6) == [size for size in range(1, 17) if size % 4]
     assert "stages_in_one_group" not in {rule.name for rule in WORKLOAD.rules(small.task())}
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, 0), ({"overlap_param_gather": True}, 1)])
+def test_distributed_optimizer_of_one_rank_stays_where_a_setting_needs_it(settings: Any, kept: int) -> None:
+    task = small.task(settings=settings, command=("train",))
+    values = candidate_columns({TP: 4, OPTIMIZER: True})
+    columns, broken = check(values, WORKLOAD.rules(task), WORKLOAD.merges(task))
+    assert broken == []
+    assert int(columns[OPTIMIZER][0]) == kept

@@ -17,16 +17,17 @@ from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
 from flagcore.engines.megatron.flags import environment
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.files import read_regular
 from flagcore.i18n import _
-from flagcore.spec.validate import joined
 
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
 """Fields of a model that Megatron-LM's arguments have, too, by the same name."""
 MISSING = "???"
 """The value of an argument that is still to be given."""
+PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
+"""The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
 LONGEST = 60
 """Characters of an argument in a table."""
 
@@ -50,10 +51,10 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
         if MISSING in argument.values:
             problem, fix = "has no value yet", "give the value"
             yield SpecError(key=KEY, value=f"{argument.flag} {MISSING}", problem=problem, fix=fix)
-    for problem in refused:
-        if problem.value != MISSING and not _is_programs_own(problem, command):
-            value = " ".join(filter(None, (problem.flag, problem.value)))
-            yield SpecError(key=KEY, value=value, problem=problem.problem, fix=problem.fix)
+    for wrong in refused:
+        if wrong.value != MISSING and not _is_programs_own(wrong, command):
+            value = " ".join(filter(None, (wrong.flag, wrong.value)))
+            yield SpecError(key=KEY, value=value, problem=wrong.problem, fix=wrong.fix)
     effective = table.effective(command.arguments)
     if effective.get("use_checkpoint_args") and "num_layers" not in effective:
         fix = "give the arguments of the model"
@@ -101,13 +102,15 @@ def command_warnings(spec: Spec) -> list[str]:
     command = readable_command(spec)
     if command is None:
         return _unreadable(spec)
-    effective = argument_table(spec, command).effective(command.arguments)
+    table = argument_table(spec, command)
+    effective = table.effective(command.arguments)
+    written = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
     lines = [
         _(
             "{key} sets {flag} {value}, the spec has {other}: {consequence}",
             key=KEY,
-            flag=f"--{dest.replace('_', '-')}",
-            value=value,
+            flag=written[dest] if dest in written else _("no precision"),
+            value=value if dest in written else "",
             other=other,
             consequence=consequence,
         )
@@ -145,11 +148,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
     for dest, other in wanted.items():
         if dest in effective and other is not None and effective[dest] != other:
             yield dest, effective[dest], other, predicted
-    eighth = "fp8_format" if "fp8_format" in effective else "fp8"
-    has = "fp8" if effective.get(eighth) else next((each for each in ("bf16", "fp16") if effective.get(each)), "fp32")
-    if has != train.precision and not (has == "fp8" and train.precision == "mxfp8"):
-        flag = eighth if has == "fp8" else has
-        yield flag, effective.get(flag) or "", f"precision: {train.precision}", predicted
+    has = next((each for each in ("fp8", "fp4", "bf16", "fp16") if effective.get(each)), "")
+    if train.precision not in PRECISIONS[has]:
+        yield has, effective.get(has), f"precision: {train.precision}", predicted
 
 
 def command_changes(platform: Platform, candidate: Candidate) -> list[str]:

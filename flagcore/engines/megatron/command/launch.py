@@ -64,7 +64,7 @@ def changed_command(
 
 def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, others: Mapping[str, str]) -> Launch:
     """Return the launch of a command. What a script sets takes precedence over `others`, as if the script set it."""
-    own = {name: value for name, value in command.environment.items() if name in others and not is_secret(name)}
+    own = {name: value for name, value in sorted(command.environment.items()) if name in others and not is_secret(name)}
     prefix = ("env", *(f"{name}={value}" for name, value in own.items())) if own else ()
     argv = expand((*prefix, *command.words), values, (), folder)
     rest = {name: value for name, value in command.environment.items() if name not in own}

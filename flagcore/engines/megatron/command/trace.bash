@@ -4,38 +4,36 @@
 # written. All others are skipped with status 0; a file per command in FLAGCORE_TRACE has its kind, its directory, the
 # number of its words, its expanded words, and the variables that it would have received, each ended by NUL.
 
-__fc_tools=' arch awk basename bc cat cut date df dirname du egrep env expr false fgrep find free gawk getconf grep head
+__fc_tools=' arch awk basename bc cat cut date df dirname du egrep expr false fgrep find free gawk getconf grep head
  hostname id jq locale logname ls lscpu lspci mawk nproc nvidia-smi numfmt printenv pwd readlink realpath rev rocm-smi
- mx-smi ixsmi cnmon sed seq sort stat tac tail test tr true uname uniq wc which whoami xargs '
+ mx-smi ixsmi cnmon sed seq sort stat tac tail test tr true uname uniq wc which whoami '
 __fc_tools=${__fc_tools//$'\n'/ }
-__fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout mapfile-none suspend trap '
+__fc_skipped_builtins=' bind caller compgen complete coproc enable fc hash history kill logout suspend trap '
 __fc_block='(^[[:space:]]*|;[[:space:]]*)(\}|\)|done|fi|esac)[[:space:]]*([0-9]*|&)>+\|?[[:space:]]*[^&(|>[:space:]]'
+__fc_assignment='^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?='
 __fc_count=0 __fc_busy=0
 
 # Split $1 at its top-level spaces into __fc_words, as written; __fc_redirections is what follows the words.
 __fc_split() {
-  local text=$1 word= context= char pair i=0
+  local text=$1 word= context= char pair rest i=0
   __fc_words=() __fc_redirections=
   while ((i < ${#text})); do
     char=${text:i:1} pair=${text:i:2}
-    if [[ $char == \\ ]]; then
-      word+=$pair; ((i += 2)); continue
-    fi
     case $char in
+      '\') word+=$pair; ((i += 2)); continue ;;
       "'") if [[ ${context: -1} != '"' ]]; then
-             local rest=${text:i+1}; rest=${rest%%\'*}
+             rest=${text:i+1} rest=${rest%%\'*}
              word+="'$rest'"; ((i += ${#rest} + 2)); continue
            fi ;;
-      '"') if [[ ${context: -1} == '"' ]]; then context=${context%?}; else context+='"'; fi ;;
-      '`') if [[ ${context: -1} == '`' ]]; then context=${context%?}; else context+='`'; fi ;;
+      '"' | '`') if [[ ${context: -1} == "$char" ]]; then context=${context%?}; else context+=$char; fi ;;
       '$') if [[ $pair == '$(' || $pair == '${' ]]; then
-             context+=${pair:1}; word+=$pair; ((i += 2)); continue
+             context+=${pair:1} word+=$pair; ((i += 2)); continue
            fi ;;
       '(') [[ ${context: -1} == '"' ]] || context+='(' ;;
       ')') [[ ${context: -1} != '(' ]] || context=${context%?} ;;
       '}') [[ ${context: -1} != '{' ]] || context=${context%?} ;;
       '<' | '>') if [[ -z $context && $pair == ?'(' ]]; then
-                   context='('; word+=$pair; ((i += 2)); continue
+                   context='(' word+=$pair; ((i += 2)); continue
                  elif [[ -z $context ]]; then
                    [[ $word =~ ^([0-9]*|&|\{.*\})$ ]] || __fc_words+=("$word")
                    __fc_redirections=$word${text:i}; return
@@ -50,139 +48,125 @@ __fc_split() {
   [[ -z $word ]] || __fc_words+=("$word")
 }
 
-# Whether the redirections write a file.
+# Whether redirections write a file. A ">" in a here-document counts, too: nothing must be written by mistake.
 __fc_writes() {
-  local rest=$__fc_redirections
-  rest=${rest%%<<*}
+  local rest=$1
   while [[ $rest =~ ([0-9]*|\&)\>+\|?\ *(\&\ ?[0-9-]+|\&?\ ?/dev/(null|stdout|stderr|tty|fd/[0-9]+)) ]]; do
     rest=${rest/"${BASH_REMATCH[0]}"/}
   done
   [[ $rest == *'>'* ]]
 }
 
-# Prepare the trap's decision on the command $1: __fc_code is what expands its words, in the script's own context.
+# Whether the command $1 runs as written. If not, __fc_asked, __fc_exports and __fc_to are its words, the assignments
+# before them, and its redirections, all as written.
 __fc_look() {
-  local IFS=$' \t\n' text=$1
+  local IFS=$' \t\n' text=$1 status
   shopt -s extdebug
-  ((__fc_busy)) && return 0
+  if ((__fc_busy)) || [[ $text == __fc_* || ($text == 'trap - DEBUG' && ${FUNCNAME[1]-} == __fc_decide) ]]; then
+    return 0
+  fi
   __fc_busy=1
-  __fc_prepare
+  __fc_runs "$text"
+  status=$?
   __fc_busy=0
+  return "$status"
 }
 
-__fc_prepare() {
-  local word
-  __fc_code= __fc_argv=() __fc_exports= __fc_run=1
+__fc_runs() {
+  local text=$1 exports=
   while [[ $text =~ ^(\!|time|time -p)\ (.*)$ ]]; do text=${BASH_REMATCH[2]}; done
-  [[ $text =~ ^(\[\[|\(\(|for|case|select|function)([[:space:]]|$|\() ]] && return 0
-  [[ $text =~ ^[A-Za-z_][A-Za-z0-9_]*(\[[^\]]*\])?\+?=\( ]] && return 0
+  [[ $text =~ ^(\[\[|\(\(|for|case|select|function)([[:space:]]|$|\() || $text =~ ${__fc_assignment}\( ]] && return 0
   __fc_split "$text"
-  while ((${#__fc_words[@]})) && [[ ${__fc_words[0]} =~ ^[A-Za-z_][A-Za-z0-9_]*(\[[^\]]*\])?\+?= ]]; do
-    __fc_exports+=" ${__fc_words[0]}"; __fc_words=("${__fc_words[@]:1}")
+  while ((${#__fc_words[@]})) && [[ ${__fc_words[0]} =~ $__fc_assignment ]]; do
+    exports+=" ${__fc_words[0]}"; __fc_words=("${__fc_words[@]:1}")
   done
   ((${#__fc_words[@]})) || return 0
-  word=${__fc_words[0]}
-  __fc_run=0
-  if [[ $word == '[' || $word =~ ^[A-Za-z0-9_./:+-]+$ ]] && __fc_plain "$word" "${__fc_words[@]:1}"; then
-    __fc_argv=("${__fc_words[@]}")
-  else
-    __fc_code="__fc_argv=(${__fc_words[*]})"
+  if [[ ${__fc_words[0]} == '[' || ${__fc_words[0]} =~ ^[A-Za-z0-9_./:+-]+$ ]] && ! __fc_writes "$__fc_redirections"; then
+    case ${__fc_words[0]##*/} in
+      command | env | find | sed | sort | source | .) ;;
+      *) __fc_harmless "${__fc_words[@]}" && return 0 ;;
+    esac
   fi
+  __fc_asked=${__fc_words[*]} __fc_exports=$exports __fc_to=$__fc_redirections
+  return 1
 }
 
-# Whether a command with these words needs no look at its expanded words.
-__fc_plain() {
-  case $(type -t -- "$1") in
-    function) [[ -z $__fc_redirections ]] ;;
-    builtin) [[ $1 != exec && $1 != command && $1 != source && $1 != . && ($1 != eval || -z $__fc_redirections) ]] ;;
-    *) [[ $1 != env && $__fc_tools == *" ${1##*/} "* ]] ;;
-  esac
-}
-
-# Whether the command in __fc_argv only computes.
+# Whether a command with these words only computes.
 __fc_harmless() {
   local name=$1
   shift
-  __fc_writes && return 1
   [[ $name == command && ${1-} == -[vV] ]] && return 0
   case $(type -t -- "$name") in
-    function | keyword) return 0 ;;
+    function) return 0 ;;
     builtin) [[ $__fc_skipped_builtins != *" $name "* && $name != exec && $name != command ]]; return ;;
   esac
   case ${name##*/} in
     sed) [[ " $* " != *' -i'* && " $* " != *' --in-place'* ]]; return ;;
     find) [[ " $* " != *' -delete '* && " $* " != *' -exec'* && " $* " != *' -ok'* && " $* " != *' -f'[pl]* ]]; return ;;
-    env) (($# == 0)); return ;;
-    xargs) [[ $__fc_tools == *" ${1-echo} "* || ${1-echo} == echo ]]; return ;;
     sort) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
+    env) (($# == 0)); return ;;
     python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
   esac
   [[ $__fc_tools == *" ${name##*/} "* ]]
 }
 
 # Write the record of a command: its kind, and its words.
-__fc_record() (
+__fc_record() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  shopt -u extdebug
   { printf '%s\0' "$1" "$PWD" "$(($# - 1))" "${@:2}"; command env -0; } > "$FLAGCORE_TRACE/$BASHPID.$RANDOM$RANDOM"
-)
+}
 
 # Refuse a script whose blocks write files: no trap sees their redirections.
 __fc_check_blocks() {
   local line
   [[ -f $1 && -r $1 ]] || return 0
   line=$(command grep -nE "$__fc_block" -- "$1" | command grep -vE '(>|&)[[:space:]]*/dev/null' | command head -n 1)
-  [[ -z $line ]] && return 0
-  __fc_exports= __fc_record block "$1:$line"
-  exit 0
+  [[ -z $line ]] || (__fc_exports= __fc_record block "$1:$line")
+  [[ -z $line ]]
 }
 
-# Whether bash skips the command: 0 is yes. $@ are the script's own arguments.
-__fc_skips() {
-  local IFS=$' \t\n' status
-  ((__fc_busy || __fc_run)) && return 1
-  __fc_busy=1
-  __fc_decide "$@"
-  status=$?
-  __fc_busy=0
-  return "$status"
-}
-
+# Decide on the command with the expanded words __fc_call, in a subshell: 0 to skip it, 1 to run it, 3 to end the script.
+# Functions that write a file run here, without that, and their commands are traced.
 __fc_decide() {
-  local first
-  ((${#__fc_argv[@]})) || return 1
-  __fc_harmless "${__fc_argv[@]}" && {
-    case ${__fc_argv[0]} in source | .) __fc_check_blocks "${__fc_argv[1]-}" ;; esac
-    return 1
-  }
-  first=${__fc_argv[0]}
-  if [[ $first == eval || $first == source || $first == . || $(type -t -- "$first") == function ]]; then
-    local -a __fc_call=("${__fc_argv[@]}")
-    (__fc_busy=0; "${__fc_call[@]}")
+  trap - DEBUG
+  local IFS=$' \t\n' first=${__fc_call[0]-}
+  ((${#__fc_call[@]})) || return 1
+  if [[ $first == source || $first == . ]]; then
+    __fc_check_blocks "${__fc_call[1]-}" || return 3
+  fi
+  if ! __fc_writes "$__fc_to"; then
+    __fc_harmless "${__fc_call[@]}" && return 1
+  elif [[ $first == eval || $first == source || $first == . || $(type -t -- "$first") == function ]]; then
+    trap "$__fc_trap" DEBUG
+    "${__fc_call[@]}"
     return 0
   fi
   __fc_unwrap
-  if ((${#__fc_argv[@]})); then
-    case ${__fc_argv[0]##*/} in
-      bash | sh | dash) __fc_child "${__fc_argv[@]:1}" ;;
-      *) if __fc_is_script "${__fc_argv[0]}"; then __fc_child "${__fc_argv[@]}"; else __fc_record skipped "${__fc_argv[@]}"; fi ;;
-    esac
-    [[ $first != exec ]] || exit 0
+  if ((${#__fc_call[@]})); then
+    __fc_leave
+    [[ $first != exec ]] || return 3
   fi
-  ((++__fc_count < 300)) || exit 0
   return 0
 }
 
-# Remove from __fc_argv what only passes a command on; what `env` sets goes to __fc_exports.
+# Record the command in __fc_call, or trace the script that it starts.
+__fc_leave() {
+  case ${__fc_call[0]##*/} in
+    bash | sh | dash) __fc_child "${__fc_call[@]:1}" ;;
+    *) if __fc_is_script "${__fc_call[0]}"; then __fc_child "${__fc_call[@]}"; else __fc_record skipped "${__fc_call[@]}"; fi ;;
+  esac
+}
+
+# Remove from __fc_call what only passes a command on; what `env` sets goes to __fc_exports.
 __fc_unwrap() {
-  while ((${#__fc_argv[@]})); do
-    case ${__fc_argv[0]##*/} in
-      exec | command | nohup | setsid) __fc_argv=("${__fc_argv[@]:1}") ;;
+  while ((${#__fc_call[@]})); do
+    case ${__fc_call[0]##*/} in
+      exec | command | nohup | setsid) __fc_call=("${__fc_call[@]:1}") ;;
       env)
-        [[ ${__fc_argv[1]-} == -* ]] && return
-        __fc_argv=("${__fc_argv[@]:1}")
-        while [[ ${__fc_argv[0]-} == *=* ]]; do
-          __fc_exports+=" ${__fc_argv[0]%%=*}=$(printf %q "${__fc_argv[0]#*=}")"; __fc_argv=("${__fc_argv[@]:1}")
+        [[ ${__fc_call[1]-} == -* ]] && return
+        __fc_call=("${__fc_call[@]:1}")
+        while [[ ${__fc_call[0]-} == *=* ]]; do
+          __fc_exports+=" ${__fc_call[0]%%=*}=$(printf %q "${__fc_call[0]#*=}")"; __fc_call=("${__fc_call[@]:1}")
         done ;;
       *) return ;;
     esac
@@ -191,18 +175,26 @@ __fc_unwrap() {
 
 __fc_is_script() {
   local line=
-  [[ $1 == */* && -f $1 && -r $1 ]] || return 1
+  [[ $1 == */* && ${1##*/} != torchrun && -f $1 && -r $1 ]] || return 1
   IFS= read -r line < "$1" 2> /dev/null
   [[ $line =~ ^\#\!.*/(env\ )?(ba|da)?sh ]]
 }
 
-# Trace another script.
-__fc_child() (
+__fc_child() {
   [[ -z $__fc_exports ]] || eval "export$__fc_exports"
-  shopt -u extdebug
-  command bash "$@"
-)
+  BASH_ENV=$BASH_ENV FLAGCORE_TRACE=$FLAGCORE_TRACE command bash "$@"
+}
 
-[[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0"
+# Act on a decision; the status says whether bash skips the command: 0 is yes.
+__fc_act() {
+  [[ $1 != 3 ]] || exit 0
+  ((++__fc_count < 300)) || exit 0
+  [[ $1 == 0 ]]
+}
+
+export -n BASH_ENV FLAGCORE_TRACE
+[[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 set -T
-trap '__fc_look "$BASH_COMMAND"; eval "$__fc_code"; ! __fc_skips "$@"' DEBUG
+# The words are expanded in the script's own context, and in a subshell: there, too, the trap sees their commands.
+__fc_trap='__fc_look "$BASH_COMMAND" || { (eval "__fc_call=($__fc_asked)"; __fc_decide "$@"); ! __fc_act $?; }'
+trap "$__fc_trap" DEBUG

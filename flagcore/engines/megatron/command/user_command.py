@@ -92,7 +92,10 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
         return None
     meeting = {name: value for name, value in MEETING_PLACE.items() if name not in os.environ}
     given = {**meeting, **(variables or {}), **spec.envs}
-    return _parsed(train.command, train.directory, tuple(sorted(given.items())))
+    found = _parsed(train.command, train.directory, tuple(sorted(given.items())))
+    if isinstance(found, SpecError):
+        raise found
+    return found
 
 
 def readable_command(spec: Spec) -> UserCommand | None:
@@ -117,10 +120,14 @@ def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
 @lru_cache(maxsize=64)
 def _parsed(
     command: tuple[str, ...], directory: str | None, variables: tuple[tuple[str, str], ...]
-) -> UserCommand | None:
+) -> UserCommand | SpecError | None:
+    """Return what `user_command` returns, or raises: a script is read once."""
     found = split(command, directory or ".")
     if found is None and is_script(command, directory):
-        found = _of_script(command, directory, dict(variables))
+        try:
+            found = _of_script(command, directory, dict(variables))
+        except SpecError as error:
+            return error
     return found if found is not None and found.is_megatron else None
 
 

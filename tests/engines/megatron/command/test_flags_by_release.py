@@ -106,10 +106,10 @@ def test_values_of_space_and_baseline_are_checked_too() -> None:
 
 def test_flags_that_a_setting_needs_are_passed_with_it() -> None:
     settings: dict[str, SettingValue] = {"moe_token_dispatcher_type": "flex", "use_megatron_fsdp": True}
-    train = replace(small.task().spec.train, engine_version="0.14.0", settings=settings)
-    words = flags({}, train, None)
+    spec = small.task(engine_version="0.14.0", settings=settings).spec
+    words = flags({}, spec, None)
     assert release_table("0.14.0").parse(words)[1] == []
     found = release_table("0.14.0").effective(words)
     assert (found["moe_enable_deepep"], found["data_parallel_sharding_strategy"]) == (True, "optim_grads_params")
-    own = replace(train, command=("pretrain_gpt.py", "--moe-enable-deepep"))
-    assert "--moe-enable-deepep" not in flags({}, own, None)
+    own = replace(spec.train, command=("pretrain_gpt.py", "--moe-enable-deepep"))
+    assert "--moe-enable-deepep" not in flags({}, replace(spec, work=own), None)

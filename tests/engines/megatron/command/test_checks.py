@@ -1,0 +1,139 @@
+"""What is told of a user's command before its first trial."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.spec import ClusterSpec, Spec
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.command.arguments import release_table
+from flagcore.engines.megatron.command.reference import model_arguments, reference_launch
+from flagcore.errors import SpecError
+from tests import small
+from tests.engines.megatron.command.scripts import LAUNCH, spec_of
+
+
+def spec(words: str, folder: Path, **changes: Any) -> Spec:
+    (folder / "pretrain_gpt.py").touch()
+    return spec_of(words.split(), folder, engine_version=changes.pop("release", "0.16.0"), **changes)
+
+
+def refused(words: str, folder: Path, **changes: Any) -> list[tuple[str, object]]:
+    with pytest.raises(SpecError) as error:
+        WORKLOAD.ready(spec(words, folder, **changes))
+    return [(problem.key, problem.value) for problem in error.value.problems]
+
+
+def test_all_that_can_only_fail_is_refused_at_once(tmp_path: Path) -> None:
+    words = f"{LAUNCH} --no-such-flag 3 --bf16 false --micro-batch-size two"
+    values = [value for _, value in refused(words, tmp_path)]
+    assert values == ["--no-such-flag 3", "--bf16 false", "--micro-batch-size two"]
+
+
+def test_argument_of_another_release_is_refused(tmp_path: Path) -> None:
+    words = f"{LAUNCH} --moe-flex-dispatcher-backend deepep"
+    WORKLOAD.ready(spec(words, tmp_path))
+    ((key, value),) = refused(words, tmp_path, release="0.12.0")
+    assert (key, value) == ("train.command", "--moe-flex-dispatcher-backend deepep")
+
+
+def test_argument_of_the_program_itself_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text('parser.add_argument("--of-my-own", type=int)\n')
+    WORKLOAD.ready(spec(f"{LAUNCH} --of-my-own 3", tmp_path))
+
+
+def test_program_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    words = LAUNCH.replace("pretrain_gpt.py", "pretrain_other.py")
+    assert refused(words, tmp_path) == [("train.command", str(tmp_path / "pretrain_other.py"))]
+
+
+def test_one_process_for_several_devices_is_refused(tmp_path: Path) -> None:
+    cluster = ClusterSpec(devices_per_node=4)
+    one = dataclasses.replace(spec(f"python {LAUNCH.split(maxsplit=3)[3]}", tmp_path), cluster=cluster)
+    with pytest.raises(SpecError, match="one process"):
+        WORKLOAD.ready(one)
+
+
+def test_other_number_of_nodes_is_refused(tmp_path: Path) -> None:
+    two = spec(LAUNCH.replace("torchrun", "torchrun --nnodes 4"), tmp_path)
+    with pytest.raises(SpecError, match="nodes"):
+        WORKLOAD.ready(dataclasses.replace(two, cluster=ClusterSpec(nodes=2)))
+
+
+def test_model_arguments_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    words = "torchrun pretrain_gpt.py --use-checkpoint-args --load ck --micro-batch-size 1"
+    assert refused(words, tmp_path) == [("train.command", "--use-checkpoint-args")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--bf16 --fp8-format hybrid", "--fp8-format"),
+        ("--fp16", "--fp16"),
+        ("--bf16 --hidden-size 96", "--hidden-size 96"),
+        ("--bf16 --seq-length 4096", "--seq-length 4096"),
+        ("--bf16 --global-batch-size 64", "--global-batch-size 64"),
+        ("--bf16 --tensor-model-parallel-size 4", "--tensor-model-parallel-size"),
+    ],
+)
+def test_contradiction_of_the_spec_is_a_warning(arguments: str, words: str, tmp_path: Path) -> None:
+    found = spec(f"{LAUNCH} {arguments}", tmp_path)
+    WORKLOAD.ready(found)
+    assert any(words in line for line in WORKLOAD.spec_warnings(found))
+
+
+def test_command_as_the_spec_says_only_warns_of_its_knobs(tmp_path: Path) -> None:
+    (line,) = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
+    assert "--micro-batch-size" in line
+
+
+def test_program_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    (line,) = WORKLOAD.spec_warnings(spec("make train", tmp_path))
+    assert "train.command" in line
+
+
+def test_changes_are_a_line_for_each_reason(tmp_path: Path) -> None:
+    task = dataclasses.replace(small.task(), spec=spec(f"{LAUNCH} --save a --load b --bf16", tmp_path))
+    (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
+    assert "--load b" in checkpoints
+    assert "--micro-batch-size" not in text
+    other = dataclasses.replace(small.task(), spec=spec("make train", tmp_path))
+    assert WORKLOAD.command_changes(small.platform(other), small.candidate(data_parallel_size=4)) == []
+
+
+LATENT = dataclasses.replace(
+    small.EXPERTS,
+    multi_latent_attention=True,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=8,
+    moe_first_dense_layers=1,
+    mtp_num_layers=1,
+)
+
+
+@pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT])
+def test_command_without_the_users_has_all_arguments_of_the_model(model: Any) -> None:
+    task = small.task(model, precision="bf16")
+    launch = reference_launch(task, small.candidate(data_parallel_size=4).as_dict(), "/folder")
+    assert launch.argv[:2] == ("torchrun", "--standalone")
+    assert launch.missing
+    words = launch.argv[launch.argv.index("pretrain_gpt.py") + 1 :]
+    table = release_table("0.16.0")
+    assert table.parse(words)[1] == []
+    found = table.effective(words)
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "vocab_size"):
+        assert found[name] == getattr(model, name)
+    assert found["bf16"] is True
+    assert found["seq_length"] == found["max_position_embeddings"] == 128
+    assert found.get("num_experts") == model.num_moe_experts
+    assert found.get("multi_latent_attention", False) == model.multi_latent_attention
+    assert ("moe_layer_freq" in found) == bool(model.moe_first_dense_layers)
+    assert set(model_arguments(model)) <= set(words)
