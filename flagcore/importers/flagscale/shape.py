@@ -73,11 +73,8 @@ def shape(flags: Flags) -> dict[str, Any]:
 def _note_other_layers(flags: Flags) -> None:
     """Note layers of the model that flagcore's shapes cannot describe."""
     on = [name for name in flags.names() if flags.get(name) not in (False, 0)]
-    texts: dict[str | tuple[str, ...], str] = {
-        "freeze_": "training all weights",
-        OTHER_LAYERS: "a plain decoder with attention",
-    }
-    for prefixes, what in texts.items():
+    texts = ((("freeze_",), "training all weights"), (OTHER_LAYERS, "a plain decoder with attention"))
+    for prefixes, what in texts:
         if keys := [flags.key(name) for name in on if name.startswith(prefixes)]:
             flags.source.note(", ".join(keys), f"predictions are those of {what}", "model")
 

@@ -25,7 +25,7 @@ pytestmark = [
 def test_a_tree_is_tuned_through_flagscales_own_program(name: str, candidates: int, tmp_path: Path) -> None:
     shutil.copytree(Path(__file__).parent / "cpu_trees", tmp_path / "conf")
     code = "from flagcore.cli import main; main()"
-    given = ("--config-path", "conf", "--config-name", name, "--chip", "cpu", "--run-dir", "run", "action=auto_tune")
+    given = ("--config-path", "conf", "--config-name", name, "--run-dir", "run", "action=auto_tune")
     environment = {**os.environ, "PATH": f"{ENVIRONMENT}/bin:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
     shim = f"experiment.envs.PYTHONPATH={SHIM}:{':'.join(folders())}"
     done = subprocess.run(

@@ -24,10 +24,10 @@ from flagcore.i18n import _
 KEY = "train.command"
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "moe_ffn_hidden_size")
 """Fields of a model that Megatron-LM's arguments have, too, by the same name."""
-PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
-"""The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
 MISSING = "???"
 """The value of an argument that is still to be given."""
+PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
+"""The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
 LONGEST = 60
 """Characters of an argument in a table."""
 
@@ -51,10 +51,10 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
         if MISSING in argument.values:
             problem, fix = "has no value yet", "give the value"
             yield SpecError(key=KEY, value=f"{argument.flag} {MISSING}", problem=problem, fix=fix)
-    for each in refused:
-        if each.value != MISSING and not _is_programs_own(each, command):
-            value = " ".join(filter(None, (each.flag, each.value)))
-            yield SpecError(key=KEY, value=value, problem=each.problem, fix=each.fix)
+    for wrong in refused:
+        if wrong.value != MISSING and not _is_programs_own(wrong, command):
+            value = " ".join(filter(None, (wrong.flag, wrong.value)))
+            yield SpecError(key=KEY, value=value, problem=wrong.problem, fix=wrong.fix)
     effective = table.effective(command.arguments)
     if effective.get("use_checkpoint_args") and "num_layers" not in effective:
         fix = "give the arguments of the model"

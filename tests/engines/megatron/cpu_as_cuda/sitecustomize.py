@@ -193,10 +193,16 @@ def start(module):
     module._warmup_jit_function = lambda: None
 
 
+def experts(module):
+    """Read without transformer-engine, but bound with it only."""
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
 PATCHES = {
     "torch": torch_,
     "megatron.legacy.fused_kernels": kernels,
     "megatron.core.transformer.torch_norm": norm,
+    "megatron.core.transformer.moe.moe_utils": experts,
     "megatron.core.pipeline_parallel.schedules": schedules,
     "megatron.training.initialize": start,
 }
