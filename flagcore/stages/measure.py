@@ -25,7 +25,7 @@ from flagcore.errors import FlagError
 LOG = logging.getLogger("flagcore")
 EARLY_STOP_RATIO = 1.5
 POLL_SECONDS = 0.5
-ENDED_AFTER_STEPS = (None, "disk", "timeout")
+ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
 MEMORY = "memory_used_bytes"
 """The name of memory in use in telemetry."""
