@@ -36,7 +36,7 @@ from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import measure
-from flagcore.stages.predict import record
+from flagcore.stages.predict import predict_stage_layers, record
 from flagcore.stages.probe import probe
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
@@ -205,12 +205,14 @@ class _Search:
     ) -> None:
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
+        task, columns = self.problem.platform.task, self.problem.space.columns(np.array([row]))
+        layers = predict_stage_layers(task, self.uses.workload, columns, self.problem.platform.costs)
         planned = Trial(
             number=0,
             candidate=candidate,
             role=role,
             state=TrialState.RUNNING,
-            predicted=record(self.problem.platform.task, self.problem.predictions.row(row)),
+            predicted=record(task, self.problem.predictions.row(row), layers.get(0, ())),
             fidelity=fidelity or self.fidelity,
             began_s=self.elapsed,
             chosen_because=choice.because if choice else None,

@@ -22,6 +22,7 @@ from flagcore.contracts.workload import (
     model_parts,
     require_job_records,
     require_prober,
+    stage_layers,
     untested_reason,
 )
 
@@ -66,5 +67,6 @@ __all__ = [
     "model_parts",
     "require_job_records",
     "require_prober",
+    "stage_layers",
     "untested_reason",
 ]

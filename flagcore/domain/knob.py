@@ -112,7 +112,7 @@ class Knob:
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()
-    """The values of a knob of kind word or words."""
+    """The values of a knob of kind word or words; of a text, those that a space may list."""
     spellings: Mapping[str, int | str] = field(default_factory=dict)
     """Other spellings of values: words that stand for a number, or old names of words."""
     minimum: float | None = 1
@@ -226,7 +226,7 @@ class Knob:
 
     def axis(self, values: Sequence[KnobValue], also: Sequence[KnobValue] = ()) -> Axis:
         """Return the axis of some values; `also` are further values that a candidate may have."""
-        words = {"share": SHARES, "word": self.words}.get(self.kind, ())
+        words = {"share": SHARES, "word": self.words, "text": self.words}.get(self.kind, ())
         if self.effects:
             words = tuple(value for value in self.values if isinstance(value, str))
         return Axis(
@@ -298,6 +298,7 @@ _PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
     "int": _parse_int,
     "flag": _parse_flag,
     "word": _parse_word,
+    "text": _parse_word,
     "share": _parse_share,
 }
 

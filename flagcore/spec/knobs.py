@@ -101,7 +101,16 @@ def candidate_of(section: Section, knobs: Sequence[Knob]) -> dict[str, KnobValue
     """Return the knobs that a baseline or a record's candidate has, without the settings that a record may have."""
     given = section.model_dump(exclude_unset=True)
     candidates = {knob.name: knob for knob in knobs if knob.searchable or "record" in knob.scope}
-    return {name: _parsed(candidates[name], value) for name, value in given.items() if name in candidates}
+    return {
+        name: _parsed(candidates[name], value)
+        for name, value in given.items()
+        if name in candidates and not _only_a_setting(candidates[name], value)
+    }
+
+
+def _only_a_setting(knob: Knob, value: Any) -> bool:
+    """Return whether a value of a knob is one that no space lists."""
+    return "setting" in knob.scope and knob.kind == "text" and value is not None and value not in knob.words
 
 
 def _parsed(knob: Knob, value: Any) -> KnobValue:

@@ -54,6 +54,7 @@ SPACE_KNOBS = (
     _size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
     _size("tensor_model_parallel_size", "TP", "Number of devices that split each layer's matrices."),
     _size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
+    next(knob for knob in SETTINGS if knob.name == "pipeline_model_parallel_layout"),
     _size("context_parallel_size", "CP", "Number of devices that split the sequence of each sample."),
     _size(
         "micro_batch_size",
@@ -90,8 +91,8 @@ SPACE_KNOBS = (
         "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
         minimum=0,
         maximum=LAYERS,
-        auto=lambda task: (None, *divisors(task.spec.model.num_layers)),
-        auto_help="off, and every divisor of the number of layers",
+        auto=lambda task: (None, *sorted({*divisors(layers := task.spec.model.num_layers), *divisors(-(-layers // 4) * 4)})),
+        auto_help="off, and every divisor of the number of layers or of the next multiple of 4",
     ),
     _switch(
         "use_recompute",
@@ -131,7 +132,7 @@ KNOBS = (
         help="Virtual pipeline stages of one device; null is off.",
         maximum=LAYERS,
     ),
-    *SETTINGS,
+    *(knob for knob in SETTINGS if not knob.searchable),
 )
 """All knobs of Megatron."""
 

@@ -10,12 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec, TrainSpec
 from flagcore.engines.megatron.flags import environment, expand, flags
-from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.engines.megatron.knobs import BY_NAME, columns
 from flagcore.engines.megatron.options import DEFAULTS, TRIAL, schedule
+from flagcore.engines.megatron.predict import layout_texts
+from flagcore.engines.megatron.split import EACH
+from flagcore.engines.megatron.stages import LAYOUT
 from flagcore.errors import LaunchError, NoDevice, SpecError
 
 PROGRAM = "flagcore.engines.megatron.trial"
@@ -28,6 +31,7 @@ TRIAL_SETTINGS = (
     "expert_tensor_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
+    LAYOUT,
 )
 """Settings that the trial program takes."""
 
@@ -113,12 +117,24 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
 
     Raises LaunchError if that cannot be done.
     """
-    spec, values = platform.task.spec, candidate.as_dict()
+    spec, values = platform.task.spec, with_layout(platform, candidate)
     if spec.train.command is not None:
         given = flags(values, spec.train, None if for_real else spec.control.train_iters)
         argv = expand(spec.train.command, values, given, folder)
         return Launch(argv=argv, folder=folder, environment=environment(values), directory=spec.train.directory)
     return _program(_job(platform, candidate, folder), folder)
+
+
+def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return a candidate's values with the layout of its stages in place of `balanced`, none for an even split.
+
+    A layout has its virtual stages, too: Megatron takes no number of layers beside it.
+    """
+    values = candidate.as_dict()
+    if values.get(LAYOUT) != "balanced":
+        return values
+    (text,) = layout_texts(platform.task, columns(platform.task, values), platform.costs)
+    return values | ({LAYOUT: text, EACH: None} if text else {LAYOUT: None})
 
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
@@ -151,7 +167,7 @@ def _job(
             "seed": SEED,
             "balanced_routing": probe is not None,
         },
-        "candidate": candidate.as_dict() | _trial_settings(train),
+        "candidate": with_layout(platform, candidate) | _trial_settings(train),
         "device": {
             "type": support.device_type,
             "backend": support.distributed_backend,

@@ -21,6 +21,8 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.megatron.split import EACH
+from flagcore.engines.megatron.stages import LAYOUT
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import open_regular, read_regular
 
@@ -153,9 +155,15 @@ def _most(ranks: Sequence[Mapping[str, Any]], figure: str) -> int | None:
 
 
 def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
-    """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types."""
+    """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types.
+
+    A derived split is printed as its layout, which has the virtual stages, too.
+    """
     effective: dict[str, KnobValue] = {}
+    derived = (LAYOUT, EACH) if candidate.as_dict().get(LAYOUT) == "balanced" else ()
     for knob, wanted in candidate.items:
+        if knob in derived:
+            continue
         printed = log.arguments.get(knob)
         if printed is None:
             continue

@@ -15,7 +15,7 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
-from flagcore.engines.megatron.split import FIRST, LAST, Split
+from flagcore.engines.megatron.split import FIRST, LAST, Split, balanced, derived
 from flagcore.engines.megatron.split import VIRTUAL as CHUNKS
 from flagcore.engines.megatron.stages import LAYOUT
 
@@ -138,22 +138,22 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         return several
 
     return (
-        Rule(name="pipeline_stages", knobs=(PP,), message=_split_message(split), broken=split.uneven),
+        Rule(name="pipeline_stages", knobs=(PP, LAYOUT), message=_split_message(split), broken=split.uneven),
         Rule(
             name="virtual_needs_pipeline",
-            knobs=(PP, VIRTUAL),
+            knobs=(PP, LAYOUT, VIRTUAL),
             message=f"virtual pipeline stages need {PP} > 1",
             broken=lambda c: interleaved(c) & (c[PP] == 1),
         ),
         Rule(
             name="virtual_stages",
-            knobs=(PP, VIRTUAL),
+            knobs=(PP, LAYOUT, VIRTUAL),
             message=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
             broken=split.ragged,
         ),
         Rule(
             name="interleaved_microbatches",
-            knobs=(DP, MBS, PP, VIRTUAL),
+            knobs=(DP, MBS, PP, LAYOUT, VIRTUAL),
             message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
             broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
         ),
@@ -218,13 +218,15 @@ def _recompute(task: Task) -> Sequence[Rule]:
         ),
         Rule(
             name="uniform_recompute",
-            knobs=(PP, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            knobs=(PP, LAYOUT, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
             message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
             broken=lambda c: (
                 _recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
-                & _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+                & np.where(
+                    balanced(c), c[RECOMPUTE_LAYERS] > 1, _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+                )
             ),
         ),
         Rule(
@@ -235,7 +237,7 @@ def _recompute(task: Task) -> Sequence[Rule]:
         ),
         Rule(
             name="recompute_num_layers",
-            knobs=(PP, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            knobs=(PP, LAYOUT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
             message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
             broken=lambda c: (
                 _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
@@ -246,11 +248,13 @@ def _recompute(task: Task) -> Sequence[Rule]:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
-    split, dense = Split.of(task), task.spec.model.num_moe_experts is None
+    split, dense, derives = Split.of(task), task.spec.model.num_moe_experts is None, derived(task)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
-        one = (c[PP] == 1) | (c[VIRTUAL] * c[PP] == split.counted)
-        return {VIRTUAL: np.where(one, 0, c[VIRTUAL])}
+        own, parts = balanced(c), split.virtual(c)
+        one = (c[PP] == 1) | np.where(own, parts == 1, c[VIRTUAL] * c[PP] == split.counted)
+        each = np.where(own & (c[VIRTUAL] > 0), -(-split.layers // (c[PP] * parts)), c[VIRTUAL])
+        return {VIRTUAL: np.where(one, 0, each)}
 
     def recompute_layers(c: Columns) -> dict[str, IntArray]:
         block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
@@ -273,7 +277,12 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(EP,),
             canonical=lambda c: {EP: np.ones_like(c[EP]) if dense else c[EP]},
         ),
-        Merge(name="one_virtual_stage", knobs=(PP, VIRTUAL), canonical=virtual),
+        Merge(
+            name="nothing_to_balance",
+            knobs=(PP, LAYOUT),
+            canonical=lambda c: {LAYOUT: np.where((c[PP] > 1) & derives, c[LAYOUT], 0)},
+        ),
+        Merge(name="one_virtual_stage", knobs=(PP, LAYOUT, VIRTUAL), canonical=virtual),
         Merge(
             name="granularity_without_recompute",
             knobs=(RECOMPUTE, GRANULARITY),
@@ -290,7 +299,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
             canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
         ),
         Merge(
-            name="recompute_of_every_layer", knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS), canonical=recompute_layers
+            name="recompute_of_every_layer",
+            knobs=(PP, LAYOUT, VIRTUAL, METHOD, RECOMPUTE_LAYERS),
+            canonical=recompute_layers,
         ),
     )
 

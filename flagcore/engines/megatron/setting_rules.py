@@ -13,6 +13,7 @@ from flagcore.engines.megatron.knobs import FULL
 from flagcore.engines.megatron.options import numbers, schedule, settings_in_force
 from flagcore.engines.megatron.rules import DIST_OPT, DP, EP, GRANULARITY, MBS, PP, RECOMPUTE, SP, VIRTUAL
 from flagcore.engines.megatron.split import Split
+from flagcore.engines.megatron.stages import LAYOUT
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
 STAGES = "recompute_num_layers_per_stage"
@@ -42,7 +43,7 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(
             name=EXPERT_OVERLAP,
-            knobs=(PP, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
+            knobs=(PP, LAYOUT, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
             message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
             broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
         ),
@@ -91,5 +92,5 @@ def _schedule_rule(wanted: SettingValue, split: Split, batch: int) -> Rule:
         result: BoolArray = (c[PP] > 1) & wrong
         return result
 
-    knobs = (PP, VIRTUAL, DP, MBS) if dual else (PP, VIRTUAL)
+    knobs = (PP, LAYOUT, VIRTUAL, DP, MBS) if dual else (PP, LAYOUT, VIRTUAL)
     return Rule(name="pipeline_schedule", knobs=knobs, message=message, broken=broken)

@@ -45,7 +45,14 @@ SETTINGS = (
     _setting(
         "pipeline_model_parallel_layout",
         "text",
-        "Layout of the (virtual) stages: E embedding, t layer, m multi-token prediction, L loss, separated by bars.",
+        "Split of the layers: null even, balanced derived for each candidate; in a setting also a layout, (virtual) stages "
+        "separated by bars: E embedding, t layer, m multi-token prediction, L loss.",
+        label="split",
+        scope=("space", "setting"),
+        words=("balanced",),
+        auto=lambda task: ("balanced",),
+        auto_help="balanced: each candidate's fastest split that its memory allows, which may be the even one",
+        versions=">=0.13",
         maximum=4096,
     ),
     _switch("account_for_embedding_in_pipeline_split", "Whether the embedding counts as a layer of an even split."),
