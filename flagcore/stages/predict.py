@@ -69,9 +69,7 @@ def predict_components(
     return found
 
 
-def predict_stage_layers(
-    task: Task, workload: Workload, columns: Columns, costs: Costs
-) -> dict[int, Sequence[int]]:
+def predict_stage_layers(task: Task, workload: Workload, columns: Columns, costs: Costs) -> dict[int, Sequence[int]]:
     """Return the layers of each stage of the rows whose split the engine derives, by row."""
     return {
         int(row): layers

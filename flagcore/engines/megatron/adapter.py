@@ -115,12 +115,21 @@ class Megatron:
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the smallest TP x PP that fits, DP for the rest; if none fits, the row that needs least memory.
 
-        An even split comes first where one fits. Ties go, in this order, to no recompute, the smaller EP, the plain optimizer, TP before PP, and
-        sequence parallelism where there is TP.
+        An even split that fits comes first. Ties go, in this order, to no recompute, the smaller EP, the plain
+        optimizer, TP before PP, and sequence parallelism where there is TP.
         """
         need = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         width = columns[TP] * columns[PP]
-        keys = (need, columns[LAYOUT], width, columns[RECOMPUTE], columns[EP], columns[DIST_OPT], columns[PP], -columns[SP])
+        keys = (
+            need,
+            columns[LAYOUT],
+            width,
+            columns[RECOMPUTE],
+            columns[EP],
+            columns[DIST_OPT],
+            columns[PP],
+            -columns[SP],
+        )
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:

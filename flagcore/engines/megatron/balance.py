@@ -49,7 +49,7 @@ def split_layers(
     first, which = layout[rows].distinct(DEPENDS_ON)
     few = layout[rows[first]]
     found = _best(train, few, Pace.of(train, few, costs, blocks[rows[first]]))
-    alike, split = distinct([found.choice, few.pipeline, few.virtual, *found.ends.T])
+    alike, split = distinct([found.choice.astype(np.float64), few.pipeline, few.virtual, *found.ends.T])
     layers, leading = _stages(train, few[alike], found[alike])
     even = (found.seconds == np.inf) | _even(train, few, found)
     number, splits = np.where(even, 0.0, 1.0 + split), _splits(train, few[alike], layers, leading)
@@ -91,7 +91,7 @@ def relieved(
 
 
 def layouts(train: Training, layout: Layout) -> list[str]:
-    """Return the layouts of candidates in Megatron's grammar, empty for those that are split by the rules of `Layout`."""
+    """Return the layouts of candidates in Megatron's grammar, empty for those without a split of their own."""
     found, splits = [], train.options.splits
     for row, number in enumerate(layout.split.astype(np.int64).tolist()):
         if splits is None or not number:
@@ -145,10 +145,10 @@ def _best(train: Training, layout: Layout, pace: Pace, most: FloatArray | None =
     several = list(Fronts.all(leading))
     size, widest = layout.pipeline.size, max(len(each.dense) for each in several) + 1
     found = _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
-    possible = np.ones(size, dtype=np.bool_)
+    possible: BoolArray = np.ones(size, dtype=np.bool_)
     if most is not None:
         later = np.arange(most.shape[1]) >= layout.pipeline[:, None] - 1.0
-        possible = (later | (most >= layout.virtual[:, None])).all(axis=1)
+        possible &= np.all(later | (most >= layout.virtual[:, None]), axis=1)
     for number, fronts in enumerate(several):
         rows = np.flatnonzero(possible & fronts.fit(layout.pipeline) & ~np.isnan(found.seconds))
         if number:  # a first stage with other layers than leading ones has all of them, unless there are virtual stages
@@ -233,4 +233,5 @@ def _last_chunk(layers: FloatArray, layout: Layout) -> FloatArray:
     """Return the layers of the last virtual stage: what the others of its device leave, as large as the largest."""
     last = np.take_along_axis(layers, layout.pipeline.astype(np.int64)[:, None] - 1, axis=1)[:, 0]
     largest = np.ceil(layers.max(axis=1) / layout.virtual)
-    return np.maximum(last - largest * (layout.virtual - 1.0), 0.0)
+    left: FloatArray = np.maximum(last - largest * (layout.virtual - 1.0), 0.0)
+    return left

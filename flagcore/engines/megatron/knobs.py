@@ -91,7 +91,7 @@ SPACE_KNOBS = (
         "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
         minimum=0,
         maximum=LAYERS,
-        auto=lambda task: (None, *sorted({*divisors(layers := task.spec.model.num_layers), *divisors(-(-layers // 4) * 4)})),
+        auto=lambda task: (None, *_layers_of_a_part(task.spec.model.num_layers)),
         auto_help="off, and every divisor of the number of layers or of the next multiple of 4",
     ),
     _switch(
@@ -171,6 +171,10 @@ def _column(knob: Knob, value: KnobValue) -> IntArray:
     except (ValueError, TypeError):
         raise SpecError(key=knob.name, value=value, problem="is not a valid value of this knob") from None
     return np.array([code], dtype=np.int64)
+
+
+def _layers_of_a_part(layers: int) -> list[int]:
+    return sorted({*divisors(layers), *divisors(-(-layers // 4) * 4)})
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -123,7 +123,7 @@ def search(
     total: int,
     fronts: Fronts,
     middles: Middles,
-    most: Sequence[FloatArray] | None = None
+    most: Sequence[FloatArray] | None = None,
 ) -> Ends:
     """Return the best split with these leading layers, and at most so many layers on the first stages and the last."""
     least = np.stack(fronts.least(virtual))

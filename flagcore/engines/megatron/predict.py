@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.balance import layouts, relieved, split_layers
 from flagcore.engines.megatron.flags import implementation_of_command
@@ -65,7 +65,7 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
 
 
 def given(task: Task, columns: Columns) -> tuple[Training, Layout]:
-    """Return what physics takes of each row, with the splits that settings and knobs give, even ones for derived ones."""
+    """Return what physics takes of each row, with even splits for those that are derived."""
     train, layout = training(task), layout_of(task, columns)
     if text := settings_in_force(task.spec.train).get(LAYOUT):
         stages = parse_layout(str(text), train.model.num_layers, train.model.mtp_num_layers)

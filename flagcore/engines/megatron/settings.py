@@ -45,8 +45,8 @@ SETTINGS = (
     _setting(
         "pipeline_model_parallel_layout",
         "text",
-        "Split of the layers: null even, balanced derived for each candidate; in a setting also a layout, (virtual) stages "
-        "separated by bars: E embedding, t layer, m multi-token prediction, L loss.",
+        "Split of the layers over stages: null even, balanced derived for each candidate. A setting is a layout, with "
+        "bars between the (virtual) stages: E embedding, t layer, m multi-token prediction, L loss.",
         label="split",
         scope=("space", "setting"),
         words=("balanced",),

@@ -25,8 +25,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 class Split:
     """Layers of a model and the settings about their split. `layout_layers` are the layers of each stage of a layout.
 
-    Candidates that are `balanced` have a split of their own: any layers on each virtual stage, but one at least on all but
-    the last. Only its means are known here.
+    A derived split has at least one layer on each virtual stage but the last; here only their mean is known.
 
     `counted` is the number of layers in an even split: embedding and loss may count as one each. `last_stages` is how
     many of the layout's last stages must be the last of a device: those from the one with multi-token prediction on.

@@ -117,9 +117,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     )
 
 
-def placed(
-    model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]
-) -> tuple[Layout, Options]:
+def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
     """Return candidates split by one layout of (virtual) stages: those that have as many."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))

@@ -5,7 +5,7 @@ Splits are compared by it many times; `flagcore.engines.megatron.time.step` work
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.memory.states import split_parameters
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training
 from flagcore.engines.megatron.parallel.parameters import stage_parameters
-from flagcore.engines.megatron.parallel.pipeline import Stage
+from flagcore.engines.megatron.parallel.pipeline import Part, Stage
 from flagcore.engines.megatron.time.passes import Block, StageTime
 from flagcore.engines.megatron.time.step import (
     ACCUMULATION_BYTES,
@@ -56,7 +56,7 @@ class _Blocks(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The seconds of stages of each candidate. `host` is the time of a launch, `depths` those of multi-token prediction."""
+    """The seconds of stages of each candidate. `host` is a launch, `depths` are those of multi-token prediction."""
 
     blocks: _Blocks
     host: float
@@ -133,6 +133,7 @@ def _weights(
 ) -> FloatArray:
     """Return the weights of a stage with these parts; `layers` are those with experts."""
     none = np.zeros_like(layout.data)
-    held = [none + each for each in (first, last, last, dense + layers, dense, mtp)]
-    stage = Stage(*held, index=none, chunk=none, in_flight=none, deferred=none, copies=1.0)
+    held = Part(*(none + each for each in (first, last, last, dense + layers, dense, mtp)))
+    parts: dict[str, FloatArray] = {each.name: getattr(held, each.name) for each in fields(held)}
+    stage = Stage(**parts, index=none, chunk=none, in_flight=none, deferred=none, copies=1.0)
     return sum(split_parameters(stage_parameters(train, layout, stage)), none)

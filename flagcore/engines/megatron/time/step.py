@@ -97,9 +97,7 @@ class _Silence:
         return np.zeros(np.shape(ranks))
 
 
-def step_time(
-    train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None
-) -> dict[str, FloatArray]:
+def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
     `blocks` are those of the candidates `in_a_run`, if they are known.

@@ -134,8 +134,8 @@ class Job:
     def virtual_stages(self) -> int | None:
         """Model chunks on each pipeline stage, or None when the schedule is not interleaved."""
         if layout := self.candidate.pipeline_model_parallel_layout:
-            stages = parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers)
-            chunks = len(stages) // self.candidate.pipeline_model_parallel_size
+            parts = len(parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers))
+            chunks = parts // self.candidate.pipeline_model_parallel_size
             return chunks if chunks > 1 else None
         layers_per_chunk = self.candidate.num_layers_per_virtual_pipeline_stage
         if layers_per_chunk is None:
