@@ -159,7 +159,13 @@ def steps(knobs: dict[str, Any]) -> int:
     return 4 if knobs.get(PP, 1) > 1 else 2
 
 
-LOOSE = {"interleaved, second": 0.007, "experts, interleaved": 0.02}
+LOOSE = {
+    "interleaved, second": 0.007,
+    "experts, interleaved": 0.02,
+    "seven layers, interleaved, stage 1": 0.025,
+    "experts and a dense layer, stage 1": 0.006,
+    "two tokens and no layer at the loss, stage 1": 0.008,
+}
 """What a pipeline's loop still holds of virtual stages is known to within two of its tensors."""
 
 
