@@ -98,7 +98,7 @@ test-browser: setup
 # The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
 docs: setup
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
-	$(BIN)/flag schema > examples/spec.schema.json
+	$(BIN)/python docs/site/spec_schema.py
 	$(BIN)/python docs/site/vendor_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html

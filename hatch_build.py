@@ -44,7 +44,6 @@ ENGINES = {
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
     "babel>=2.14",
-    "Babel>=2.12",
     "build>=1.2",
     "gguf>=0.10",
     "hatchling>=1.25",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from searchers import Search, Searcher, by_strategy
-from sweeps import Sweep, posed
+from sweeps import Sweep, with_predictions
 
 from flagcore import plugins
 from flagcore.contracts import Workload
@@ -47,7 +47,7 @@ def _without_prior(sweep: Sweep) -> Sweep:
     """Return a sweep of which all candidates are predicted to take the same time."""
     known = sweep.problem.predictions
     same = np.full_like(known.step_time_s, np.median(known.step_time_s))
-    return posed(sweep, replace(known, step_time_s=same, low_s=0.5 * same, high_s=2.0 * same, time_s={}))
+    return with_predictions(sweep, replace(known, step_time_s=same, low_s=0.5 * same, high_s=2.0 * same, time_s={}))
 
 
 class _Blunt:

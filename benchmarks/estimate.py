@@ -187,8 +187,8 @@ def _peer(folder: Path) -> float | None:
             (folder / "done").touch()
         return float(_child([str(python), str(HERE / "peer.py"), json.dumps(job)])["candidates_per_second"])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
-        said = (getattr(error, "stderr", None) or "").strip().splitlines()[-1:]
-        print(f"{PEER} is not measured: {' '.join([str(error), *said])}", file=sys.stderr)
+        message = (getattr(error, "stderr", None) or "").strip().splitlines()[-1:]
+        print(f"{PEER} is not measured: {' '.join([str(error), *message])}", file=sys.stderr)
         return None
 
 

@@ -114,16 +114,16 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the plugins' curves and benchmarks/fitted.json")
     options = parser.parse_args()
     records = [json.loads(line) for line in (options.folder / "train_jobs.jsonl").read_text("utf-8").splitlines()]
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for name, family in FAMILIES.items():
         runs = _runs(records, family)
-        parameters, told[name] = _family(family, runs)
-        print(json.dumps({name: {"parameters": parameters, **told[name]}}, indent=1))
+        parameters, reported[name] = _family(family, runs)
+        print(json.dumps({name: {"parameters": parameters, **reported[name]}}, indent=1))
         if options.write:
-            _write(family, parameters, told[name])
+            _write(family, parameters, reported[name])
     if options.write:
         path = Path(__file__).with_name("fitted.json")
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(reported, indent=1) + "\n", encoding="utf-8")
 
 
 def _family(family: Family, runs: Runs) -> tuple[dict[str, float], dict[str, Any]]:
@@ -131,21 +131,21 @@ def _family(family: Family, runs: Runs) -> tuple[dict[str, float], dict[str, Any
     parameters = _fit(family, runs, everything)
     fitted = np.abs(runs.predicted(curve_of(family, parameters)) / runs.measured - 1.0)
     sources = np.array(runs.sources)
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     outside = []
     for source in dict.fromkeys(runs.sources):
         inside = sources == source
         without = parameters if inside.all() else _fit(family, runs, ~inside)
         ratio = runs.measured[inside] / runs.predicted(curve_of(family, without))[inside]
         outside.append(ratio)
-        told[source] = {
+        reported[source] = {
             "runs": int(inside.sum()),
             "fitted_mape": round(float(fitted[inside].mean()), 4),
             "left_out_mape": None if inside.all() else round(float(np.abs(1.0 / ratio - 1.0).mean()), 4),
             "left_out_parameters": dict(family.start) if inside.all() else without,
             "left_out_measured_over_predicted": [round(float(np.quantile(ratio, at)), 3) for at in (0.1, 0.5, 0.9)],
         }
-    return parameters, {"sources": told}
+    return parameters, {"sources": reported}
 
 
 def _fit(family: Family, runs: Runs, used: BoolArray) -> dict[str, float]:
@@ -175,10 +175,10 @@ def curve_of(family: Family, parameters: Mapping[str, float]) -> Curve:
 
 
 def _arguments(family: Family, parameters: Mapping[str, float]) -> dict[str, Any]:
-    told = {**family.fixed, **parameters}
-    values: dict[str, Any] = {key: value for key, value in told.items() if "." not in key}
+    reported = {**family.fixed, **parameters}
+    values: dict[str, Any] = {key: value for key, value in reported.items() if "." not in key}
     values["attention_backward_share"] = round(BACKWARD * values["attention_share"], 3)
-    return {**values, "gemm_shares": {key.partition(".")[2]: value for key, value in told.items() if "." in key}}
+    return {**values, "gemm_shares": {key.partition(".")[2]: value for key, value in reported.items() if "." in key}}
 
 
 def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
@@ -225,14 +225,14 @@ def _posed(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[s
     return task, workload.columns(task, values)
 
 
-def _write(family: Family, parameters: Mapping[str, float], told: Mapping[str, Any]) -> None:
+def _write(family: Family, parameters: Mapping[str, float], reported: Mapping[str, Any]) -> None:
     """Write the curve of every chip of the family: the first one's fitted, the others' the same by design."""
-    runs = sum(source["runs"] for source in told["sources"].values())
+    runs = sum(source["runs"] for source in reported["sources"].values())
     for chip in family.chips:
         path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"
-        source = {"kind": "estimated", "method": f"{method}: {', '.join(told['sources'])}; {family.note}"}
+        source = {"kind": "estimated", "method": f"{method}: {', '.join(reported['sources'])}; {family.note}"}
         curve = _arguments(family, parameters)
         known = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {"curve": {}, "source": {"method": ""}}
         if "host_bytes_per_second" in known["curve"]:

@@ -76,8 +76,10 @@ def main() -> None:
             done, others = _run(problem, workload, row)
             if others > given.quiet and place < planned:
                 rows.append(row)
-            told = done.measurement.step_time_s if done.measurement else done.reason
-            print(f"round {round_ + 1}, {place + 1}: {done.candidate}: {told}, others {others:.0%}", file=sys.stderr)
+            reported = done.measurement.step_time_s if done.measurement else done.reason
+            print(
+                f"round {round_ + 1}, {place + 1}: {done.candidate}: {reported}, others {others:.0%}", file=sys.stderr
+            )
             records = _records(given.out)
             record = _record(data, problem, row, done, others, records)
             if "probe" not in record["measured"]:
@@ -108,11 +110,11 @@ def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
 
 
 def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
-    """Return what probes of a candidate's ranks told, as plain data."""
+    """Return what probes of a candidate's ranks reported, as plain data."""
     seconds = problem.platform.task.spec.control.max_time_per_task
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
-        found = probe(problem.platform, workload, launcher, candidate, folder, seconds, to_the_end=False)
+        found = probe(problem.platform, workload, launcher, candidate, folder, seconds, finish=False)
     return [
         {
             "rank": rank.rank,

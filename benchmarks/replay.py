@@ -172,7 +172,7 @@ def _score(sweep: Sweep, run: Search) -> Score:
 
 
 def _figures(scores: Sequence[Score]) -> dict[str, Any]:
-    """Return means over sweeps; of what is never said, None."""
+    """Return means over sweeps; None for a figure that no sweep has."""
     figures: dict[str, Any] = {}
     for tol in TOLERANCES:
         figures[f"trials_to_within_{tol}"] = float(np.mean([score.trials[tol] for score in scores]))
@@ -195,14 +195,19 @@ HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations"
 
 def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
     sizes, heads = sorted(len(sweep.seconds) for sweep in sweeps), (*HEADS, *HEADS_WHEN_DONE)
-    told = f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all"
-    print(f"{title}{': ' * bool(title)}{told}; means over sweeps")
+    reported = f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all"
+    print(f"{title}{': ' * bool(title)}{reported}; means over sweeps")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for name, told in figures.items():
-        trials = (f"{told[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
-        done = (*(told[f"never_tried_of_{of}"] for of in SPACES), told["best_kept_within_1pct"])
+    for name, reported in figures.items():
+        trials = (f"{reported[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
+        done = (*(reported[f"never_tried_of_{of}"] for of in SPACES), reported["best_kept_within_1pct"])
         shares = ("never stops" if share is None else f"{share:.1%}" for share in done)
-        cells = (*trials, f"{told['trial_seconds_to_within_1pct']:.1f}", f"{told['regret_at_5_trials']:.2%}", *shares)
+        cells = (
+            *trials,
+            f"{reported['trial_seconds_to_within_1pct']:.1f}",
+            f"{reported['regret_at_5_trials']:.2%}",
+            *shares,
+        )
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -1,8 +1,8 @@
 """The searches that a replay compares, each over one sweep: flagcore's strategies, FlagScale's tuner, Optuna, chance.
 
 A search is the rows that it ran, in order, with what each cost. flagcore's go through the functions of `flag tune`
-itself: `learn`, `prune`, `rank`, `spent`, the baseline first, hopeless trials ended early; with probes, `combine` and
-`judge`, too.
+itself: `learn`, `prune`, `rank`, `spent`, the baseline first, slow trials ended early; with probes,
+`combine` and `judge`, too.
 """
 
 from __future__ import annotations
@@ -177,20 +177,20 @@ def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) ->
     )
     if np.isnan(step):
         return trial
-    hopeless = (
+    stopped_early = (
         best is not None and best.measurement is not None and step > EARLY_STOP_RATIO * best.measurement.step_time_s
     )
-    ran = WARMUP + 2 if hopeless else ITERATIONS
+    ran = WARMUP + 2 if stopped_early else ITERATIONS
     train = task.spec.train
     measurement = Measurement(
         step_times_s=(step,) * (ran - WARMUP),
         step_time_s=step,
         spread_s=0.0,
         tokens_per_second_per_device=train.global_batch_size * train.seq_length / step / task.cluster.devices,
-        device_used_bytes=None if hopeless else int(sweep.used_bytes[row]),
-        partial=hopeless,
+        device_used_bytes=None if stopped_early else int(sweep.used_bytes[row]),
+        partial=stopped_early,
     )
-    state = TrialState.STOPPED if hopeless else TrialState.MEASURED
+    state = TrialState.STOPPED if stopped_early else TrialState.MEASURED
     seconds = float(sweep.start_seconds[row]) + ran * step
     return replace(trial, state=state, reason=None, measurement=measurement, duration_s=seconds)
 

@@ -299,8 +299,8 @@ def main() -> None:
             for each in (each for each in fit.points if each.name == name):
                 lines += simulated(each, fit.values(moved))
         off = np.abs(np.expm1(left_out[mine]))
-        told = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
-        print(f"{name:40s} {mine.sum():4d} rows  {told}  with it: {np.median(np.abs(np.expm1(now[0][mine]))):.3f}")
+        reported = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
+        print(f"{name:40s} {mine.sum():4d} rows  {reported}  with it: {np.median(np.abs(np.expm1(now[0][mine]))):.3f}")
     print(f"all rows, left out: median {np.median(np.abs(np.expm1(left_out))):.3f}")
     if asked.write:
         asked.write.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -93,9 +93,9 @@ def main() -> None:
         spent = time.process_time() - start
         served = float(((load.num_prompts or 0) / found.figures["requests_per_s"]).sum())
         figures[name] = {"candidates_per_minute": ROWS / spent * 60, "times_faster": served / spent}
-        told = figures[name]
+        row = figures[name]
         print(
-            f"{name}: {told['candidates_per_minute']:,.0f} candidates a minute, {told['times_faster']:,.0f} x real time"
+            f"{name}: {row['candidates_per_minute']:,.0f} candidates a minute, {row['times_faster']:,.0f} x real time"
         )
     print(json.dumps(figures))
 

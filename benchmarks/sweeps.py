@@ -1,9 +1,9 @@
-"""Measured sweeps as tuning tasks: job records that differ in their candidate alone, posed as `flag tune` poses a task.
+"""Measured sweeps as tuning tasks: job records that differ only in their candidate, with the task of `flag tune`.
 
-The space of a sweep is what was measured, nothing else: a candidate that nobody ran is not in it. Predictions are those
+The space of a sweep is what was measured, nothing else: unmeasured candidates are not in it. Predictions are those
 of `flag estimate`, but where the curve of the chip was fitted to the sweep's own source, with the curve of the fit that
 left this source out (`left_out_parameters` of `fitted.json`). Where a source does not tell the memory in use, what the
-model says of it stands in for it, also where a search is then told something else.
+model says of it stands in for it, even if a search is then given other values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sweep:
     """One tuning task of which every candidate was measured. Arrays have one element a row of the problem's space.
 
     `seconds` are of a step, NaN where the candidate ran out of memory. `used_bytes` is the memory in use on a device.
-    `start_seconds` is what a trial takes beside its steps, 0 where nobody told, and `probes` are what one device
+    `start_seconds` is the time of a trial outside its steps, 0 if unknown, and `probes` are what one device
     measured of a candidate before it ran, by row. `candidates` are the legal and distinct ones in the ranges of knobs
     that were measured, and `combinations` those of these values.
     """
@@ -88,15 +88,17 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> 
             job = read_job(record, plugins.engines())
             alone = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
-            told = {"source": record.get("source", ""), "capacity": capacity}
-            groups[f"{told}: {alone!r}"].append((job, {**measured, **told}))
+            reported = {"source": record.get("source", ""), "capacity": capacity}
+            groups[f"{reported}: {alone!r}"].append((job, {**measured, **reported}))
     some = [
-        members for members in groups.values() if sum(bool(told.get("step_time_s")) for _, told in members) >= FEWEST
+        members
+        for members in groups.values()
+        if sum(bool(reported.get("step_time_s")) for _, reported in members) >= FEWEST
     ]
     return [sweep for sweep in (_sweep(members, loaded) for members in some) if len(sweep.problem.space) >= FEWEST]
 
 
-def posed(sweep: Sweep, predictions: Predictions) -> Sweep:
+def with_predictions(sweep: Sweep, predictions: Predictions) -> Sweep:
     """Return the sweep as a tuner begins it that predicts this of its candidates."""
     problem, workload = sweep.problem, sweep.workload
     pruned = prune(problem.space, predictions, workload, problem.rules, ())
@@ -115,7 +117,7 @@ def taken(sweep: Sweep, rows: IntArray) -> Sweep:
         start_seconds=sweep.start_seconds[rows],
         probes={place: sweep.probes[row] for place, row in enumerate(rows.tolist()) if row in sweep.probes},
     )
-    return posed(fewer, sweep.problem.predictions.take(rows))
+    return with_predictions(fewer, sweep.problem.predictions.take(rows))
 
 
 def crowded(sweep: Sweep, share: float) -> Sweep:
@@ -123,7 +125,7 @@ def crowded(sweep: Sweep, share: float) -> Sweep:
     capacity = float(np.quantile(sweep.used_bytes, share, method="inverted_cdf"))
     seconds = np.where(sweep.used_bytes > capacity, np.nan, sweep.seconds)
     predictions = replace(sweep.problem.predictions, capacity_bytes=capacity)
-    return posed(replace(sweep, seconds=seconds), predictions)
+    return with_predictions(replace(sweep, seconds=seconds), predictions)
 
 
 def _extras(job: Job) -> tuple[object, ...]:
@@ -178,14 +180,14 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugi
 def _probe(row: _Row, candidate: Candidate, workload: Workload, costs: Costs) -> Probe:
     """Return the probe that a record tells of, as `benchmarks/measure_sweep.py` writes it."""
 
-    def rank(told: Mapping[str, Any]) -> RankProbe:
+    def rank(reported: Mapping[str, Any]) -> RankProbe:
         return RankProbe(
-            rank=told["rank"],
-            state=TrialState(told["state"]),
-            predicted=workload.rank(row.task, row.columns, told["rank"], costs),
-            measured=RankMeasurement(**told["measured"]) if told["measured"] else None,
-            reason=told["reason"],
-            duration_s=told["duration_s"],
+            rank=reported["rank"],
+            state=TrialState(reported["state"]),
+            predicted=workload.rank(row.task, row.columns, reported["rank"], costs),
+            measured=RankMeasurement(**reported["measured"]) if reported["measured"] else None,
+            reason=reported["reason"],
+            duration_s=reported["duration_s"],
         )
 
     return Probe(candidate=candidate, ranks=tuple(map(rank, row.measured["probe"])))
@@ -205,10 +207,10 @@ def _platform(job: Job, capacity: int | None, loaded: LoadedPlugins) -> Platform
 
 def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
     """Return `costs` with a curve that was never fitted to `source`."""
-    told = json.loads(FITTED.read_text(encoding="utf-8"))
+    reported = json.loads(FITTED.read_text(encoding="utf-8"))
     for name, family in FAMILIES.items():
-        if chip.name in family.chips and source in told[name]["sources"]:
-            parameters = told[name]["sources"][source]["left_out_parameters"]
+        if chip.name in family.chips and source in reported[name]["sources"]:
+            parameters = reported[name]["sources"][source]["left_out_parameters"]
             return replace(costs, kernels=Roofline(chip=chip, curve=curve_of(family, parameters)))
     return costs
 

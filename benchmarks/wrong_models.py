@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 from searchers import Search, Searcher, by_strategy
-from sweeps import Sweep, posed
+from sweeps import Sweep, with_predictions
 
 from flagcore import plugins
 from flagcore.domain.prediction import Predictions
@@ -45,7 +45,7 @@ def wrong_models(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
 
 def _misled(search: Searcher, factors: Mapping[str, float]) -> Searcher:
     def misled(sweep: Sweep) -> list[Search]:
-        return search(posed(sweep, distorted(sweep.problem.predictions, factors)))
+        return search(with_predictions(sweep, distorted(sweep.problem.predictions, factors)))
 
     return misled
 

@@ -73,6 +73,11 @@ class SpecErrors(SpecError):
         return "\n".join([f"{where}{len(lines)} problems", *lines])
 
 
+def joined(problems: Sequence[SpecError]) -> SpecError:
+    """Return one error for all `problems`, of which there is at least one."""
+    return problems[0] if len(problems) == 1 else SpecErrors(problems)
+
+
 class NotModelled(UsageError):
     """A legal setup that flagcore has no model for. It is refused rather than guessed."""
 

@@ -28,11 +28,11 @@ OUT_OF_MEMORY = 3
 
 @dataclass
 class _Rank:
-    """One forked process; `talk` holds all that it wrote to stdout and stderr."""
+    """One forked process; `output` holds all that it wrote to stdout and stderr."""
 
     number: int
     pid: int
-    talk: BinaryIO
+    output: BinaryIO
     status: int | None = None
 
 
@@ -60,18 +60,18 @@ def run_ranks(world_size: int, work: Callable[[int, socket.socket], int]) -> int
             failed = _wait_for_failure(ranks)
         except _Stopped as stop:
             _end(ranks)
-            _pass_on(ranks[:1])
+            _forward_output(ranks[:1])
             return 128 + stop.signum
         finally:
             _end(ranks)
     if failed is None:
         return 0
-    _pass_on([failed])
+    _forward_output([failed])
     return _exit_code(failed, _out_of_memory_kills() > kills_before)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that host or device memory ran out."""
+    """Return whether an exception means that host or device memory ran out."""
     text, names = str(error).lower(), {kind.__name__ for kind in type(error).__mro__}
     if "OutOfMemoryError" in names or isinstance(error, MemoryError):
         return True
@@ -79,18 +79,18 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def _start(number: int, work: Callable[[int, socket.socket], int], listener: socket.socket) -> _Rank:
-    talk = tempfile.TemporaryFile()  # noqa: SIM115 (kept open until the rank has ended)
+    output = tempfile.TemporaryFile()  # noqa: SIM115 (kept open until the rank has ended)
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be_a_rank(number, work, listener, talk, parent)
-    return _Rank(number, pid, talk)
+        _run_rank(number, work, listener, output, parent)
+    return _Rank(number, pid, output)
 
 
-def _be_a_rank(
-    number: int, work: Callable[[int, socket.socket], int], listener: socket.socket, talk: BinaryIO, parent: int
+def _run_rank(
+    number: int, work: Callable[[int, socket.socket], int], listener: socket.socket, output: BinaryIO, parent: int
 ) -> NoReturn:
     """Run in the fork, never return."""
     code = 1
@@ -101,8 +101,8 @@ def _be_a_rank(
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
-        os.dup2(talk.fileno(), 1)
-        os.dup2(talk.fileno(), 2)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
         code = work(number, listener)
     finally:
         sys.stdout.flush()
@@ -127,7 +127,7 @@ def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
             pid, status = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
         failed = [rank for rank in ranks if rank.status]
         if failed:
-            return min(failed, key=lambda rank: os.fstat(rank.talk.fileno()).st_mtime_ns)
+            return min(failed, key=lambda rank: os.fstat(rank.output.fileno()).st_mtime_ns)
     return None
 
 
@@ -139,13 +139,13 @@ def _end(ranks: list[_Rank]) -> None:
         rank.status = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
 
 
-def _pass_on(ranks: list[_Rank]) -> None:
+def _forward_output(ranks: list[_Rank]) -> None:
     """Copy what these ranks wrote to this process's stderr."""
     for rank in ranks:
-        rank.talk.seek(0)
+        rank.output.seek(0)
         sys.stderr.flush()
         with os.fdopen(os.dup(2), "wb") as stderr:
-            shutil.copyfileobj(rank.talk, stderr)
+            shutil.copyfileobj(rank.output, stderr)
 
 
 def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:

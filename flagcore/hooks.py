@@ -2,7 +2,7 @@
 
 A plugin is a module (or object) whose functions carry `@hookimpl`, named by an entry point in the group
 `flagcore.plugins`. Each hook is optional. Hooks are called once a chip, task or trial, never
-once a candidate; they return plain data or an object that the hot loop calls directly. Unless a docstring says
+once a candidate; they return plain data or an object that the hot loop calls directly. Unless a docstring states
 otherwise, a hook may raise anything: the failure is shown by `flag plugins list` and costs only this plugin's
 answer. Of hooks with one answer, the first that is not None counts; plugins are called in the order of their
 names, the one that has the chip last, so that an add-on can override it. Each plugin is called on its own, so

@@ -258,7 +258,7 @@ class _Search:
             self.store.folder(trial),
             timeout,
             earlier=[self.store.folder(each) for each in probes if each.state is TrialState.INTERRUPTED],
-            to_the_end=False,
+            finish=False,
             devices=self.devices,
         )
         work_parts = require_prober(self.uses.workload).work_parts

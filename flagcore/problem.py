@@ -19,7 +19,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
-from flagcore.errors import NothingFits, SpecError
+from flagcore.errors import NothingFits, SpecError, joined
 from flagcore.i18n import _
 from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover
@@ -125,7 +125,9 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
         workload.axes(engine_task(task))
     except SpecError as error:
         more = f"; knobs of plugins: {', '.join(knob.name for knob in known)}" if known else ""
-        raise SpecError(key=error.key, value=error.value, problem=error.problem, fix=error.fix + more) from None
+        raise joined(
+            [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + more) for e in error.problems]
+        ) from None
     searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
     environment = {name: value for name, value in platform.environment.items() if name not in searched}
     return replace(platform, task=task, knobs=known, environment=environment)
@@ -172,7 +174,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
             raise SpecError(key="train.command", problem=problem, fix="give one of the two")
 
 
-def sizes_held_at_one(problem: Problem) -> list[str]:
+def sizes_fixed_at_one(problem: Problem) -> list[str]:
     """Return a line for each size whose values above 1 are all illegal by a single rule."""
     axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []
@@ -195,7 +197,7 @@ def require_candidate(problem: Problem) -> None:
 def fastest(problem: Problem) -> IntArray:
     """Return the rows that are left, the fastest predicted first; those without a time are the last.
 
-    Those that are predicted to break a limit come behind all that keep them.
+    Candidates that are predicted to break a limit come last.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)

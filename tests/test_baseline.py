@@ -1,4 +1,4 @@
-"""The configuration that the gain is told against, where the user gives none."""
+"""The default baseline of the reported gain."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def baseline(*rules: PruningRule) -> Candidate:
     return build_problem(spec(), found, WORKLOAD).baseline
 
 
-def test_the_rule_of_thumb_is_not_what_a_plugins_rule_takes_out() -> None:
+def test_the_rule_of_thumb_respects_a_plugins_rule() -> None:
     usual = baseline().as_dict()
     other = baseline(Not((usual[TP], usual[PP]))).as_dict()
     assert (other[TP], other[PP]) != (usual[TP], usual[PP])
 
 
-def test_where_a_plugins_rules_leave_nothing_the_rule_of_thumb_stands() -> None:
+def test_if_plugin_rules_leave_no_candidate_the_rule_of_thumb_is_used() -> None:
     assert baseline(Not(None)) == baseline()

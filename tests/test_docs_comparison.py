@@ -27,7 +27,7 @@ def test_trials_to_the_best_are_those_of_the_replay() -> None:
     assert f"| Optuna's TPE | {tpe} |" in PAGE
 
 
-def test_what_less_memory_does_is_that_of_the_replay() -> None:
+def test_effects_of_less_memory_match_the_replay() -> None:
     theirs, ours, first = (row("replay.md", "Less memory", name) for name in (PRIORITY, OURS, OURS + FIRST))
     assert f"it needs {theirs[1]} trials and misses the best in {_lost(theirs):.0f}% of the sweeps" in PAGE
     assert _lost(ours) == 0

@@ -28,12 +28,12 @@ KEYS = sorted(
 
 @pytest.mark.parametrize("form", UNSEEN)
 @pytest.mark.parametrize("page", PAGES)
-def test_page_has_no_form_that_no_test_reads(page: str, form: str) -> None:
+def test_every_form_on_the_page_is_tested(page: str, form: str) -> None:
     found = re.search(UNSEEN[form], prose(page), re.MULTILINE)
     assert found is None, f"{page}: {form}: {found[0]!r}"
 
 
-def test_pages_lie_where_they_are_looked_for() -> None:
+def test_pages_are_at_their_expected_paths() -> None:
     folders = [ROOT / "docs", *(ROOT / "plugins").iterdir()]
     lying = {str(file.relative_to(ROOT)) for folder in folders for file in folder.rglob("*.md")}
     assert {page for page in lying if "tests/" not in page} <= set(PAGES)

@@ -20,7 +20,7 @@ LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?
 """What a browser would fetch from elsewhere; links that a reader may follow are none of it."""
 
 
-def test_each_page_has_one_place_in_the_navigation() -> None:
+def test_each_page_is_in_the_navigation_once() -> None:
     docs = ROOT / "docs"
     pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED
     assert sorted(_pages(SITE["nav"])) == sorted(pages)
@@ -48,7 +48,7 @@ def test_site_loads_nothing_from_elsewhere(built: Path) -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_words_that_people_search_lead_to_a_heading_of_the_help_pages(word: str) -> None:
+def test_common_search_terms_match_headings_of_the_help_pages(word: str) -> None:
     text = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in HELP)
     sections = re.split(r"^#+ ", text, flags=re.MULTILINE)
     assert [each for each in sections if re.search(rf"\b{word}\b", each, re.IGNORECASE)]

@@ -81,7 +81,7 @@ OTHERS = [block for block in MINE if block not in COMMANDS and block.language no
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=str)
-def test_block_that_is_only_shown_is_correct(block: Block, workshop: Path, monkeypatch: Any) -> None:
+def test_a_block_that_is_not_run_is_valid(block: Block, workshop: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(workshop)
     checks = [
         check for (page, start), check in SHOWN.items() if (page, start) == (block.page, block.first[: len(start)])
@@ -91,7 +91,7 @@ def test_block_that_is_only_shown_is_correct(block: Block, workshop: Path, monke
         check(block)
 
 
-def test_no_check_is_left_over() -> None:
+def test_every_check_runs() -> None:
     firsts = {(block.page, block.first) for block in OTHERS}
     assert [
         key for key in SHOWN if not any(key[0] == page and first.startswith(key[1]) for page, first in firsts)
@@ -104,7 +104,7 @@ def _is_of(key: tuple[str, str], block: Block) -> bool:
 
 
 @pytest.mark.parametrize("block", SPECS, ids=str)
-def test_yaml_is_a_spec_or_a_part_of_one(block: Block, workshop: Path) -> None:
+def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, workshop: Path) -> None:
     part = yaml.safe_load(block.text)
     whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [only(part, engine) for engine in engines_of(part)] or [part]:
@@ -205,7 +205,7 @@ def _shorter(arguments: list[str]) -> list[str]:
         return arguments
     if spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int):
         return ["estimate", *source, "--chip", _any_chip()]
-    return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/foretold", "--new"]
+    return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/predicted", "--new"]
 
 
 def _any_chip() -> str:

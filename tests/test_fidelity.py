@@ -305,7 +305,7 @@ def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench,
     assert plan.best.candidate == expected.best.candidate
 
 
-def test_a_search_by_probes_has_none_before_it(bench: Bench) -> None:
+def test_a_search_by_probes_starts_without_extra_probes(bench: Bench) -> None:
     plan = bench.tune("probe", FOUR_DEVICES, probes=1, max_trials=2).plan
     assert len(plan.trials) == 2
     assert plan.trials[0].role is Role.BASELINE
@@ -313,7 +313,7 @@ def test_a_search_by_probes_has_none_before_it(bench: Bench) -> None:
 
 
 @pytest.mark.timeout(60)  # a loop that probes the same candidate again never ends
-def test_probed_candidates_may_still_run(bench: Bench) -> None:
+def test_probed_candidates_can_still_be_run(bench: Bench) -> None:
     plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
     assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3
     assert {trial.fidelity for trial in plan.probes} == {"probe"}

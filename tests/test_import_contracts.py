@@ -39,7 +39,7 @@ def contracts() -> dict[str, dict[str, Any]]:
         (MICROBENCH, "source_modules", "microbench"),
     ],
 )
-def test_contract_covers_every_room(
+def test_import_contracts_cover_every_package(
     contracts: dict[str, dict[str, Any]], name: str, field: str, exceptions: str
 ) -> None:
     listed = set(contracts[name][field])

@@ -247,7 +247,7 @@ def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) 
     assert len(plan.gains) == 4
 
 
-def test_a_lucky_first_run_does_not_win(bench: Bench) -> None:
+def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
     ran = Counter[tuple[int, int]]()
 
     def lucky(tensor: int, micro: int) -> float:
@@ -262,7 +262,7 @@ def test_a_lucky_first_run_does_not_win(bench: Bench) -> None:
     assert knobs(plan.best.candidate) == (2, 2)
 
 
-def test_drift_of_the_machine_is_reported(bench: Bench) -> None:
+def test_machine_drift_is_reported(bench: Bench) -> None:
     starts = iter(range(100))
     bench.launcher = Instant(lambda *of: plain(*of) * (1.2 if next(starts) >= 6 else 1.0))
     plan = bench.tune(repeats=1).plan
@@ -271,7 +271,7 @@ def test_drift_of_the_machine_is_reported(bench: Bench) -> None:
     assert result(plan, "runs")["noise"]["drifted"]
 
 
-def test_a_trial_that_cannot_be_started_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
+def test_a_failed_launch_ends_the_run_and_keeps_its_measurements(bench: Bench) -> None:
     starts = iter(range(100))
     bench.launcher = Instant(lambda *of: LaunchError("no free TCP port") if next(starts) == 2 else plain(*of))
     ending = bench.tune()
@@ -303,7 +303,7 @@ def test_out_of_memory_does_not_stop_the_search(bench: Bench) -> None:
     assert sound(plan)
 
 
-def test_a_baseline_that_fails_leaves_no_gain_but_a_best(bench: Bench) -> None:
+def test_with_a_failed_baseline_there_is_a_best_but_no_gain(bench: Bench) -> None:
     starts = iter(range(100))
     crash = Exit(code=1, ended_by=None, duration_s=1.0)
     bench.launcher = Instant(lambda *of: crash if next(starts) == 0 else plain(*of))

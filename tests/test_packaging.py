@@ -34,13 +34,13 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
     return tarfile.open(next(folder.glob("*.tar.gz")))
 
 
-def test_checkout_asks_for_the_plugins_folders(checkout: dict[str, object]) -> None:
+def test_a_checkout_installs_plugins_from_folders(checkout: dict[str, object]) -> None:
     needs = str(checkout["dependencies"]) + str(checkout["optional-dependencies"])
     for vendor in ("cpu", *VENDORS):
         assert f"flagcore-{vendor} @ {(ROOT / 'plugins' / vendor).as_uri()}" in needs
 
 
-def test_release_asks_for_the_plugins_of_its_own_version(sdist: tarfile.TarFile) -> None:
+def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> None:
     file = sdist.extractfile(f"flagcore-{__version__}/PKG-INFO")
     assert file is not None
     needs = message_from_bytes(file.read()).get_all("Requires-Dist", [])
@@ -57,7 +57,7 @@ def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None
     assert not [name for name in names if "/plugins/" in name and "/flagcore/plugins/" not in name]
 
 
-def test_every_promised_extra_exists(checkout: dict[str, object]) -> None:
+def test_every_documented_extra_exists(checkout: dict[str, object]) -> None:
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
     assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)

@@ -62,7 +62,7 @@ def run(into: OptunaStore, micro_batch_size: int = 1, state: TrialState = TrialS
     return done
 
 
-def test_what_was_finished_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_finished_trials_are_read_back_unchanged(tmp_path: Path) -> None:
     first = store(tmp_path)
     kept = [run(first, 1), run(first, 2, TrialState.OUT_OF_MEMORY), run(first, 4, TrialState.STOPPED)]
     assert list(first.trials()) == kept
@@ -90,7 +90,7 @@ def test_trials_are_read_without_the_lock_and_without_writing(tmp_path: Path) ->
         stored_trials(tmp_path, "run", f"sqlite:///{tmp_path}/none.db")
 
 
-def test_notes_of_the_search_are_read_back_also_from_older_journals(tmp_path: Path) -> None:
+def test_notes_of_the_search_are_read_back_from_new_and_old_journals(tmp_path: Path) -> None:
     notes: Any = {"began_s": 1.5, "chosen_because": "fast", "believed": {"chance_to_fit": 1.0}, "search_ended": "done"}
     first = store(tmp_path)
     first.finish(first.begin(planned(candidate(1), predicted={"limit": "x"}, **notes)))
@@ -99,7 +99,7 @@ def test_notes_of_the_search_are_read_back_also_from_older_journals(tmp_path: Pa
         assert (trial.notes, trial.predicted) == (notes, {"limit": "x"})
 
 
-def test_a_running_trial_is_no_result_and_closed_as_interrupted_at_the_next_start(tmp_path: Path) -> None:
+def test_a_running_trial_is_closed_as_interrupted_at_the_next_start(tmp_path: Path) -> None:
     first = store(tmp_path)
     run(first)
     first.begin(planned(candidate(2), Role.BASELINE))
@@ -111,7 +111,7 @@ def test_a_running_trial_is_no_result_and_closed_as_interrupted_at_the_next_star
     assert len(store(tmp_path).trials()) == 3
 
 
-def test_a_kill_between_result_and_its_note_to_optuna_loses_nothing(
+def test_a_kill_between_writing_a_result_and_its_optuna_trial_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = store(tmp_path)
@@ -141,7 +141,7 @@ def test_a_journal_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path:
     assert all(json.loads(line) for line in journal.read_text().splitlines())
 
 
-def test_a_stale_lock_of_the_journal_does_not_hold_anybody_up(tmp_path: Path) -> None:
+def test_a_stale_lock_of_the_journal_does_not_block(tmp_path: Path) -> None:
     run(store(tmp_path))
     (tmp_path / "journal.log.lock").touch()
     began = time.monotonic()
@@ -170,7 +170,7 @@ def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, 
     assert "\n" not in str(caught.value)
 
 
-def test_any_optuna_storage_keeps_the_trials(tmp_path: Path) -> None:
+def test_any_optuna_storage_holds_the_trials(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
     kept = run(store(tmp_path, url=url))
     assert store(tmp_path, url=url).trials() == (kept,)
@@ -210,7 +210,7 @@ while True:
 
 
 @pytest.mark.long
-def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) -> None:
+def test_a_kill_at_any_time_keeps_every_finished_trial_once(tmp_path: Path) -> None:
     draw = random.Random(5)
     promised: list[int] = []
     root = Path(__file__).parents[1]
@@ -226,9 +226,9 @@ def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) 
         assert writer.stdout.readline() == "open\n"
         time.sleep(draw.uniform(0, 0.1))
         writer.send_signal(signal.SIGKILL)
-        said = [line for line in writer.stdout if line.startswith("kept") and line.endswith("\n")]
+        message = [line for line in writer.stdout if line.startswith("kept") and line.endswith("\n")]
         writer.wait()
-        promised += [int(line.split()[1]) for line in said]
+        promised += [int(line.split()[1]) for line in message]
     trials = store(tmp_path).trials()
     numbers = [trial.number for trial in trials]
     assert len(set(numbers)) == len(numbers)
@@ -257,7 +257,7 @@ def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(held: RunDirec
     after.close()
 
 
-def test_the_same_task_continues_under_its_name_and_with_what_was_fixed(held: RunDirectory) -> None:
+def test_the_same_task_resumes_with_its_name_and_fixed_values(held: RunDirectory) -> None:
     task = {"spec": {"train": {"seq_length": 128}}}
     assert held.identity() is None
     name = held.claim(task, {"baseline": {"micro_batch_size": 1}})
@@ -269,7 +269,7 @@ def test_the_same_task_continues_under_its_name_and_with_what_was_fixed(held: Ru
     other.close()
 
 
-def test_another_task_is_refused_with_the_differences(held: RunDirectory) -> None:
+def test_another_task_is_refused_and_the_differences_are_listed(held: RunDirectory) -> None:
     held.claim({"spec": {"train": {"seq_length": 128}, "model": "a"}, "hardware": {"nodes": 1}}, {})
     changed = {"spec": {"train": {"seq_length": 256}, "envs": {"A": "1"}}, "hardware": {"nodes": 1}}
     with pytest.raises(RunError) as caught:
@@ -289,7 +289,7 @@ def test_many_differences_make_a_short_message(held: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]", b"{}", b'{"run": 1}'])
-def test_an_identity_that_was_tampered_with_is_refused(held: RunDirectory, content: bytes) -> None:
+def test_a_modified_identity_is_refused(held: RunDirectory, content: bytes) -> None:
     (held.path / "task.json").write_bytes(content)
     with pytest.raises(RunError, match="--new"):
         held.claim({"a": 1}, {})
@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             RunDirectory(path).open()
 
 
-def test_a_full_disk_is_reported_and_what_is_kept(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_what_was_saved(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"No space left .* finished trials are saved"):
         _write_to_full_disk(tmp_path)
 
@@ -356,7 +356,7 @@ def test_a_trial_that_was_tampered_with_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_identity_with_a_secret_is_for_its_owner_alone(held: RunDirectory) -> None:
+def test_an_identity_with_a_secret_is_readable_only_by_its_owner(held: RunDirectory) -> None:
     held.claim({}, {"command": ["serve", "--api-key", "s3cr3tv4lu3"]})
     assert stat.S_IMODE((held.path / "task.json").stat().st_mode) == 0o600
 

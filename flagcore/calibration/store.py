@@ -60,7 +60,7 @@ class Calibrations:
 
     @classmethod
     def of_user(cls) -> Calibrations:
-        """Return those in FLAGCORE_HOME, else in XDG_DATA_HOME or ~/.local/share."""
+        """Return the calibrations in FLAGCORE_HOME, else in XDG_DATA_HOME or ~/.local/share."""
         if home := os.environ.get(HOME_VARIABLE):
             return cls(Path(home) / "calibrations")
         shared = os.environ.get("XDG_DATA_HOME", "")
@@ -181,7 +181,7 @@ def _slug(name: str) -> str:
 
 
 def _text(calibration: Calibration) -> str:
-    """Return a calibration as JSON, a line a row."""
+    """Return a calibration as JSON with one line per row."""
     present = {name: value for name, value in asdict(calibration).items() if value is not None}
     head = {"schema": SCHEMA, **{name: value for name, value in present.items() if name != "rows"}}
     if calibration.others is not None:

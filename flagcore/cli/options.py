@@ -28,11 +28,11 @@ def output(command: F) -> F:
     """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats but tables are in English."""
 
     @wraps(command)
-    def speaking(*arguments: Any, **others: Any) -> Any:
+    def with_language(*arguments: Any, **others: Any) -> Any:
         with language_of(others["form"]):
             return command(*arguments, **others)
 
-    made: Any = speaking
+    made: Any = with_language
     return formats(made)  # type: ignore[no-any-return]
 
 
@@ -141,11 +141,11 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
     try:
         return command(source=(found.file, found.data), **others)
     except SpecError as error:
-        raise found.in_its_words(error) from None
+        raise found.translate_error(error) from None
 
 
 def print_notes(notes: Iterable[ImportNote]) -> None:
-    """Print what became of the keys of an imported config."""
+    """Print how the keys of an imported config were converted."""
     for note in notes:
         say(f"{note.key}: {note.text}")
 

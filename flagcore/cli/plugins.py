@@ -81,6 +81,6 @@ def plugins_new(name: str, vendor: str | None, chip: str | None, directory: str)
     from flagcore import api
 
     folder = api.new_plugin(name, vendor=vendor, chip=chip, directory=directory)
-    command = f"pip install -e {folder} && flag plugins check {name}"
+    command = f"pip install -e {folder} && flag plugins check {folder}"
     options.say(_("flag: created {folder}; next: {command}", folder=folder, command=command))
     click.echo(folder)

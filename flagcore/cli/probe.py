@@ -54,7 +54,7 @@ def probe_command(
     form: str,
     without: tuple[str, ...],
 ) -> None:
-    """Measure single ranks of candidates of SPEC on one device, whatever the number of devices in SPEC.
+    """Measure single ranks of candidates of SPEC on one device, for any number of devices in SPEC.
 
     One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
     communication is predicted, not measured.

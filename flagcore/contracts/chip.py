@@ -14,16 +14,16 @@ class MemoryModel(Protocol):
     """From what tensors take to what the device shows, in bytes of one device. Called with whole columns."""
 
     def capacity_bytes(self) -> float | None:
-        """Return what a trial may use of one device, or None if unknown."""
+        """Return the memory that a trial may use on one device, or None if unknown."""
 
     def workspace_bytes(self) -> float:
-        """Return what a thread's workspace of the library of matrix products takes of the allocator."""
+        """Return the allocator's memory for one thread's workspace of the matrix library."""
 
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
-        """Return what the allocator holds when tensors take `allocated` at their peak."""
+        """Return the memory that the allocator reserves for tensors of `allocated` bytes at their peak."""
 
     def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
-        """Return what the device shows in use: `reserved`, context, libraries and collective buffers."""
+        """Return the memory in use that the device shows: `reserved`, context, libraries and collective buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class KernelCosts(Protocol):
         """Return the time to copy between device and pinned host memory, one way."""
 
     def run_slowdown(self) -> float:
-        """Return what kernels take in a run on many devices over what these times say: 1 where they are of such runs.
+        """Return the slowdown of kernels in a run on many devices against these times: 1 if they are of such runs.
 
         Kernels measured alone take longer there: power and clocks of all devices, waits that no part names.
         """

@@ -13,7 +13,7 @@ from flagcore.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class ImportNote:
-    """What happened to a key of the other tuner. `at` is the key of the spec that it is about; empty: none."""
+    """The conversion of a key of the other tuner. `at` is the key of the spec that it is about; empty: none."""
 
     key: str
     text: str
@@ -33,7 +33,7 @@ class ImportedSpec(Protocol):
     @property
     def file(self) -> str: ...
 
-    def in_its_words(self, error: SpecError) -> SpecError:
+    def translate_error(self, error: SpecError) -> SpecError:
         """Return an error of the spec with the key that the other tuner's file has."""
 
     def as_yaml(self) -> str:
@@ -56,8 +56,9 @@ class HistoryRow:
     """One trial of another tuner. `line` is its line in the file, from 1 for the heading; `index` its number.
 
     `step_s` is the mean of a training step in seconds, `figures` are those of a server by flagcore's names; `error`
-    says why there are none. `split` is whether the first or last pipeline stage has another number of layers, `cut`
-    whether the tuner ended the trial early. `refused` says why the row cannot be used, empty if it can.
+    gives the reason if there are none. `split` is whether the first or last pipeline stage has another number of
+    layers, `cut` whether the tuner ended the trial early. `refused` is the reason why the row cannot be used, empty if
+    it can.
     """
 
     line: int

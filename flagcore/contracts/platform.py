@@ -17,11 +17,11 @@ from flagcore.domain.spec import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
+    """The inputs of predictions: the plugins' answers, or the core's roofline if they have none.
 
-    `guessed` is whether the chip's kernels were neither measured nor fitted. `synchronous` says that the host
+    `guessed` is whether the chip's kernels were neither measured nor fitted. `synchronous`: the host
     computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `run_slowdown` is by how
-    much kernels are longer in a run on many devices than `kernels` says.
+    much kernels are longer in a run on many devices than `kernels` predicts.
 
     They are those of the first node group. `further` are those of the others by the rank of their first device, in the
     order of ranks, and `between` has the time of a message from one group to the next; without others it is None.
@@ -64,7 +64,7 @@ class Platform:
     read_devices: tuple[int, ...] = ()
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return `planned` with the plugins' environment, then the spec's, and whatever plugins change in it."""
+        """Return `planned` with the plugins' environment, then the spec's, and the changes of plugins."""
         environment = {**planned.environment, **self.environment, **self.task.spec.envs}
         return self.prepare_launch(replace(planned, environment=environment))
 

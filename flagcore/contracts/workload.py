@@ -28,10 +28,10 @@ class SearchSpace(Protocol):
         """Return the knobs of the space in the order in which they are crossed."""
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        """Return what makes a candidate illegal."""
+        """Return the rules that make a candidate illegal."""
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
-        """Return what makes two candidates the same."""
+        """Return the merges that make candidates equal."""
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
         """Return columns of one row from knob values, the same columns for all. Raises SpecError for a wrong value."""
@@ -87,13 +87,13 @@ class Runner(Protocol):
         """
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        """Return what a finished trial measured; with `partial`, what the steps so far of an ended one did.
+        """Return the measurement of a finished trial; with `partial`, of the completed steps of an ended one.
 
-        Raises flagcore.errors.FlagError with one line that says what is missing.
+        Raises flagcore.errors.FlagError with one line that names what is missing.
         """
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return what this engine's own log lines mean."""
+        """Return the patterns of this engine's log lines."""
 
 
 class Workload(SearchSpace, Predictor, Runner, Protocol):
@@ -133,7 +133,7 @@ class Prober(Protocol):
         """
 
     def read_probe(self, task: Task, folder: str) -> RankMeasurement:
-        """Return what a finished probe measured. Raises flagcore.errors.FlagError with what is missing."""
+        """Return the measurement of a finished probe. Raises flagcore.errors.FlagError with what is missing."""
 
 
 @runtime_checkable
@@ -245,7 +245,7 @@ def stage_layers(workload: Workload, task: Task, columns: Columns, costs: Costs)
 
 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
-    """Return `Breakdown.parts`, nothing for an engine without."""
+    """Return `Breakdown.parts`; empty for an engine without it."""
     return workload.parts(task) if isinstance(workload, Breakdown) else ()
 
 
@@ -255,7 +255,7 @@ def labels_of(workload: Workload) -> Labels:
 
 
 def untested_reason(workload: Workload) -> str:
-    """Return `Untested.untested`, nothing for an engine without."""
+    """Return `Untested.untested`; empty for an engine without it."""
     return workload.untested if isinstance(workload, Untested) else ""
 
 

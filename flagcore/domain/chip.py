@@ -26,7 +26,7 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of a figure: `detail` says how or where."""
+    """Origin of a figure: `detail` describes how or where."""
 
     kind: Literal["measured", "datasheet", "published", "estimated", "user"]
     detail: Annotated[str, MinLen(1)]
@@ -47,9 +47,9 @@ class Link:
     `bytes_per_second` is the rate of one device in one direction, to all its peers together.
     `domain_size` is the number of consecutive devices that the link connects: an island of a node, or a rack (None:
     all devices of a node).
-    `copy_engine` says that collectives run on engines beside the compute units and do not slow down kernels.
+    `copy_engine`: collectives run on copy engines and do not slow down kernels.
     `peer_access` False means that devices cannot reach each other's memory: copies go through the host.
-    `switch_reduces` says that the switch adds up what devices send, so an all-reduce leaves the domain only once.
+    `switch_reduces`: the switch adds up what devices send, so an all-reduce leaves the domain only once.
     """
 
     name: str

@@ -19,10 +19,10 @@ class Level:
 
     `hop_seconds` is the time of each further step of a pipelined ring; None: a sixteenth of the latency.
     `efficiency` is the share of the rate that large messages reach. `pair_share` is the share of a device's rate
-    of one pair of devices (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` says how the rate falls
+    of one pair of devices (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` describes how the rate falls
     when n devices use the level: as (2/n) to this power. `reduces` means that the level sums what its devices send,
     so that only sums leave it. `compute_share` is the share of the device's compute that a running collective takes
-    from kernels beside it.
+    from concurrent kernels.
     """
 
     name: str

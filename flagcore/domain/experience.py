@@ -93,7 +93,7 @@ class Past:
         return cls(time=Observed.empty(), memory=Observed.empty())
 
 
-WORD_APART = np.sqrt(0.5)
+WORD_DISTANCE = np.sqrt(0.5)
 """So that two words of a knob are 1 apart, as far as two values of which one is twice the other."""
 
 
@@ -112,7 +112,7 @@ def features(
         codes = columns[axis.knob]
         if axis.words:
             for code, word in enumerate(axis.words):
-                knobs[f"{axis.knob}={word}"] = WORD_APART * (codes == code)
+                knobs[f"{axis.knob}={word}"] = WORD_DISTANCE * (codes == code)
         else:
             knobs[axis.knob] = np.sign(codes) * np.log2(1.0 + np.abs(codes))
     return Features(parts, {name: np.asarray(values, dtype=np.float64) for name, values in sizes.items()}, knobs)

@@ -174,7 +174,7 @@ class Knob:
         return (self.neutral, *self.effects) if self.effects else ()
 
     def effect(self, value: KnobValue) -> Effect | None:
-        """Return what `value` changes; None for the neutral value and for a knob without effects."""
+        """Return the effect of `value`; None for the neutral value and for a knob without effects."""
         return None if value == self.neutral else self.effects.get(value)
 
     def available(self, version: str | None) -> bool:
@@ -197,7 +197,7 @@ class Knob:
         return (f"--{flag.name}", *values) if flag.name else ()
 
     def named_in(self, mapping: Mapping[str, Any]) -> Any:
-        """Return what `mapping` has under one of the knob's names, or None."""
+        """Return the value of `mapping` under one of the knob's names, or None."""
         return next((mapping[name] for name in self.names if name in mapping), None)
 
     def parse(self, value: object, key: str) -> KnobValue:

@@ -18,7 +18,7 @@ from flagcore.domain.trial import RUN, Trial, TrialState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Where every combination went.
+    """Counts of combinations by outcome.
 
     combinations = sum(illegal) + merged + candidates, and
     candidates = does_not_fit + sum(pruned) + measured + stopped + failed + untried.
@@ -47,7 +47,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat.
+    """The outcome of `flag tune`. `gains` is best over baseline minus one, first runs first, then one figure per
+    repeat.
 
     `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
     trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
@@ -172,7 +173,7 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
 
 
 def gains(search_state: SearchState) -> tuple[float, ...]:
-    """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens a second.
+    """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens per second.
 
     The first runs are a round, each repeat of the best another one, with the baseline's run before it; a round of
     which one half has no measurement does not count. Empty without a measured baseline.

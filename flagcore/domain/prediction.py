@@ -51,7 +51,7 @@ class Predictions:
     """`Prediction` for many candidates: every field is an array with one element a candidate.
 
     `step_time_s`, `low_s`, `high_s` are NaN and `capacity_bytes` is None where the chip's facts do not
-    allow an answer. The capacity is one figure for all where all devices are equal, else one a candidate, NaN where
+    allow an answer. The capacity is one figure if all devices are equal, else one per candidate, NaN where
     it is unknown: that of the devices of its worst stage. `model_flops` is the model flops of one step (no
     recompute), the same for all.
     """

@@ -39,7 +39,7 @@ class Pruned:
         return np.flatnonzero(self.rule == 0)
 
     def reason(self, row: int) -> str | None:
-        """Return what removed `row`, in words, or None."""
+        """Return a description of what removed `row`, or None."""
         code = int(self.rule[row])
         if not code:
             return None
@@ -141,8 +141,8 @@ def rivals(search_state: SearchState) -> tuple[Trial, ...]:
     for trial in search_state.trials:
         if trial.candidate == best.candidate or not search_state.keeps_limits(trial.candidate):
             continue
-        own, speed_of_it = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
-        if speed_of_it and not significant(top / speed_of_it - 1.0, runs, own):
+        own, own_speed = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
+        if own_speed and not significant(top / own_speed - 1.0, runs, own):
             near.append(trial)
     return tuple(sorted(near, key=lambda trial: -search_state.speed_of(trial.candidate)))
 

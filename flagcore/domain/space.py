@@ -1,4 +1,4 @@
-"""The space of candidates as columns: eight bytes a row, however many knobs there are."""
+"""The space of candidates as columns: eight bytes per row, for any number of knobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ IntArray: TypeAlias = "NDArray[np.int64]"
 FloatArray: TypeAlias = "NDArray[np.float64]"
 BoolArray: TypeAlias = "NDArray[np.bool_]"
 Columns: TypeAlias = "Mapping[str, IntArray]"
-"""One integer array a knob, all of one length. None and False are 0, True is 1, a word is its place in `Axis.words`."""
+"""One integer array per knob, all of one length. None and False are 0, True is 1, a word is its place in
+`Axis.words`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +24,9 @@ class Axis:
     """One knob and the values it may take.
 
     `words` spells the codes of a knob whose values are words: `words[code]`, with None for code 0.
-    `is_flag` says that codes 0 and 1 mean False and True. `neutral` is the value of a knob that does not
+    `is_flag`: codes 0 and 1 mean False and True. `neutral` is the value of a knob that does not
     apply, `also` are further values that a row may have; both may be missing from `values`, and are then not
-    crossed with the other knobs. `apart` says that no value is known to take more than another: what a trial proves
+    crossed with the other knobs. `apart`: no value is known to take more than another: what a trial proves
     holds for its own value alone.
     """
 
@@ -158,7 +159,7 @@ class Space:
 def decode(
     rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
 ) -> dict[str, IntArray]:
-    """Turn mixed-radix row numbers (the first knob varies fastest) into one column a knob, or a wanted knob."""
+    """Turn mixed-radix row numbers (the first knob varies fastest) into one column per knob, or per selected knob."""
     columns, left, skipped = {}, rows, 1
     for knob, values in zip(knobs, codes, strict=True):
         size = int(values.size)

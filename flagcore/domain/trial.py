@@ -53,9 +53,9 @@ class Measurement:
     """What was measured in one run. Seconds and bytes; figures that the run did not give are None.
 
     `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
-    range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
+    range. `effective` are the values that the engine reported, and `partial` marks a trial that was
     ended early. Where an engine serves, a step is the seconds of the objective in one run of the load, `figures` are
-    those of the load point that is shown, `points` are all load points, and `broken` says in words which limits were
+    those of the load point that is shown, `points` are all load points, and `broken` describes which limits were
     not kept. `devices` are figures of single ones, each with its number `device` over all nodes: what the management
     tool showed, and the speed test of a rank; `slow` names those that stand out. Of a probe, `modelled_s` of the step
     are modelled, and `low_s` to `high_s` is an 80% interval of the step.
@@ -87,11 +87,11 @@ class Measurement:
 class Trial:
     """One run of one candidate, as the store keeps it.
 
-    `predicted` was made before any run. `fidelity` says how real the trial was, see FIDELITIES. `log` is what it
-    printed, relative to the run's folder. `source` is the file of another tool that it was imported from; None for one
-    that flagcore ran. `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` says why
-    and `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no
-    further candidate was tried.
+    `predicted` was made before any run. `fidelity` is one of FIDELITIES. `log` is what it printed, relative to the
+    run's folder. `source` is the file of another tool that it was imported from; None for one that flagcore ran.
+    `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` is the reason and
+    `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no further
+    candidate was tried.
     """
 
     number: int

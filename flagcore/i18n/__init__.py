@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from gettext import GNUTranslations, NullTranslations
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "FLAGCORE_LANG"
 """The environment variable that names the language."""
@@ -56,7 +57,7 @@ def in_english() -> Iterator[None]:
 def _(message: str, /, **values: object) -> str:
     """Return a message in the selected language, its `{name}` fields filled with `values`."""
     if isinstance(message, Message):
-        return _(message.template, **message.values)
+        return _(message.template, **{name: _translated(value) for name, value in message.values.items()})
     text = _catalogue(language()).gettext(message) if message else ""
     return text.format(**values) if values else text
 
@@ -72,6 +73,33 @@ class Message(str):
     template: str
     values: dict[str, object]
 
+    @property
+    def record(self) -> dict[str, object]:
+        """The template and its values as plain data, for `from_record`."""
+        values = {name: value.record if isinstance(value, Message) else value for name, value in self.values.items()}
+        return {"template": self.template, "values": values}
+
+
+def from_record(text: str, record: object) -> str:
+    """Return `text` in the selected language by its `Message.record`, as it is where that is not of this text."""
+    try:
+        message = _message(record)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return _(text)
+    return _(message if message == text else text)
+
+
+def _message(record: Any) -> Message:
+    template, values = record["template"], record["values"]
+    if _catalogue(language()).gettext(template) == template:
+        raise LookupError(template)
+    made = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return Message(template, **made)
+
+
+def _translated(value: object) -> object:
+    return _(value) if isinstance(value, Message) else value
+
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
     """Return the form of a message that fits `count`, which fills its field `{count}`."""
@@ -85,7 +113,7 @@ def N_(message: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question with the known name that is most like `name`, whatever its case; empty if none is."""
+    """Return a question with the known name that is most like `name`, in any case; empty if none is."""
     names = {each.casefold(): each for each in known}
     near = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
     return _("did you mean {name!r}?", name=names[near[0]]) if near else ""

@@ -256,14 +256,14 @@ class Trial:
         self.ended_by: str | None = None
         self.duration = 0.0
 
-    def end(self, reason: str, grace: float) -> None:
-        """End all processes, with SIGTERM first if there is a `grace` in seconds."""
+    def end(self, reason: str, grace_s: float) -> None:
+        """End all processes, with SIGTERM first if `grace_s` is above 0."""
         now = time.monotonic()
         if self.code is None and self.ended_by is None:
             self.ended_by = reason
         self.ends_at = NEVER
-        if self.kill_at > now + grace:
-            self.term_at, self.kill_at = (now if grace else NEVER), now + grace
+        if self.kill_at > now + grace_s:
+            self.term_at, self.kill_at = (now if grace_s else NEVER), now + grace_s
 
     def alive(self) -> bool:
         """Reap ended processes. Return whether one is left."""
@@ -315,7 +315,7 @@ class Trial:
 
 
 def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
-    """Return when no process of the trial is left, or SIGKILL had no effect for too long."""
+    """Wait until no process of the trial is left, or SIGKILL had no effect for too long."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(signals, select.POLLIN)

@@ -133,7 +133,7 @@ class LocalLauncher:
     name = "local"
 
     def start(self, launch: Launch) -> LocalRunning:
-        """Start `launch` in a session of its own.
+        """Start `launch` in its own session.
 
         Its environment is flagcore's with `launch.environment` on top, and MASTER_ADDR and a free MASTER_PORT unless
         given. `launch.json` records the launch without secrets, `exit.json` how it ended. Raises LaunchError if it

@@ -26,7 +26,7 @@ ROUNDS = 50
 """Iterations of expectation-maximization."""
 
 
-def chance_to_end(context: SearchContext, rows: IntArray) -> FloatArray:
+def success_probability(context: SearchContext, rows: IntArray) -> FloatArray:
     """Return the probability that a trial of each row ends, if it fits. 1 until a trial has failed.
 
     Each value of a knob, and a cause common to all trials, fails a trial independently (noisy-OR; Pearl 1988). The
@@ -63,7 +63,7 @@ LEAST = 1e-9
 """Lower bound of predicted figures, in seconds."""
 
 
-def chance_to_keep(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
+def feasibility_probability(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
     """Return the probability that each row meets all limits, assumed independent; 1 without a prediction.
 
     `found` are the features of `rows`. The error of a figure is learned like that of the time.
@@ -91,7 +91,7 @@ def expected_gain(log_predicted: FloatArray, ratio: Belief, best: float) -> Floa
     return gain
 
 
-def chance_to_gain(
+def improvement_probability(
     log_times: FloatArray, fits: FloatArray, ends: FloatArray, best: float, least: float
 ) -> tuple[float, float]:
     """Return the probability that any candidate works and is faster than `best` by more than `least`, and the gain.

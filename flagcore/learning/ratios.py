@@ -83,7 +83,7 @@ class _Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ground:
+class _TaskPrior:
     """The prior of a task before its trials, with or without earlier runs.
 
     `rough` are the log-probabilities of ROUGHER.
@@ -105,9 +105,9 @@ class _Ground:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A `_Ground` with the trials of the task, for an independent error `row` of candidates."""
+    """A `_TaskPrior` with the trials of the task, for an independent error `row` of candidates."""
 
-    ground: _Ground
+    task_prior: _TaskPrior
     fit: _Fit
     row: float
     chance: float
@@ -127,10 +127,10 @@ class Ratios:
         points = Points.of(self._names, observed.task)
         own, past = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
         self._scales, self._own = scales, points.take(own)
-        grounds = [_Ground(scales, 1.0, np.log(CHANCES))]
+        task_priors = [_TaskPrior(scales, 1.0, np.log(CHANCES))]
         if past.size:
-            grounds = _grounds(scales, points.take(past), observed.log_ratio[past], observed.noise[past])
-        self._processes = _processes(scales, grounds, self._own, observed.log_ratio[own], observed.noise[own])
+            task_priors = _task_priors(scales, points.take(past), observed.log_ratio[past], observed.noise[past])
+        self._processes = _processes(scales, task_priors, self._own, observed.log_ratio[own], observed.noise[own])
 
     def of(self, rows: Features) -> Belief:
         """Return the posterior of each of `rows`."""
@@ -164,10 +164,10 @@ class Ratios:
         prior = covariance(self._scales, self._own, asked)
         about = {}
         for process in self._processes:
-            if id(process.ground) not in about:
-                middle, root = process.ground.about(asked)
-                about[id(process.ground)] = middle, root, prior - process.ground.about(self._own)[1].T @ root
-            middle, root, cross = about[id(process.ground)]
+            if id(process.task_prior) not in about:
+                middle, root = process.task_prior.about(asked)
+                about[id(process.task_prior)] = middle, root, prior - process.task_prior.about(self._own)[1].T @ root
+            middle, root, cross = about[id(process.task_prior)]
             own = solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
             yield process, middle + process.fit.weights @ cross, (root, own)
 
@@ -176,33 +176,33 @@ class Ratios:
         return Points.of(aligned, np.zeros(len(rows)))
 
 
-def _grounds(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> list[_Ground]:
+def _task_priors(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> list[_TaskPrior]:
     """Return the prior without and with earlier runs."""
     shared = covariance(scales, past, past)
     fits = [_Fit.of(shared, noise**2 + (times * scales.row) ** 2, measured) for times in ROUGHER]
     likely = np.log(CHANCES) + [fit.likely for fit in fits]
     likely -= logsumexp(likely)
     best = fits[int(np.argmax(likely))]
-    as_rough = np.logaddexp(np.log(CHANCES), likely) - np.log(2.0)
+    widened = np.logaddexp(np.log(CHANCES), likely) - np.log(2.0)
     return [
-        _Ground(scales, 1.0 - PRIOR_VALIDITY, np.log(CHANCES)),
-        _Ground(scales, PRIOR_VALIDITY, as_rough, past, best),
+        _TaskPrior(scales, 1.0 - PRIOR_VALIDITY, np.log(CHANCES)),
+        _TaskPrior(scales, PRIOR_VALIDITY, widened, past, best),
     ]
 
 
 def _processes(
-    scales: Scales, grounds: list[_Ground], own: Points, measured: FloatArray, noise: FloatArray
+    scales: Scales, task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return the processes of all grounds and errors, weighted by their likelihood."""
+    """Return the processes of all task priors and errors, weighted by their likelihood."""
     prior, found, likely = covariance(scales, own, own), [], []
-    for ground in grounds:
-        middle, root = ground.about(own)
+    for task_prior in task_priors:
+        middle, root = task_prior.about(own)
         left = prior - root.T @ root
-        for times, rough in zip(ROUGHER, ground.rough, strict=True):
+        for times, rough in zip(ROUGHER, task_prior.rough, strict=True):
             row = times * scales.row
-            fit = _Fit.of(left, noise**2 + row**2, measured - middle, ground.fit.wider if ground.fit else 1.0)
-            found.append((ground, fit, row))
-            likely.append(np.log(ground.chance) + rough + fit.likely)
+            fit = _Fit.of(left, noise**2 + row**2, measured - middle, task_prior.fit.wider if task_prior.fit else 1.0)
+            found.append((task_prior, fit, row))
+            likely.append(np.log(task_prior.chance) + rough + fit.likely)
     chances = np.exp(np.array(likely) - logsumexp(likely))
     kept = np.flatnonzero(chances > NEGLIGIBLE)
     chances /= chances[kept].sum()

@@ -30,7 +30,7 @@ MEMORY_NOISE = 0.01
 FIGURE_NOISE = 0.1
 """Noise of a latency: the slowest of a hundred requests differs this much between two runs of one load."""
 
-BEYOND, FARTHEST = 0.02, 0.5
+BEYOND, MAX_EXCESS = 0.02, 0.5
 """Logarithms: the assumed minimum excess over the capacity of a trial out of memory, and the maximum excess over the
 prediction, beyond which a failure has another cause."""
 
@@ -54,18 +54,18 @@ def observed_times(context: SearchContext) -> Observed:
 
 def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     """Return the bounds of trials that timed out, probes aside: a probe runs few micro-batches of a step."""
-    control, beside = context.task.spec.control, overhead_seconds(context)
+    control, overhead = context.task.spec.control, overhead_seconds(context)
     out = [
         (trial, row) for trial, row in seen(context) if trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
     ]
-    late = [(trial.duration_s - beside, row) for trial, row in out]
+    late = [(trial.duration_s - overhead, row) for trial, row in out]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
         return Observed.empty()
     rows = np.array([row for _, row in found], dtype=np.int64)
     bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(context)[rows])
     expected = _expected(context, context.past.time, known, rows, TIME)
-    slow = bound < expected + FARTHEST
+    slow = bound < expected + MAX_EXCESS
     ratio = np.maximum(expected, bound)[slow]
     return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
 
@@ -74,8 +74,8 @@ def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of finished trials outside their steps; 0 before the first one."""
     steps = context.task.spec.control.train_iters
     ended = [trial for trial in context.trials if trial.state is TrialState.MEASURED and trial.measurement]
-    beside = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
-    return max(median(beside), 0.0) if beside else 0.0
+    overheads = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
+    return max(median(overheads), 0.0) if overheads else 0.0
 
 
 def observed_memory(context: SearchContext) -> Observed:
@@ -93,7 +93,7 @@ def observed_memory(context: SearchContext) -> Observed:
         return known
     rows = np.array(failed, dtype=np.int64)
     expected = _expected(context, context.past.memory, known, rows, MEMORY)
-    bound = np.minimum(BEYOND - np.log(share[rows]), FARTHEST)
+    bound = np.minimum(BEYOND - np.log(share[rows]), MAX_EXCESS)
     return Observed.join((known, _observed(context, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
 
 

@@ -42,14 +42,14 @@ def collectives(bench: Bench, devices: int, ranks: int, most_bytes: float) -> li
 def between_kernels(items: list[Item]) -> list[Item]:
     """Return `items` with `work` before each: alternating compute and communication delays ranks."""
 
-    def behind_work(make: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
+    def after_work(make: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
         def made() -> Callable[[], object]:
-            compute, talk = work(), make()
-            return lambda: (compute(), talk())
+            compute, communicate = work(), make()
+            return lambda: (compute(), communicate())
 
         return made
 
-    return [Item(item.row, item.work, behind_work(item.make)) for item in items]
+    return [Item(item.row, item.work, after_work(item.make)) for item in items]
 
 
 def work() -> Callable[[], object]:
@@ -72,10 +72,10 @@ def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> 
     if kind == "all_to_all":
         other = torch.zeros_like(whole)
         return lambda: dist.all_to_all_single(other, whole, group=group)
-    return _half_of_there_and_back(whole, group)
+    return _half_round_trip(whole, group)
 
 
-def _half_of_there_and_back(whole: torch.Tensor, group: Any) -> Callable[[], object]:
+def _half_round_trip(whole: torch.Tensor, group: Any) -> Callable[[], object]:
     """Return a call that sends a message, in alternating directions."""
     me, first = dist.get_rank(), dist.get_global_rank(group, 0)
     peer, state = dist.get_global_rank(group, 1) if me == first else first, {"sends": me == first}

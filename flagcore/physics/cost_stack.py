@@ -100,7 +100,7 @@ def _first_known_figure(ask: Sequence[Callable[[], float]]) -> float:
 
 
 def _names(sources: Sequence[tuple[str, KernelCosts]], ask: Callable[[KernelCosts], FloatArray]) -> set[str]:
-    """Return the names of the sources that know an element which no earlier source knows."""
+    """Return the names of the sources that have an element missing in all earlier sources."""
     names, missing = set(), np.array(True)
     for name, costs in sources:
         unknown = np.isnan(ask(costs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
@@ -81,11 +82,17 @@ def engines() -> Mapping[str, Workload]:
 
 
 def kind_of(engine: str) -> str:
-    """Return what the engine of this name does, "train" or "serve"; empty if it is not installed or does not load."""
+    """Return the kind of an engine, "train" or "serve"; empty if it is not installed or does not load."""
     try:
-        return workload(engine).kind
+        return _kind(engine)
     except FlagError:
         return ""
+
+
+@cache
+def _kind(engine: str) -> str:
+    """Return the kind of an engine that loads. It is asked for with each hook, and reading entry points is slow."""
+    return workload(engine).kind
 
 
 def launcher(name: str) -> Launcher:

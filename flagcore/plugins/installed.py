@@ -113,7 +113,7 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 def load_only(points: Sequence[EntryPoint]) -> object:
     """Import what the entry points of one name have, of which there may be only one.
 
-    Raises Clash, BadPlugin for one that was made for another flagcore, and whatever the import raises.
+    Raises Clash, BadPlugin for one that was made for another flagcore, and any exception of the import.
     """
     point, *others = points
     if others:

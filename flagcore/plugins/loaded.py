@@ -1,4 +1,4 @@
-"""The hooks as typed methods over the plugins that loaded. One plugin is asked at a time, each in its own try."""
+"""The hooks as typed methods over the plugins that loaded. Each plugin is called in its own try."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LoadedPlugins:
 
     @property
     def failures(self) -> tuple[PluginFailure, ...]:
-        """What went wrong until now, each once."""
+        """All failures so far, each once."""
         return tuple(self._failures)
 
     def find_chip(self, name: str) -> Chip | None:

@@ -1,4 +1,4 @@
-"""One plugin, loaded into a pluggy manager of its own: nothing it does wrong can reach another plugin."""
+"""One plugin, loaded into its own pluggy manager: its errors cannot affect another plugin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A plugin that loaded. `hooks` are the ones it implements; `manager` knows this plugin alone.
+    """A plugin that loaded. `hooks` are the ones it implements; `manager` has only this plugin.
 
     `warnings` say what will stop working in a later release.
     """
@@ -34,7 +34,7 @@ class Plugin:
     warnings: tuple[str, ...] = ()
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Call this plugin's implementation of `hook`. Raises whatever it raises; None if there is none."""
+        """Call this plugin's implementation of `hook`. Raises its exceptions; None if there is none."""
         caller = getattr(self.manager.hook, hook)
         answer = caller(**arguments)
         if caller.spec.opts["firstresult"]:

@@ -78,7 +78,7 @@ def topology(answer: object, group: NodeGroup) -> Topology:
     found: Topology = data(Topology, answer)
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
-        raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at all {group.devices}")
+        raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at {group.devices}")
     return found
 
 
@@ -159,7 +159,7 @@ def data(kind: Any, answer: object, where: str = "") -> Any:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return what validates a `kind`; in a tuple, because a dataclass alone takes no configuration."""
+    """Return the validator of a `kind`; in a tuple, because a dataclass alone takes no configuration."""
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
     return TypeAdapter(tuple[kind], config=config)
 

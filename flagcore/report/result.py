@@ -9,6 +9,7 @@ from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
+from flagcore.i18n import Message
 from flagcore.report.text import front, notes
 
 SCHEMA_VERSION = 1
@@ -25,6 +26,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "objective": {"name": plan.objective, "direction": "max" if is_rate(plan.objective) else "min"},
         "fidelity": plan.fidelity,
         "stopped_because": plan.stopped_because,
+        **({"stopped_message": because.record} if isinstance(because := plan.stopped_because, Message) else {}),
         "counts": asdict(plan.counts),
         "baseline": trial(plan.baseline) if plan.baseline else None,
         "best": trial(plan.best) if plan.best else None,

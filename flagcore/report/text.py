@@ -13,7 +13,7 @@ from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.serving import RATES
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
-from flagcore.i18n import _, ngettext
+from flagcore.i18n import _, from_record, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import lookup, shown
 from flagcore.report.names import NAMES
@@ -23,7 +23,7 @@ Removed: TypeAlias = "tuple[str, str, int]"
 
 
 def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
-    """Return what was removed of the combinations and then of the candidates; trials only once any ran."""
+    """Return the removed combinations and candidates by reason; trials only if any ran."""
     illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
     pruned = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
     ran = [
@@ -128,6 +128,11 @@ def value_text(value: object) -> str:
     if value is None:
         return _("unset")
     return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
+
+
+def stop_reason(result: Mapping[str, Any]) -> str:
+    """Return why the run of a result.json stopped, in the selected language; empty if it has not."""
+    return from_record(result.get("stopped_because") or "", result.get("stopped_message"))
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:

@@ -11,7 +11,7 @@ from typing import Any
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
@@ -30,7 +30,7 @@ from flagcore.spec.schema import (
 )
 from flagcore.spec.serve_schema import ServeDocument, serve_document_of
 from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
-from flagcore.spec.validate import gathered, joined, overlap, parse_bytes, partly_checked
+from flagcore.spec.validate import gathered, overlap, parse_bytes, partly_checked
 
 Parts = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
 """Fields of a spec, each with the keys that must be valid, and what makes it."""
@@ -98,7 +98,7 @@ def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plu
 
 def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
     if "train" in data:
-        raise spec_error("serve", _("is given beside train"), fix=_("give one of the two"), file=file)
+        raise spec_error("serve", _("cannot be combined with train"), fix=_("give one of the two"), file=file)
     document, found, problems, wrong = _served(data, file, engines, plugin_knobs)
     names = engines_of(data)
     if len(names) > 1:
@@ -265,7 +265,7 @@ def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
             raise spec_error(f"line {number}", problem, value=line.strip(), fix=fix, file=str(path))
         hosts[host] = options
     if not hosts:
-        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` a line", file=str(path))
+        raise spec_error("cluster.hostfile", "names no host", fix="write one `host slots=8` per line", file=str(path))
     slots = next(iter(hosts.values())).get("slots")
     return tuple(hosts), int(slots) if slots else None
 

@@ -81,7 +81,7 @@ def read_text(path: Path, *, file: str, key: str) -> str:
 
 
 def _near(path: Path) -> Path | None:
-    """Return what stands beside a path that is not there under nearly its name."""
+    """Return files with names similar to that of a missing path."""
     try:
         (name,) = get_close_matches(path.name, os.listdir(path.parent), n=1)
     except (OSError, ValueError):

@@ -80,7 +80,7 @@ class _Header:
         self.arch = str(self._value("general.architecture"))
 
     def size(self, name: str, otherwise: int | None = None) -> int:
-        """Return a whole number; of one a layer, the largest. Raises SpecError without it and `otherwise`."""
+        """Return an integer, the largest of per-layer values. Raises SpecError without it and `otherwise`."""
         value = self._value(f"{self.arch}.{name}")
         if value is None and otherwise is not None:
             return otherwise

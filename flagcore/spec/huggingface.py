@@ -10,11 +10,11 @@ import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from flagcore.domain.model import Model
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.schema import Layers, NoLayers, NoSize, Size
-from flagcore.spec.validate import checked, joined
+from flagcore.spec.validate import checked
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
     files(__package__).joinpath("families.yaml").read_text(encoding="utf-8")

@@ -15,10 +15,10 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, SettingValue
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.validate import DID_YOU_MEAN, Section, joined
+from flagcore.spec.validate import DID_YOU_MEAN, Section
 
 
 class Engine(Protocol):

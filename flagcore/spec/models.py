@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from flagcore.domain.model import Model
+from flagcore.errors import SpecError, joined
 from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 
@@ -34,11 +35,11 @@ def model_from(source: object, *, base: Path, file: str = "") -> Model:
 
 
 def model_of_shape(shape: Shape, *, file: str = "") -> Model:
-    """Resolve the defaults of an inline shape. Raises SpecError where its sizes do not go together."""
-    given = shape.model_dump()
+    """Resolve the defaults of an inline shape. Raises SpecError with each rule that its sizes break."""
+    given, problems = shape.model_dump(), dict[str, SpecError]()
 
-    def fail(key: str, problem: str, fix: str) -> NoReturn:
-        raise spec_error(("model", key), problem, value=given[key], fix=fix, file=file)
+    def fail(key: str, problem: str, fix: str) -> None:
+        problems[key] = spec_error(("model", key), problem, value=given[key], fix=fix, file=file)
 
     if shape.multi_latent_attention:
         for key in _MLA_SIZES:
@@ -60,11 +61,11 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
     if shape.kv_channels is None:
         if shape.multi_latent_attention:
             given["kv_channels"] = shape.qk_head_dim
-        elif shape.hidden_size % heads:
-            text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
-            fail("hidden_size", text, _("change it, or give kv_channels"))
         else:
             given["kv_channels"] = shape.hidden_size // heads
+            if shape.hidden_size % heads:
+                text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
+                fail("hidden_size", text, _("change it, or give kv_channels"))
     model = Model(
         **given
         | {
@@ -75,23 +76,32 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
             "mtp_num_layers": shape.mtp_num_layers or 0,
         }
     )
-    check_model(model, at=("model",), file=file)
+    for key, error in _contradictions(model, ("model",), file, {}).items():
+        problems.setdefault(key, error)
+    if problems:
+        raise joined(list(problems.values()))
     return model
 
 
 def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mapping[str, str] | None = None) -> None:
     """Raise SpecError if sizes of `model` contradict each other. `names` are the file's own words for fields."""
-    named = {field: (names or {}).get(field, field) for field in Model.__dataclass_fields__}
+    if found := _contradictions(model, at, file, names or {}):
+        raise joined(list(found.values()))
 
-    def fail(field: str, problem: str, fix: str) -> NoReturn:
-        raise spec_error((*at, named[field]), problem, value=getattr(model, field), fix=fix, file=file)
+
+def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, str]) -> dict[str, SpecError]:
+    """Return the error of each field that contradicts others."""
+    named, found = {field: names.get(field, field) for field in Model.__dataclass_fields__}, dict[str, SpecError]()
+
+    def fail(field: str, problem: str, fix: str) -> None:
+        found[field] = spec_error((*at, named[field]), problem, value=getattr(model, field), fix=fix, file=file)
 
     heads, groups, experts = model.num_attention_heads, model.num_query_groups, model.num_moe_experts
     if heads % groups:
         divisors = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0][-6:]
         problem = _("must divide {name} = {value}", name=named["num_attention_heads"], value=heads)
         fail("num_query_groups", problem, _("use {values}", values=", ".join(divisors)))
-    if model.multi_latent_attention and groups != heads:
+    elif model.multi_latent_attention and groups != heads:
         problem = f"must equal {named['num_attention_heads']} = {heads} with multi-latent attention"
         fail("num_query_groups", problem, f"use {heads}")
     if experts is not None and not 1 <= model.moe_router_topk <= experts:
@@ -100,6 +110,7 @@ def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mappin
     if experts is not None and model.moe_first_dense_layers >= model.num_layers:
         problem = f"must be below {named['num_layers']} = {model.num_layers} in a model with experts"
         fail("moe_first_dense_layers", problem, f"use {model.num_layers - 1} or fewer")
+    return found
 
 
 def _model_at(source: str, base: Path, file: str) -> Model:

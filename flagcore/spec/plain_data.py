@@ -1,4 +1,4 @@
-"""Plain data: bounded, finite and printable, whatever file or Python object it came from."""
+"""Plain data: bounded, finite and printable, from any file or Python object."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class ClusterSection(GroupSection):
 
 
 class TrainJob(Section):
-    """What a spec and a job record have of a training job."""
+    """Keys of a training job in specs and job records."""
 
     engine: Word
     """Name of the training engine."""
@@ -184,7 +184,7 @@ class ControlSection(BudgetSection):
 
 
 class SearchSection(Section):
-    """How any search goes."""
+    """Settings of every search."""
 
     strategy: Word = "learned"
     """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
@@ -206,7 +206,7 @@ class TunerSection(SearchSection):
 
 
 class CommonSection(Section):
-    """What all specs have."""
+    """Sections of all specs."""
 
     model: ModelPath | Shape
     """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""

@@ -81,17 +81,17 @@ def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str, f
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the knobs of an engine: those of its own section override those for all engines."""
+    """Return the knobs of an engine: its section overrides those for all engines."""
     common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
     return {**common, **(space.get(engine) or {})}
 
 
 def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.concurrency is not None and profile.request_rate is not None:
-        problem, fix = "is given beside serve.profile.request_rate", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.request_rate", "give one of the two"
         raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
     if profile.range_spread is not None and profile.range_ratio != 1.0:
-        problem, fix = "is given beside serve.profile.range_ratio", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.range_ratio", "give one of the two"
         raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
     given = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
     if profile.trace is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.errors import SpecError, SpecErrors
+from flagcore.errors import SpecError, joined
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
@@ -44,10 +45,10 @@ class Section(BaseModel):
 
 
 def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
-    """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError with every problem."""
+    """Return `data` as a `kind`. `at` is the path of `data` in the file. Raises SpecError with every problem."""
     found, kinds = _validated(kind, data)
     if found is None:
-        raise joined(_problems(kind.model_json_schema(), data, kinds, file, at))
+        raise joined(_problems(_schema(kind), data, kinds, file, at))
     return found
 
 
@@ -59,8 +60,13 @@ def partly_checked(kind: type[M], data: dict[str, Any], *, file: str) -> tuple[M
     found, kinds = _validated(kind, data)
     if found is not None:
         return found, [], []
-    problems = _problems(kind.model_json_schema(), data, kinds, file, ())
+    problems = _problems(_schema(kind), data, kinds, file, ())
     return _without(kind, data, list(kinds)), problems, list(kinds)
+
+
+@lru_cache(maxsize=64)
+def _schema(kind: type[BaseModel]) -> Schema:
+    return kind.model_json_schema()
 
 
 def overlap(some: KeyPath, other: KeyPath) -> bool:
@@ -95,7 +101,7 @@ def _without(kind: type[M], data: Mapping[str, Any], wrong: Sequence[KeyPath], a
 
 
 def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecError] = ()) -> dict[str, Any]:
-    """Return what each of `parts` makes. Raises SpecError with `problems` and those of all parts."""
+    """Return the result of each of `parts`. Raises SpecError with `problems` and those of all parts."""
     made: dict[str, Any] = {}
     found = list(problems)
     for name, make in parts.items():
@@ -106,11 +112,6 @@ def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecE
     if found:
         raise joined(found)
     return made
-
-
-def joined(problems: Sequence[SpecError]) -> SpecError:
-    """Return one error for all `problems`, of which there is at least one."""
-    return problems[0] if len(problems) == 1 else SpecErrors(problems)
 
 
 def describe(schema: Schema, root: Schema) -> str:

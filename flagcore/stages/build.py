@@ -139,7 +139,7 @@ class _Crossing:
         return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.done]], knobs)
 
     def _shift(self, merge: Merge, rows: IntArray) -> IntArray:
-        """Return what `merge` adds to row numbers: 0 for a value that the axis lacks."""
+        """Return the offset that `merge` adds to row numbers: 0 for a value that the axis lacks."""
         columns = merge.canonical(self._columns(rows, merge.knobs))
         if not set(merge.knobs).issuperset(columns):
             raise ValueError(f"merge {merge.name} gives {', '.join(columns)}, not only {', '.join(merge.knobs)}")

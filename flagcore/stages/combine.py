@@ -51,7 +51,7 @@ def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Predic
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel) -> tuple[float, float]:
-    """Return what a rank makes the allocator hold and the device show, the buffers of collectives included."""
+    """Return a rank's reserved memory and memory in use, including collective buffers."""
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
     shown = float(memory.device_used_bytes(np.array([reserved]))[0])

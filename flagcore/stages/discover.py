@@ -130,7 +130,7 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     where = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
-        text = N_("no installed plugin says how {engine} runs on {chip}; give a {where}.command")
+        text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
         raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
     found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))

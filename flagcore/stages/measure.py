@@ -66,7 +66,7 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
     Memory in use comes from the telemetry if the trial did not report it.
     """
     by_device = {int(each["device"]): dict(each) for each in measured.devices}
-    if not platform.support.shared_devices:  # else a reading is of the whole machine
+    if not platform.support.shared_devices:  # otherwise a reading is of the whole machine
         for number, figures in readings.by_device().items():
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))

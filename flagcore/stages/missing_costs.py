@@ -13,7 +13,7 @@ from flagcore.domain.spec import PRECISIONS, Task
 
 MEASURED = "`flag calibrate` on such a device measures that"
 BUDGET = "give cluster.memory_per_device"
-GIVEN = "give cluster.nic_bytes_per_second"
+NETWORK = "give cluster.nic_bytes_per_second"
 
 
 def no_time(task: Task, costs: Costs) -> str:
@@ -63,7 +63,7 @@ def _unknown(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> 
     if _is_unknown(costs.collectives, "all_reduce", group.devices_per_node, 1):
         yield f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED
     if _is_unknown(costs.collectives, "all_reduce", group.nodes, group.devices_per_node):
-        yield f"the network between nodes of {chip}", GIVEN
+        yield f"the network between nodes of {chip}", NETWORK
 
 
 def _is_unknown(costs: CollectiveCosts, kind: str, ranks: int, stride: int) -> bool:

@@ -31,7 +31,7 @@ PART_NAMES = {
 }
 """Names of the parts of a training step in job records. An engine may have others."""
 LIMIT_SHARE = 0.1
-"""A part of a step limits a candidate if it is the largest besides compute and takes this share of it or more."""
+"""A part of a step limits a candidate if it is the largest except compute and takes this share of it or more."""
 FULL_SHARE = 0.9
 """Memory limits a candidate that no part limits, if the device is in use by this share of its capacity or more."""
 
@@ -85,7 +85,7 @@ def part_name(part: str) -> str:
 
 
 def limit(prediction: Prediction) -> str:
-    """Return what limits a candidate whose time is known: a part of its step, memory, or else compute."""
+    """Return the bottleneck of a candidate with a known time: a part of its step, memory, or else compute."""
     parts = {name: seconds for name, seconds in prediction.time_s.items() if name != "compute_s"}
     largest = max(parts, key=lambda name: parts[name], default=None)
     if largest is not None and parts[largest] >= LIMIT_SHARE * (prediction.step_time_s or 0.0):
@@ -133,7 +133,7 @@ def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> di
 
 
 def _served(objective: str, prediction: Prediction) -> dict[str, object]:
-    """Return what is predicted of a server: its figures by name, those of a latency by statistic."""
+    """Return the predicted figures of a server by name, latencies by statistic."""
     cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
     data = nested({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s

@@ -41,14 +41,14 @@ def probe(
     on_rank: Callable[[int], object] | None = None,
     *,
     earlier: Sequence[str] = (),
-    to_the_end: bool = True,
+    finish: bool = True,
     devices: int = 1,
 ) -> Probe:
     """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
 
     Each has a folder in `folder`; all are ended after `seconds` in total. `on_rank` is called with each rank before it
     starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. A failed rank is a result, and
-    the last one unless `to_the_end`: running ones are ended and dropped. Raises FlagError if one cannot be started.
+    the last one unless `finish`: running ones are ended and dropped. Raises FlagError if one cannot be started.
     Processes are ended on every exception.
     """
     task = platform.task
@@ -74,7 +74,7 @@ def probe(
             running_ranks.remove(each)
             found = _outcome(replace(each.blank, duration_s=ended.duration_s), ended, platform, workload, each.folder)
             done[found.rank] = found
-            if found.measured is None and not to_the_end:
+            if found.measured is None and not finish:
                 break
     finally:
         for each in running_ranks:

@@ -39,9 +39,9 @@ def prune(
     before: Pruned | None = None,
     probes: Sequence[Trial] = (),
 ) -> Pruned:
-    """Return what is ruled out by prediction, by `rules` and by what `trials` proved.
+    """Return the rows that are excluded by predictions, by `rules` and by `trials`.
 
-    What trials used of memory corrects what is predicted of all candidates. Of `probes`, which settle nothing, only
+    The memory of trials corrects the predictions of all candidates. Of `probes`, which settle nothing, only
     memory counts: one that ran out rules its own candidate out, too. With `before`, the outcome of an earlier
     call, only trials that are new are applied, unless others fit now than did then.
     """
@@ -103,8 +103,14 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
         return _by_memory(pruned, space, predictions, workload, trial, itself=False)
     columns, row = space.columns(rows), space.find(trial.candidate)
     other = ~_same(columns, space.axes, trial.candidate)
-    mask = workload.takes_at_least(columns, trial.candidate) & other & _not_apart(columns, space, trial.candidate)
-    return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
+    mask = (
+        workload.takes_at_least(columns, trial.candidate)
+        & other
+        & _same_unordered_values(columns, space, trial.candidate)
+    )
+    return _remove(
+        pruned, DOES_AS_MUCH_WORK, rows, mask & _predicted_at_least(predictions.step_time_s, rows, row), trial.number
+    )
 
 
 def _by_memory(
@@ -115,14 +121,16 @@ def _by_memory(
     if not rows.size:
         return pruned
     columns, row = space.columns(rows), space.find(trial.candidate)
-    mask = workload.needs_at_least(columns, trial.candidate) & _not_less(predictions.device_used_bytes, rows, row)
-    mask &= _not_apart(columns, space, trial.candidate)
+    mask = workload.needs_at_least(columns, trial.candidate) & _predicted_at_least(
+        predictions.device_used_bytes, rows, row
+    )
+    mask &= _same_unordered_values(columns, space, trial.candidate)
     if not itself:
         mask &= ~_same(columns, space.axes, trial.candidate)
     return _remove(pruned, NEEDS_AS_MUCH_MEMORY, rows, mask, trial.number)
 
 
-def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
+def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
     """Return which rows the model, too, gives as much as the row of the trial; all where it has no prediction."""
     if row is None or not np.isfinite(predicted[row]):
         return np.ones(rows.shape, dtype=np.bool_)
@@ -130,7 +138,7 @@ def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArr
     return ~less
 
 
-def _not_apart(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
+def _same_unordered_values(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
     """Return which rows have the values of `candidate` on each axis whose values have no order."""
     apart = [axis for axis in space.axes if axis.apart]
     return _same(columns, apart, candidate) if apart else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)

@@ -31,7 +31,7 @@ class RunDirectory:
     def open(self, *, new: bool = False) -> None:
         """Create and lock the folder; with `new`, an earlier run is moved aside, never deleted.
 
-        Raises RunError if it cannot be written or another process holds it (the message says which).
+        Raises RunError if it cannot be written or another process holds it (the message states which).
         """
         self._hold()
         if new and (self.path / IDENTITY).exists():

@@ -62,7 +62,7 @@ class OptunaStore:
         self._where = url or str(path / JOURNAL)
         with self._errors_as_run_error():
             if url is None:
-                _repair(path / JOURNAL)
+                _drop_incomplete_line(path / JOURNAL)
             self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
             self._study = optuna.create_study(
                 storage=self._storage,
@@ -178,7 +178,7 @@ def _finished(study: optuna.Study) -> tuple[Trial, ...]:
     return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
 
 
-def _repair(file: Path) -> None:
+def _drop_incomplete_line(file: Path) -> None:
     """Drop a truncated last line of a journal (after a kill or on a full disk), and its writer's lock."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():

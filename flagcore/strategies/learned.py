@@ -15,7 +15,12 @@ from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
-from flagcore.learning.chances import chance_to_end, chance_to_gain, chance_to_keep, expected_gain
+from flagcore.learning.chances import (
+    expected_gain,
+    feasibility_probability,
+    improvement_probability,
+    success_probability,
+)
 from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
@@ -125,10 +130,10 @@ def _view(context: SearchContext) -> _View:
     time = ratios.of(found)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + time.mean
-    fits, ends = _fits(context, rows, found), chance_to_end(context, rows)
+    fits, ends = _fits(context, rows, found), success_probability(context, rows)
     whole = whole_seconds(context, log_time)
     cost = expected_seconds(context, log_time, whole, fits, ends)
-    keeps = chance_to_keep(context, rows, found)
+    keeps = feasibility_probability(context, rows, found)
     return _View(rows, found, ratios, log_predicted, time, log_time, fits, ends, keeps, whole, cost)
 
 
@@ -147,7 +152,9 @@ def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
     """Return the probability that an open row gains more than LEAST_GAIN, and the 95% bound of the gain."""
     likeliest = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
     drawn = view.log_predicted[likeliest] + view.ratios.drawn(view.features.take(likeliest), DRAWS)
-    return chance_to_gain(drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN)
+    return improvement_probability(
+        drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN
+    )
 
 
 def believed(context: SearchContext, row: int) -> Mapping[str, object]:

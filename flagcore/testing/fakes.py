@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
 
 
 def prints(text: str) -> str:
-    """Return a script that prints `text`, whatever it is asked."""
+    """Return a script that prints `text` for any arguments."""
     lines = text if text.endswith("\n") else f"{text}\n"
     return f"cat <<'END OF THE TRANSCRIPT'\n{lines}END OF THE TRANSCRIPT"
 
@@ -78,9 +78,9 @@ def printing(transcript: Transcript) -> dict[str, str]:
 def devices(
     plugin: Subject, tools: Mapping[str, str] | None = None, when: str = "", /, **environment: str
 ) -> tuple[Device, ...]:
-    """Return what the plugin finds on a machine with `tools`.
+    """Return the devices that the plugin finds on a machine with `tools`.
 
-    Raises whatever the plugin raises; BadPlugin, with the words `when`, if there are any.
+    Raises the plugin's exceptions, or BadPlugin with the words `when`.
     """
     with machine(tools, **environment):
         try:
@@ -92,7 +92,7 @@ def devices(
 
 
 def ask(plugin: Subject) -> tuple[Device, ...]:
-    """Return what the plugin finds here and now. Raises whatever it raises, and BadPlugin."""
+    """Return the devices that the plugin finds on this machine. Raises its exceptions, and BadPlugin."""
     answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
     return () if answer is None else several(Device)(answer)
 
@@ -130,12 +130,14 @@ def tools_of(plugin: Subject) -> tuple[str, ...]:
 
 
 class NoLimit(Exception):
-    """A tool was waited for without a limit of time."""
+    """The plugin waited for a tool without a timeout."""
 
 
 @contextmanager
-def impatient(waited: dict[int, float]) -> Iterator[None]:
-    """Cut every wait for a process to a moment, note how long it was to be, and raise NoLimit where it had no end."""
+def with_short_timeouts(waited: dict[int, float], seconds: float = 0.2) -> Iterator[None]:
+    """Limit every wait for a process to `seconds`, store its original timeout in `waited`, and raise NoLimit for a wait
+    without a timeout.
+    """
     wait, communicate = subprocess.Popen.wait, subprocess.Popen.communicate
 
     def limit(process: Any, timeout: float | None) -> float | None:
@@ -145,7 +147,7 @@ def impatient(waited: dict[int, float]) -> Iterator[None]:
             process.kill()
             raise NoLimit
         waited[process.pid] = timeout
-        return min(timeout, 0.2)
+        return min(timeout, seconds)
 
     def short_wait(self: Any, timeout: float | None = None) -> int:
         return wait(self, limit(self, timeout))

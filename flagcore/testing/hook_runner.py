@@ -73,7 +73,7 @@ def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]
 
 
 def _observe(call: Callable[[], object]) -> dict[str, object]:
-    """Make a call and return what it did beside answering."""
+    """Make a call and return its side effects."""
     state, threads = process_state(), threading.active_count()
     raised, start = "", time.monotonic()
     with _captured_output() as file:

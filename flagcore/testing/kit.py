@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 class Skip(Exception):
-    """A check does not apply. The message says why."""
+    """A check does not apply. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, with its place (file and key, or hook), and the fix."""
+    """The problem, with its place (file and key, or hook), and the fix."""
 
     message: str
     fix: str
@@ -61,7 +61,7 @@ SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
 class Subject:
     """A plugin under test. `hooks` is what its entry point names: a module, or an object.
 
-    `examples` are log lines and how a trial that wrote each one failed, beside those of `quirks.yaml`.
+    `examples` are log lines and how a trial that wrote each one failed, in addition to those of `quirks.yaml`.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Subject:
 
     @cached_property
     def loaded(self) -> LoadedPlugins:
-        """The plugin as the core would ask it, every answer checked."""
+        """The plugin as the core calls it, every answer checked."""
         return LoadedPlugins.of({self.name: self.hooks})
 
     @cached_property
@@ -102,7 +102,7 @@ class Subject:
 
     @cached_property
     def entry(self) -> str:
-        """What an entry point that names it has: MODULE or MODULE:OBJECT. Empty for an object of no package."""
+        """Its entry point: MODULE or MODULE:OBJECT. Empty for an object without a package."""
         if isinstance(self.hooks, ModuleType):
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
@@ -131,7 +131,7 @@ class Subject:
 
     @cached_property
     def packaged(self) -> Package:
-        """What its distribution says. Raises Skip where there is none."""
+        """Return the metadata of its distribution. Raises Skip where there is none."""
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
         if self.distribution is None:
@@ -147,7 +147,7 @@ class Subject:
 
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
-        """What its vendor's tools printed. Raises Skip where there are none."""
+        """Outputs of its vendor's tools. Raises Skip if there are none."""
         found = read_transcripts(self.source)
         if not found:
             raise Skip("tests/smi has no transcripts")
@@ -191,7 +191,7 @@ class Subject:
                 continue  # another check reports it
 
     def once(self, key: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned when `key` was first asked for."""
+        """Return the cached result of `make` for `key`."""
         if key not in self.memory:
             self.memory[key] = make()
         found: T = self.memory[key]
@@ -218,7 +218,7 @@ class Subject:
                 yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Return what the plugin itself answers, unchecked. Raises whatever it raises."""
+        """Return the plugin's answer, unchecked. Raises its exceptions."""
         return self.loaded.plugins[0].ask(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:
@@ -229,8 +229,8 @@ class Subject:
         return self.chips
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
-        """Return what the plugin answers for its chips. Raises Skip where that is nothing."""
-        found = [(chip, found_for_chip) for chip in self.own_chips() if (found_for_chip := answer(chip)) is not None]
+        """Return the plugin's answers for its chips. Raises Skip if there are none."""
+        found = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
         if not found:
             raise Skip(f"{hook} returns None for all chips: the core's default is used")
         return found

@@ -1,4 +1,4 @@
-"""Metadata of a plugin's distribution: from its source folder if that is here, else as it is installed."""
+"""Metadata of a plugin's distribution: from its source folder if available, else from the installation."""
 
 from __future__ import annotations
 

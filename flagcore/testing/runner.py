@@ -1,4 +1,4 @@
-"""Runs the conformance kit on plugins, each in a process of its own: a crash there is a failed check."""
+"""Runs the conformance kit on plugins, each in a separate process: a crash there is a failed check."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> 
         else:
             status = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
             how = f"{status} ended the process"
-            fix = "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
+            fix = "ask native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
         message = f"{each.name}: {how} during this check; the checks after it did not run"
         results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))

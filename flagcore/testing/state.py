@@ -1,4 +1,4 @@
-"""What a process shares with all that runs in it: what a plugin may not change, neither imported nor asked."""
+"""Global state of a process, which a plugin must not change on import or in a hook."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import numpy as np
 
 
 def process_state() -> dict[str, object]:
-    """Return all of it, by what it is called in messages; values are only to be compared with each other."""
+    """Return all of it, by its name in messages; values are only for comparison with each other."""
     return {what: read() for what, read in PARTS.items()}
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return what is not as it was; of the environment with the variables."""
+    """Return what changed, with the names of environment variables."""
     found = [what for what in before if before[what] != after[what]]
     return [f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in found]
 

@@ -1,6 +1,6 @@
 """What a vendor's tools printed on real machines: the files of a plugin's `tests/smi`, and what is to be read there.
 
-`sources.yaml` beside them has a line a file: where it is from or, for one that lists devices, keys:
+`sources.yaml` in the same folder has a line per file: where it is from or, for one that lists devices, keys:
 
 ```yaml
 acme-smi-1.txt:

@@ -3,9 +3,9 @@
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
 
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
-  says what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
+  states what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
-- `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
+- `provenance.yaml` in the same folder: `how`, `software`, `date`, and the overhead of the measurement (`Reading`).
 - `serving.yaml`: as `curve.yaml`, for engines that serve, if their kernels reach other shares.
 """
 
@@ -30,7 +30,7 @@ BUSY_SIDE = 1024.0
 
 
 OF = {"runs": 1.0, "kernels": IN_RUNS}
-"""By how much kernels take longer in a run than a curve of each says."""
+"""Slowdown of kernels in a run relative to their curves."""
 
 NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
 
@@ -94,7 +94,7 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
         return Roofline(chip=chip, curve=curve) if curve else None
     provenance = files(package).joinpath(f"{folder}/provenance.yaml")
     if not provenance.is_file():
-        raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing beside kernels.jsonl")
+        raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
     reading = read_provenance(provenance.read_text("utf-8"), f"{where}/provenance.yaml")
     sheet = read_kernels(kernels.read_text("utf-8"), f"{where}/kernels.jsonl", reading)
     return KernelTable.of(Roofline(chip=chip, curve=curve or Curve()), sheet)
@@ -125,7 +125,7 @@ def read_curve(text: str, file: str) -> Curve:
 
 
 def read_provenance(text: str, file: str) -> Provenance:
-    """Return how the times beside a `provenance.yaml` are to be read. Raises SpecError."""
+    """Return how to read the times that a `provenance.yaml` describes. Raises SpecError."""
     found: Provenance = build(Provenance, read_yaml(text, file), file)
     return found
 

@@ -92,7 +92,7 @@ class DeviceDetector:
         return ()
 
     def rows(self) -> tuple[Row, ...]:
-        """Return what the tool reports during a trial."""
+        """Return the tool's readings during a trial."""
         return (self.reading or self.listing)(READING_SECONDS).rows
 
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:

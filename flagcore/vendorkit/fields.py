@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.errors import SpecError, SpecErrors
+from flagcore.errors import SpecError, joined
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source must have."""
@@ -86,7 +86,7 @@ def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Co
 def finish(content: Content, file: str, fix: str = FIX) -> None:
     """Raise SpecError for keys of a file that nothing has taken."""
     if content:
-        raise _joined([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
+        raise joined([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
 
 
 def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str, str] | None = None) -> Any:
@@ -103,12 +103,12 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
     else:
         return made
     keys = {field: key for key, field in (names or {}).items()}
-    raise _joined([_problem(each, file, path, keys) for each in problems])
+    raise joined([_problem(each, file, path, keys) for each in problems])
 
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return what reads a `kind` from JSON, in which strict types are those of YAML.
+    """Return the reader of a `kind` from JSON, in which strict types are those of YAML.
 
     It reads a list of one, because a dataclass alone takes no configuration.
     """
@@ -130,10 +130,6 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
     words = WORDS.get(error["type"])
     problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
     return SpecError(file=file, key=key, value=value, problem=problem, fix=_number_hint(error["type"], value))
-
-
-def _joined(problems: list[SpecError]) -> SpecError:
-    return problems[0] if len(problems) == 1 else SpecErrors(problems)
 
 
 def _plain(content: Any, file: str, path: str) -> Any:

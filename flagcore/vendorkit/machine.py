@@ -68,9 +68,9 @@ def has_device_files(pattern: str, root: Path = Path("/")) -> bool:
 
 
 def query_torch(kind: str, attributes: Sequence[str] = ()) -> TorchReport | None:
-    """Return what the installed torch reports of its devices of `kind`, and which of `attributes` it has.
+    """Return the report of the installed torch on its devices of `kind`, and which of `attributes` it has.
 
-    `kind` is torch's name of the devices. torch runs in a process of its own and may crash or hang there. None without
+    `kind` is torch's name of the devices. torch runs in a separate process and may crash or hang there. None without
     torch, without such a backend, or if it fails.
     """
     if importlib.util.find_spec("torch") is None:

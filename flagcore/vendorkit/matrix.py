@@ -72,7 +72,7 @@ def read_matrix(text: str) -> Matrix | None:
 def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups of devices of which all pairs are joined by a cell that matches `link`, by their first device.
 
-    A device that no such link joins is a group of its own. Empty where the links make no groups (a ring, a line).
+    A device that no such link joins is a separate group. Empty where the links make no groups (a ring, a line).
     """
     joined = {
         device: tuple(
@@ -93,7 +93,7 @@ def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
     }
 
 
-def sharers(matrix: Matrix) -> dict[str, int]:
+def devices_per_adapter(matrix: Matrix) -> dict[str, int]:
     """Return how many devices have each adapter near, without those that none has (they carry no compute traffic)."""
     near = near_adapters(matrix)
     counts = {name: sum(name in names for names in near.values()) for _, name in matrix.adapters}
@@ -107,7 +107,7 @@ def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | 
     `root`. An adapter that several devices have near is shared by them; the device that has least counts.
     """
     names = dict(re.findall(r"^\s*(NIC\d+): (\w+)\s*$", text, re.MULTILINE))
-    shared, near = sharers(matrix), near_adapters(matrix)
+    shared, near = devices_per_adapter(matrix), near_adapters(matrix)
     rates = {name: _rate(root / "sys/class/infiniband" / names.get(name, name) / "ports/1/rate") for name in shared}
     if not near or not all(near.values()) or not all(rates.values()):
         return None

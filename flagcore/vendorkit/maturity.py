@@ -13,7 +13,7 @@ from flagcore.vendorkit.fields import build, entries, read_file
 
 FILE = "maturity.yaml"
 EVIDENCE = {"run_on_hardware": ("software", "date"), "checked_on_transcripts": ("tool",), "from_documents": ()}
-"""The sections, with the keys that each claim must have besides `what`, `chips` and `files`."""
+"""The sections, with the keys that each claim must have in addition to `what`, `chips` and `files`."""
 
 
 @cache

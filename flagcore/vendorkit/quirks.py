@@ -1,4 +1,4 @@
-"""Reads `quirks.yaml`: what does not work on a vendor's chips, what its software logs on failure, and what to know.
+"""Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes.
 
 - `support`: what was reported of an engine: `reason`, and `works` (`true`, `false`) if it differs from that of
   `engines.yaml`. The first entry that applies counts.
@@ -58,7 +58,7 @@ class ForcedSetting(Forced, Quirk):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(FailurePattern, Quirk):
-    """A log line that says why a trial failed, with one `example` of it."""
+    """A log line that explains why a trial failed, with one `example` of it."""
 
     example: str
 

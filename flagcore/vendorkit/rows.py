@@ -57,7 +57,7 @@ def cells(line: str) -> list[str]:
 def read_table(
     text: str, head: Callable[[list[str]], Head | None], body: Callable[[Head, list[str], list[str]], Row | str | None]
 ) -> Listing:
-    """Return the devices of a table with two lines a device.
+    """Return the devices of a table with two lines per device.
 
     `head` parses the cells of a first line, None for any other line. `body` makes a row of that, of the cells of the
     second line and of those of the line after it; a reason if the device cannot be used, None if the line has an

@@ -59,7 +59,7 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Output | None:
 
 
 def tool_output(*argv: str, timeout_seconds: float = 10.0) -> str | None:
-    """Return what a command prints, or None if it is missing, fails or exceeds the time limit."""
+    """Return the output of a command, or None if it is missing, fails or exceeds the time limit."""
     output = run_tool(*argv, timeout_seconds=timeout_seconds)
     return output.text if output is not None and output.status == 0 else None
 
@@ -67,8 +67,8 @@ def tool_output(*argv: str, timeout_seconds: float = 10.0) -> str | None:
 def query_tool(read: Callable[[str], Listing], *argv: str, timeout_seconds: float = 10.0) -> Listing | None:
     """Return the devices that a management tool prints, as `read` parses it; None if the tool is missing.
 
-    `left_out` says, with the tool's name, what could not be read. The devices of a tool that fails after it listed some
-    count: some tools fail so to warn about one device.
+    `left_out` describes, with the tool's name, what could not be read. The devices of a tool that fails after it listed
+    some count: some tools fail so to warn about one device.
     """
     output = run_tool(*argv, timeout_seconds=timeout_seconds)
     if output is None:

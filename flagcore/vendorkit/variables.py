@@ -2,7 +2,7 @@
 
 `variables` is a list of `name`, `meaning`, `source`, and either `value`, which trials get, or `used`, the value that
 the source uses and flagcore does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict
-it, `condition` says in words when it makes sense. Two conditions are checked: `several_nodes: true`, and `unless`, a
+it, `condition` describes when it makes sense. Two conditions are checked: `several_nodes: true`, and `unless`, a
 training setting that must not be on. In a value, `{interface}` is the network interface of the default route and
 `{adapters}` the InfiniBand adapters that are up; if this machine has none, the variable is not set.
 """
@@ -41,7 +41,7 @@ class Variable(Scope):
         if (self.value is None) == (self.used == ""):
             raise ValueError("needs `value` or `used`, and not both")
 
-    def suits(self, task: Task | None) -> bool:
+    def applies_to(self, task: Task | None) -> bool:
         """Return whether its conditions hold for a task; None means one node and no settings."""
         nodes = sum(group.nodes for group in task.cluster.groups) if task else 1
         settings = task.spec.work.settings if task and isinstance(task.spec.work, TrainSpec) else {}
@@ -68,7 +68,7 @@ def environment(
     values = (
         (each.name, fill(each.value))
         for each in applying(read_variables(package), chip, engine, engine_version, kind)
-        if each.value and each.suits(task)
+        if each.value and each.applies_to(task)
     )
     return {name: value for name, value in values if value}
 

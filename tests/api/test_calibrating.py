@@ -21,8 +21,8 @@ X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
 RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
 
 
-def test_work_of_ones_own_children_is_no_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clocks of all processors are played: nobody can say what else runs on this machine."""
+def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks of all processors are simulated, because other load on this machine is unknown."""
     start = psutil.cpu_times()._replace(user=100.0, idle=100.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: start)
     load = Load()
@@ -35,13 +35,13 @@ def test_work_of_ones_own_children_is_no_load_of_others(monkeypatch: pytest.Monk
 
 def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     made = {"torch": "2", "seconds": 5.0, "rows": []}
-    told = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
-    assert "others on 42% of the processors" in told.how
+    reported = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
+    assert "others on 42% of the processors" in reported.how
     with caplog.at_level(logging.WARNING, logger="flagcore"):
         calibration.warn(busy(0.42))
         assert "42% of the processors" in caplog.text
     assert busy(0.05) == []
-    assert told.others == 0.42
+    assert reported.others == 0.42
 
 
 def test_the_spread_is_reported_in_percent() -> None:
@@ -60,6 +60,6 @@ def test_the_spread_is_reported_in_percent() -> None:
     assert record["spread_percent"] == pytest.approx(5.0)
 
 
-def test_a_chip_whose_rates_no_one_published_is_measured_in_the_usual_precisions() -> None:
+def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:
     job = calibration._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
     assert job["precisions"] == ["bf16", "fp16", "fp32"]

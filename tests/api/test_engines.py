@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ class Found:
     seen: list[Any] = field(default_factory=list)
 
 
-def outcome(data: dict[str, Any], run_dir: Path) -> Found:
+def outcome(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Found:
     engine = data["serve"]["engine"]
     if engine not in RATES:
         raise NoDevice(f"{engine} is not installed")
@@ -39,16 +41,16 @@ def outcome(data: dict[str, Any], run_dir: Path) -> Found:
     (run_dir / "best.yaml").write_text(engine)
     (run_dir / "best").mkdir()
     (run_dir / "best" / "launch.json").write_text(engine)
-    told = {
+    reported = {
         "objective": {"name": "output_tokens_per_s"},
         "noise": {"medians": []},
         "best": {"number": 0, "measured": {"step_time_s": {"median": 1 / RATES[engine]}}},
         "given": data,
     }
-    return Found(SimpleNamespace(objective="output_tokens_per_s"), told, run_dir)
+    return Found(SimpleNamespace(objective="output_tokens_per_s"), reported, run_dir)
 
 
-def test_the_best_engine_wins_and_one_that_cannot_run_costs_only_itself(tmp_path: Path) -> None:
+def test_the_best_engine_wins_and_an_unavailable_one_is_skipped(tmp_path: Path) -> None:
     found = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
     assert found.data["engine"] == "quick"
     assert list(found.data["engines"]) == ["quick", "slow", "absent"]
@@ -65,13 +67,36 @@ def test_each_engine_has_its_own_knobs_and_a_share_of_the_budget(tmp_path: Path)
     assert given["slow"]["space"] == {"a": [1]}
 
 
-def test_where_no_engine_can_run_the_first_error_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(NoDevice, match="no1"):
-        each_engine(DATA, ("no1", "no2"), tmp_path, outcome)
+def test_if_no_engine_can_run_each_error_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reasons = {"no1": "no weights", "no2": "no weights", "no3": "no program", "no4": "no program"}
+
+    def fails(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Any:
+        raise NoDevice(reasons[run_dir.name])
+
+    with caplog.at_level(logging.WARNING, "flagcore"), pytest.raises(NoDevice) as raised:
+        each_engine(DATA, tuple(reasons), tmp_path, fails)
+    assert str(raised.value) == "no weights"
+    assert caplog.messages == ["no3, no4: no program"]
+
+
+def test_an_engine_that_cannot_run_is_reported_when_the_next_one_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = []
+
+    def starts(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Found:
+        if data["serve"]["engine"] in RATES:
+            on_start()
+            seen.append(list(caplog.messages))
+        return outcome(data, run_dir, on_start)
+
+    with caplog.at_level(logging.WARNING, "flagcore"):
+        each_engine(DATA, ("absent", "slow", "quick"), tmp_path / "run", starts)
+    assert seen == [["absent: absent is not installed"]] * 2
 
 
 def test_an_interrupt_ends_all_engines(tmp_path: Path) -> None:
-    def interrupted(data: dict[str, Any], run_dir: Path) -> Any:
+    def interrupted(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Any:
         raise Interrupted("interrupted")
 
     with pytest.raises(Interrupted):
@@ -89,3 +114,14 @@ def test_an_unknown_strategy_and_launcher_are_reported_with_all_other_errors() -
         ("auto_tuner.launcher", "lokal"),
         ("auto_tuner.space.nope", 1),
     }
+
+
+@pytest.mark.parametrize("cluster", [{"chip": "nosuch"}, {"groups": [{"chip": "cpu"}, {"chip": "nosuch"}]}])
+def test_an_unknown_chip_is_listed_with_the_other_problems_of_a_spec(cluster: dict[str, Any]) -> None:
+    model = {"num_layers": 2, "hidden_size": 65, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+    train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
+    chip = "cluster.groups[1].chip" if "groups" in cluster else "cluster.chip"
+    with pytest.raises(SpecError) as error:
+        parsed({"model": model, "cluster": cluster, "train": train}, file="x", base=Path())
+    assert [(each.key, each.value) for each in error.value.problems] == [("model.hidden_size", 65), (chip, "nosuch")]
+    assert parsed({"model": {**model, "hidden_size": 64}, "cluster": cluster, "train": train}, file="x", base=Path())

@@ -98,7 +98,7 @@ def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
     assert run.baseline is None
 
 
-def test_tune_continues_from_the_rows_of_the_same_machine_and_reports_a_gain_of_its_own_runs_only(
+def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
     taken: Callable[..., Any], project: Project
 ) -> None:
     spec = project.spec(control={"max_trials": 2, "repeats": 1})
@@ -149,7 +149,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     ]
     found = taken([*ROWS, *wrong], same_machine=True)
     assert len(found.trials) == 4
-    unknown, *told = found.notes
+    unknown, *reported = found.notes
     assert unknown.endswith(": speed")
     says = [
         "not in the space",
@@ -159,10 +159,10 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
         "not a size",
         "valid value",
     ]
-    assert len(told) == len(says)
-    for line, (note, said) in enumerate(zip(told, says, strict=True), start=6):
+    assert len(reported) == len(says)
+    for line, (note, message) in enumerate(zip(reported, says, strict=True), start=6):
         assert note.startswith(f"line {line} ")
-        assert said in note
+        assert message in note
     with pytest.raises(RunError, match="has the rows of"):
         taken(ROWS)
     far = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
@@ -171,9 +171,9 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     assert float(re.findall(r"[\d.]+", note)[0]) > 20  # measured over predicted
 
 
-def test_file_that_is_no_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
     spec = project.spec()
-    for text, said in {
+    for text, message in {
         "": "is empty",
         "a,b\n1,2\n": "is not a history of FlagScale",
         "idx,ttft,itl\n1,2,3\n": "wrong.csv: serving; ",
@@ -183,7 +183,7 @@ def test_file_that_is_no_history_is_refused(taken: Callable[..., Any], project: 
         "\x00,\x1b[2J\n1,2\n": r"'\x00'..., '\x1b[2J'...",
     }.items():
         (tmp_path / "wrong.csv").write_text(text)
-        with pytest.raises(UsageError, match=re.escape(said)):
+        with pytest.raises(UsageError, match=re.escape(message)):
             import_history(tmp_path / "wrong.csv", spec, run_dir=tmp_path / "never")
     with pytest.raises(UsageError, match="cannot be read"):
         import_history(tmp_path / "nothing.csv", spec)
@@ -212,7 +212,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_an_odd_row_is_taken_as_what_it_reports_or_left_out_with_the_reason(
+def test_an_unusual_row_is_read_or_left_out_with_the_reason(
     case: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
@@ -249,7 +249,7 @@ SERVED = {
 }
 
 
-def test_servers_rows_are_taken_but_for_figures_that_flagscale_repeats(
+def test_server_rows_are_imported_without_figures_that_flagscale_repeats(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))

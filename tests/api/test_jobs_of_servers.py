@@ -33,21 +33,21 @@ RECORD: dict[str, Any] = {
 def answer(engine: str = "vllm", devices: int = 8, **candidate: Any) -> dict[str, Any]:
     cluster, serve = {**RECORD["cluster"], "devices": devices}, {**SERVE, "engine": engine}
     record = {**RECORD, "cluster": cluster, "serve": serve, "candidate": candidate}
-    (told,) = estimate_jobs([record])
-    return told
+    (reported,) = estimate_jobs([record])
+    return reported
 
 
 def rate(engine: str, **candidate: Any) -> float:
-    told = answer(engine, **candidate)
-    assert told["status"] == "ok", told
-    return float(told["output_tokens_per_s"])
+    reported = answer(engine, **candidate)
+    assert reported["status"] == "ok", reported
+    return float(reported["output_tokens_per_s"])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
-def test_a_key_that_the_engine_does_not_know_is_reported_with_the_nearest(engine: str) -> None:
-    told = answer(engine, tensor_model_paralel_size=2)
-    assert told["status"] == "invalid"
-    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in told["reason"]
+def test_an_unknown_key_of_the_engine_is_reported_with_the_nearest(engine: str) -> None:
+    reported = answer(engine, tensor_model_paralel_size=2)
+    assert reported["status"] == "invalid"
+    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in reported["reason"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_key_that_the_engine_does_not_know_is_reported_with_the_nearest(engine
         ("vllm", {"max_num_seqs": 4}, {"max_running_requests": 4}),
     ],
 )
-def test_a_limit_by_its_general_name_is_the_engines_own(
+def test_a_limit_under_its_general_name_sets_the_engines_argument(
     engine: str, own: dict[str, int], general: dict[str, int]
 ) -> None:
     assert rate(engine, **own) == rate(engine, **general)
@@ -68,12 +68,12 @@ def test_a_limit_by_its_general_name_is_the_engines_own(
 
 
 def test_one_limit_under_two_names_is_refused() -> None:
-    told = answer("sglang", max_num_seqs=4, max_running_requests=8)
-    assert told["status"] == "invalid"
-    assert "max_running_requests is the same knob as max_num_seqs" in told["reason"]
+    reported = answer("sglang", max_num_seqs=4, max_running_requests=8)
+    assert reported["status"] == "invalid"
+    assert "max_running_requests is the same knob as max_num_seqs" in reported["reason"]
 
 
-def test_what_an_engine_lacks_is_implied_only_where_it_is_off() -> None:
+def test_missing_engine_features_imply_only_the_off_value() -> None:
     assert rate("llamacpp", data_parallel_size=1, enforce_eager=False, block_size=None) == rate("llamacpp")
     for name, value in (("data_parallel_size", 2), ("enforce_eager", True), ("block_size", 16)):
         assert f"{name} is not a knob of llamacpp" in answer("llamacpp", **{name: value})["reason"]
@@ -89,7 +89,7 @@ def test_layers_on_the_host_have_no_time_and_no_memory_of_the_device() -> None:
     assert answer("llamacpp", n_gpu_layers=0)["memory"]["static_gib"] == 0.0
 
 
-def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours() -> None:
+def test_predictions_of_unequal_instances_lie_between_those_of_equal_ones() -> None:
     wide, narrow = rate("vllm", instances=2, tensor_model_parallel_size=4), rate("vllm", instances=4)
     assert min(wide, narrow) < rate("vllm", instance_sizes="4+2+2") < 2 * max(wide, narrow)
     assert rate("vllm", instance_sizes="4+2+2") == rate("vllm", instance_sizes="2+4+2", instances=2)
@@ -103,10 +103,10 @@ def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours(
         ("5+1", "each of instance_sizes must divide"),
     ],
 )
-def test_a_split_that_cannot_be_is_reported(sizes: str, says: str) -> None:
-    told = answer(instance_sizes=sizes)
-    assert told["status"] == "invalid"
-    assert says in told["reason"]
+def test_an_impossible_split_is_reported(sizes: str, says: str) -> None:
+    reported = answer(instance_sizes=sizes)
+    assert reported["status"] == "invalid"
+    assert says in reported["reason"]
 
 
 @pytest.mark.parametrize(
@@ -122,42 +122,42 @@ def test_a_key_of_a_record_in_the_wrong_place_is_reported(key: str, value: objec
     given = {**RECORD, key: value}
     if key == "candidates":
         del given["candidate"]
-    (told,) = estimate_jobs([given])
-    assert told["status"] == "invalid"
-    assert says in told["reason"]
+    (reported,) = estimate_jobs([given])
+    assert reported["status"] == "invalid"
+    assert says in reported["reason"]
 
 
-def test_what_a_source_adds_to_a_record_is_passed_over() -> None:
+def test_extra_keys_of_a_source_are_ignored() -> None:
     (plain,) = estimate_jobs([RECORD])
-    (told,) = estimate_jobs([{**RECORD, "engine": "vllm", "measured": {}, "source": "a", "quality": 3}])
-    assert told == plain
+    (reported,) = estimate_jobs([{**RECORD, "engine": "vllm", "measured": {}, "source": "a", "quality": 3}])
+    assert reported == plain
 
 
-def test_a_kind_that_does_not_exist_is_reported_before_all_else() -> None:
-    (told,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
-    assert told["reason"].startswith("kind = 'sevre' must be train or serve")
+def test_an_unknown_kind_is_reported_first() -> None:
+    (reported,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
+    assert reported["reason"].startswith("kind = 'sevre' must be train or serve")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
-def test_a_chip_whose_memory_is_unknown_has_memory_that_json_can_hold(engine: str) -> None:
-    (told,) = estimate_jobs(
+def test_unknown_memory_of_a_chip_is_valid_json(engine: str) -> None:
+    (reported,) = estimate_jobs(
         [{**RECORD, "cluster": {**RECORD["cluster"], "chip": "MLU580"}, "serve": {**SERVE, "engine": engine}}]
     )
-    assert told["status"] == "ok"
-    assert told["reason"].startswith("no time")
-    assert "fits" not in told["memory"]
-    assert 0.0 < json.loads(json.dumps(told, allow_nan=False))["memory"]["device_used_gib"] < 100.0
+    assert reported["status"] == "ok"
+    assert reported["reason"].startswith("no time")
+    assert "fits" not in reported["memory"]
+    assert 0.0 < json.loads(json.dumps(reported, allow_nan=False))["memory"]["device_used_gib"] < 100.0
 
 
 @pytest.mark.parametrize("load", [{"concurrency": 64}, {"request_rate": "inf"}])
-def test_instances_that_get_no_request_answer_none(load: dict[str, object]) -> None:
+def test_instances_without_requests_answer_none(load: dict[str, object]) -> None:
     serve = {**SERVE, "concurrency": None, **load, "num_prompts": 2, "engine": "vllm"}
     two, eight = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": each}} for each in (2, 8)])
     assert eight["output_tokens_per_s"] == pytest.approx(two["output_tokens_per_s"])
     assert eight["requests_per_s"] * eight["e2e_s"]["mean"] <= 2.0 * 1.001
 
 
-def test_an_open_loop_over_many_instances_answers_no_more_than_comes() -> None:
+def test_an_open_loop_over_many_instances_answers_at_most_the_arrivals() -> None:
     serve = {**SERVE, "concurrency": None, "request_rate": 1, "num_prompts": 64, "engine": "vllm"}
-    (told,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
-    assert told["requests_per_s"] <= 64 / 63
+    (reported,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
+    assert reported["requests_per_s"] <= 64 / 63

@@ -34,7 +34,7 @@ def test_importing_flagcore_imports_nothing_else() -> None:
         _ = flagcore.nothing  # type: ignore[attr-defined]
 
 
-def test_run_reports_what_the_outcome_and_its_result_report(project: Project) -> None:
+def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
     outcome = flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
     run = flagcore.load_run(project.run_dir)
     assert (run.trials, run.repeats, run.best, run.gains) == (
@@ -56,7 +56,7 @@ def test_run_reports_what_the_outcome_and_its_result_report(project: Project) ->
         run.fidelity = "run"  # type: ignore[misc]
 
 
-def test_run_that_continues_is_read_without_a_trace_in_its_folder(project: Project) -> None:
+def test_reading_an_active_run_changes_nothing_in_its_folder(project: Project) -> None:
     flagcore.tune(project.spec(control={"max_trials": 2}), run_dir=project.run_dir)
     known = json.loads((project.run_dir / "task.json").read_text())["run"]
     run = flagcore.load_run(project.run_dir)
@@ -70,7 +70,7 @@ def test_run_that_continues_is_read_without_a_trace_in_its_folder(project: Proje
     assert {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")} == before
 
 
-def test_run_of_which_nothing_ran_holds_its_predictions(project: Project) -> None:
+def test_a_run_without_trials_has_its_predictions(project: Project) -> None:
     outcome = flagcore.tune(project.spec(), run_dir=project.run_dir, fidelity="estimate")
     run = flagcore.load_run(project.run_dir)
     assert [trial.candidate for trial in run.trials] == [trial.candidate for trial in outcome.plan.trials]
@@ -93,7 +93,7 @@ def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_journal_that_is_no_file_is_refused_at_once(project: Project, make: Callable[[Path], None]) -> None:
+def test_a_journal_that_is_not_a_file_is_refused_immediately(project: Project, make: Callable[[Path], None]) -> None:
     flagcore.tune(project.spec(control={"max_trials": 1}), run_dir=project.run_dir)
     (project.run_dir / "journal.log").unlink()
     make(project.run_dir / "journal.log")

@@ -55,10 +55,10 @@ def test_torch_reports_of_an_unknown_accelerator(tmp_path: Path, monkeypatch: py
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+weird")
-    said = ask_torch()
-    assert said is not None
-    assert (said.kind, said.backend) == ("weird", "wccl")
-    assert [(each.index, each.chip, each.memory_bytes) for each in said.devices] == [
+    message = ask_torch()
+    assert message is not None
+    assert (message.kind, message.backend) == ("weird", "wccl")
+    assert [(each.index, each.chip, each.memory_bytes) for each in message.devices] == [
         (0, "Weird 9000", 64 << 30),
         (1, "Weird 9000", 64 << 30),
     ]
@@ -71,7 +71,7 @@ def test_a_torch_without_accelerators_is_not_started() -> None:
 
 
 class Lists:
-    """A plugin that lists a device of a chip that nobody catalogues."""
+    """A plugin that lists a device of an uncatalogued chip."""
 
     @staticmethod
     def devices() -> list[Device]:
@@ -80,7 +80,7 @@ class Lists:
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="measuring needs torch")
 def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are measured for real, on a core that torch is said to call Weird 9000."""
+    """The kernels are measured for real, on a core that torch reports as Weird 9000."""
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(SPEC))

@@ -97,7 +97,7 @@ def test_grid_tries_recompute_first_and_selective_between_uniform_and_block() ->
         (split(4, 1, sequence_parallel=True), split(2, 2, micro_batch_size=2), "tp_pp_mbs_sp"),
     ],
 )
-def test_what_needs_no_less_memory_than_one_that_ran_out_is_skipped(
+def test_candidates_that_need_as_much_memory_as_a_failed_one_are_skipped(
     old: dict[str, Any], new: dict[str, Any], rule: str
 ) -> None:
     assert verdict(old, None, new) == rule
@@ -113,9 +113,7 @@ def test_what_needs_no_less_memory_than_one_that_ran_out_is_skipped(
         (strategy(sequence_parallel=True), strategy(), "sp"),
     ],
 )
-def test_three_rules_give_a_skipped_candidate_the_result_of_another(
-    old: dict[str, Any], new: dict[str, Any], rule: str
-) -> None:
+def test_three_rules_copy_the_result_of_another_candidate(old: dict[str, Any], new: dict[str, Any], rule: str) -> None:
     tuner = FlagScale([old, new])
     tuner._order = [0, 1]
     tuner.next()
@@ -141,7 +139,7 @@ def test_candidates_that_differ_elsewhere_are_not_compared() -> None:
     assert verdict(split(4, 1), None, split(1, 2)) is None
 
 
-def test_two_rules_that_have_drifted_stay_as_they_are() -> None:
+def test_two_inconsistent_rules_are_reproduced() -> None:
     both = {key: block(1)[key] for key in block(1) if "recompute" in key} | {"recompute_method": "uniform"}
     assert verdict(split(4, 1, **both), None, split(2, 2, micro_batch_size=2, **both)) is None
     both |= {"sequence_parallel": True}

@@ -77,7 +77,7 @@ def replay(tmp_path: Path, records: list[dict[str, Any]], *options: str) -> tupl
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
-def test_the_last_line_has_mean_trials_of_flagcore_flagscale_tpe_and_chance(tmp_path: Path) -> None:
+def test_the_last_line_has_mean_trials_of_all_searches(tmp_path: Path) -> None:
     figures, text = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
     trials = figures["trials_to_within_1pct"]
     assert set(trials) == {"flagcore", "flagscale", "tpe", "random"}
@@ -110,11 +110,11 @@ def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of
     for of, size in (("measured", 18), ("candidates", 18), ("combinations", 81)):
         assert by_name[f"never_tried_of_{of}"] == pytest.approx(1 - 6 / size, abs=1e-3)
     part, _ = replay(tmp_path, sweep(best=(1, 4, 2))[1:], "--strategy", "predicted")
-    assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # what nobody ran is legal all the same
+    assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # unmeasured ones are legal, too
     assert part["figures"]["oracle"]["never_tried_of_candidates"] == pytest.approx(1 - 2 / 18, abs=1e-3)
 
 
-def test_what_ran_out_of_memory_costs_a_trial_and_settles_larger_ones(tmp_path: Path) -> None:
+def test_running_out_of_memory_costs_a_trial_and_excludes_larger_candidates(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(4, 1, 1), out_of_memory=(1, 4, 1)), "--strategy", "predicted")
     whole = figures["figures"]["flagscale"]
     assert whole["never_tried_of_measured"] > 0
@@ -128,7 +128,7 @@ def test_with_less_memory_the_rest_runs_out_of_it_for_every_search(tmp_path: Pat
     assert 0 < figures["figures"]["predicted"]["never_tried_of_measured"] <= 0.5  # what surely does not fit never runs
 
 
-def test_a_model_that_is_wrong_is_wrong_for_the_sweep_at_hand_only_and_costs_trials(tmp_path: Path) -> None:
+def test_a_distorted_model_affects_only_its_sweep_and_costs_trials(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--wrong", "--fitting", "0.8")
     by_name = figures["figures"]
     names = {name.split(": ")[1] for name in by_name}
@@ -146,7 +146,7 @@ def test_parts_of_the_sweeps_are_replayed_by_themselves(tmp_path: Path) -> None:
     assert "70% of the rows, draw 1: 1 sweeps of 13 to 13 candidates" in text
 
 
-def test_probes_come_before_the_first_run_and_their_seconds_count(tmp_path: Path) -> None:
+def test_probes_run_before_the_first_trial_and_count_against_the_time(tmp_path: Path) -> None:
     records = sweep(best=(1, 4, 2))
     for each in records:
         each["measured"] |= {"probe": [probe(each["measured"]["step_time_s"])], "start_s": 2.0}

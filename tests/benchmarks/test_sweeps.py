@@ -73,7 +73,7 @@ def test_a_sweep_of_a_fitted_source_is_predicted_by_the_curve_of_the_fit_without
     assert {name: getattr(curve, name) for name in fitted["left_out_parameters"]} == fitted["left_out_parameters"]
 
 
-def test_a_sweep_is_predicted_as_its_records_are(sweeps: Any, loaded: LoadedPlugins) -> None:
+def test_a_sweep_gets_the_predictions_of_its_records(sweeps: Any, loaded: LoadedPlugins) -> None:
     some = records()
     (sweep,) = sweeps.read_sweeps(some, loaded)
     by_id = {answer["id"]: answer["step_time_s"]["value"] for answer in api.estimate_jobs(some)}
@@ -101,7 +101,7 @@ def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: Lo
         assert np.allclose(getattr(slower, name), 3.0 * getattr(right, name))
 
 
-def test_with_less_memory_what_uses_most_runs_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
+def test_with_less_memory_the_largest_candidates_run_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
     (sweep,) = sweeps.read_sweeps(records(), loaded)
     less = sweeps.crowded(sweep, 0.5)
     ran = np.isfinite(less.seconds)

@@ -35,7 +35,7 @@ def test_collectives_become_curves_by_kind_and_ranks() -> None:
     assert table.curves[0].seconds == pytest.approx((16e-6, 64e-6))
 
 
-def test_a_small_message_that_was_disturbed_takes_no_longer_than_a_large_one() -> None:
+def test_an_outlier_of_a_small_message_is_capped_by_larger_ones() -> None:
     times = {1024: 2000.0, 4096: 300.0, 16384: 400.0}
     rows = tuple({"collective": "send", "ranks": 2, "bytes": size, "us": us} for size, us in times.items())
     table = collective_table(replace(MADE, rows=rows))
@@ -57,7 +57,7 @@ def test_a_bad_row_is_reported(row: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"ranks": 0}, {"bytes": -1}, {"us": 0}, {"us": float("inf")}, {"collective": "shout"}]
 )
-def test_a_collective_that_cannot_be_is_reported(wrong: dict[str, object]) -> None:
+def test_an_impossible_collective_is_reported(wrong: dict[str, object]) -> None:
     row = {"collective": "all_reduce", "ranks": 2, "bytes": 1024, "us": 16.0, **wrong}
     with pytest.raises(RunError, match=MADE.chip):
         collective_table(replace(MADE, rows=(row,)))

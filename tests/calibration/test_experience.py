@@ -46,12 +46,12 @@ def test_measured_trials_are_found_again_by_chip_and_engine(kept: Experience) ->
     assert list(kept.records(chip, engine, but="one")) == []
 
 
-def test_a_run_that_measured_nothing_leaves_nothing(kept: Experience) -> None:
+def test_a_run_without_measurements_leaves_no_experience(kept: Experience) -> None:
     assert kept.save("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
     assert not kept.folder.exists()
 
 
-def test_a_chip_is_forgotten_by_its_name_and_other_files_stay(kept: Experience) -> None:
+def test_forget_deletes_a_chip_by_name_and_keeps_other_files(kept: Experience) -> None:
     task = small.task(small.DENSE)
     chip = task.cluster.groups[0].chip
     file = kept.save("one", task, [trial(0)])
@@ -82,15 +82,15 @@ def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(k
     assert job.candidate == {"max_num_seqs": 8}
 
 
-def test_weights_in_a_file_go_with_the_record_and_a_folder_of_them_does_not(kept: Experience, tmp_path: Path) -> None:
+def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(kept: Experience, tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
     file.touch()
-    for place, (weights, told) in enumerate([(file, str(file)), (tmp_path, None)]):
+    for place, (weights, reported) in enumerate([(file, str(file)), (tmp_path, None)]):
         task = serving(Load(concurrency=4))
         work = replace(task.spec.serve, weights=str(weights))
         kept.save(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
         (record,) = json.loads(f"[{(kept.folder / f'{place}.jsonl').read_text().strip()}]")
-        assert record["serve"].get("weights") == told
+        assert record["serve"].get("weights") == reported
 
 
 def test_a_run_under_several_loads_is_not_kept(kept: Experience) -> None:

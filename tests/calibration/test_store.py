@@ -35,19 +35,19 @@ def kept(tmp_path: Path) -> Calibrations:
     return Calibrations(tmp_path / "data" / "calibrations")
 
 
-def test_what_is_kept_is_found_again_as_it_was(kept: Calibrations) -> None:
+def test_saved_calibrations_are_loaded_unchanged(kept: Calibrations) -> None:
     path = kept.save(MADE)
     assert kept.find(X1) == (path, MADE)
     assert [file.name for file in kept.folder.iterdir()] == [path.name]
 
 
-def test_a_file_can_be_read_by_people_a_line_a_row(kept: Calibrations) -> None:
+def test_a_file_has_one_line_per_row(kept: Calibrations) -> None:
     text = kept.save(MADE).read_text()
     assert sum(line.strip().startswith('{"') for line in text.splitlines()) == len(ROWS)
     assert json.loads(text)["driver"] == "1.2"
 
 
-def test_the_load_of_others_is_kept_and_a_file_without_it_can_be_read(kept: Calibrations) -> None:
+def test_the_load_of_other_processes_is_stored_and_optional(kept: Calibrations) -> None:
     disturbed = replace(MADE, others=0.625)
     path = kept.save(disturbed)
     assert kept.find(X1) == (path, disturbed)
@@ -57,20 +57,20 @@ def test_the_load_of_others_is_kept_and_a_file_without_it_can_be_read(kept: Cali
     assert kept.find(X1) == (path, MADE)
 
 
-def test_nothing_is_found_where_nothing_was_kept(kept: Calibrations) -> None:
+def test_without_calibrations_none_is_found(kept: Calibrations) -> None:
     assert kept.all() == ()
     assert kept.find(X1) is None
     assert kept.forget("X1") == ()
 
 
-def test_a_new_calibration_takes_the_place_of_the_old_one_of_the_same_things(kept: Calibrations) -> None:
+def test_a_new_calibration_replaces_the_old_one_of_the_same_measurements(kept: Calibrations) -> None:
     kept.save(MADE)
     newer = replace(MADE, date="2026-11-21T10:00:00+00:00")
     kept.save(newer)
     assert [calibration for _, calibration in kept.all()] == [newer]
 
 
-def test_the_calibration_of_the_installed_torch_goes_before_a_newer_one(kept: Calibrations) -> None:
+def test_the_calibration_of_the_installed_torch_is_preferred_over_a_newer_one(kept: Calibrations) -> None:
     newer = replace(MADE, torch="2.11.0+acme", date="2026-11-21T10:00:00+00:00")
     for each in (MADE, newer):
         kept.save(each)
@@ -91,7 +91,7 @@ def test_two_processors_of_one_chips_name_are_distinguished(kept: Calibrations) 
     assert kept.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
 
 
-def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -> None:
+def test_forget_deletes_all_of_one_chip_and_nothing_else(kept: Calibrations) -> None:
     mine = {kept.save(MADE), kept.save(replace(MADE, torch="2.11.0"))}
     other = kept.save(replace(MADE, chip="X2"))
     assert set(kept.forget("x1")) == mine
@@ -107,13 +107,13 @@ def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -
     ],
     ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
 )
-def test_a_file_that_is_no_calibration_is_reported_with_the_way_out(kept: Calibrations, text: str) -> None:
+def test_an_invalid_calibration_file_is_reported_with_its_fix(kept: Calibrations, text: str) -> None:
     kept.save(MADE).write_text(text)
     with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
         kept.find(X1)
 
 
-def test_a_folder_that_cannot_be_written_is_reported_with_the_way_out(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_with_its_fix(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="set FLAGCORE_HOME"):
         Calibrations(tmp_path / "file").save(MADE)

@@ -96,7 +96,7 @@ BEST = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}
 
 @dataclass(frozen=True)
 class Ran:
-    """One call of `flag`: its exit status, what it printed, and what it said."""
+    """One call of `flag`: its exit status, stdout and stderr."""
 
     code: int
     out: str
@@ -150,7 +150,7 @@ class Project:
         return json.loads((self.run_dir / "result.json").read_text())
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start `flag` in a process of its own, which Ctrl-C interrupts even if pytest runs in the background."""
+        """Start `flag` in a separate process, which Ctrl-C interrupts even if pytest runs in the background."""
         root = str(Path(__file__).parents[2])
         paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), root]))
         return subprocess.Popen(
@@ -164,7 +164,7 @@ class Project:
         )
 
     def run(self, *arguments: str, **environment: str) -> Ran:
-        """Run `flag` in a process of its own."""
+        """Run `flag` in a separate process."""
         process = self.start(*arguments, **environment)
         out, err = process.communicate(timeout=60)
         return Ran(process.returncode, out, err)

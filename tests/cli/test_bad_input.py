@@ -55,7 +55,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_no_spec(name: str, flag: Flag, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_spec(name: str, flag: Flag, tmp_path: Path) -> None:
     content, words = FILES[name]
     (tmp_path / "spec.yaml").write_bytes(content)
     for command in ("tune", "estimate", "explain"):
@@ -97,7 +97,7 @@ SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "an empty command": ({"train": {"command": []}}, 2, ("train.command",)),
     "a variable that is no name": ({"envs": {"A=B": "1"}}, 2, ("A=B",)),
     "a NUL in a variable": ({"envs": {"A": "x\0"}}, 2, ("control character",)),
-    "a hostfile that is missing": ({"cluster": {"hostfile": "hosts"}}, 2, ("hosts", "does not exist")),
+    "a hostfile that is missing": ({"cluster": {"hostfile": "hosts"}}, 2, ("cluster.hostfile", "does not exist")),
     "a model that is missing": ({"model": "./nowhere"}, 2, ("nowhere", "does not exist")),
     "a model without a size": ({"model": {"hidden_size": None}}, 2, ("model.hidden_size",)),
     "heads that do not divide": ({"model": {"num_attention_heads": 7}}, 2, ("hidden_size",)),
@@ -114,7 +114,7 @@ SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_spec_that_is_wrong(name: str, flag: Flag, project: Project) -> None:
+def test_an_invalid_spec(name: str, flag: Flag, project: Project) -> None:
     sections, code, words = SECTIONS[name]
     spec = project.spec(**sections)
     for command in ("estimate", "tune"):
@@ -123,7 +123,7 @@ def test_a_spec_that_is_wrong(name: str, flag: Flag, project: Project) -> None:
 
 
 @pytest.mark.parametrize(("key", "known"), [("strategy", "learned"), ("launcher", "local")])
-def test_a_part_that_is_not_installed_is_refused_before_anything_runs(
+def test_a_missing_dependency_is_refused_before_anything_runs(
     key: str, known: str, flag: Flag, project: Project
 ) -> None:
     refused(flag("tune", project.spec(auto_tuner={key: "magic"})), 2, key, "magic", known)
@@ -149,7 +149,7 @@ def _socket(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_a_path_that_is_no_file(name: str, flag: Flag, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file(name: str, flag: Flag, tmp_path: Path) -> None:
     path = PATHS[name](tmp_path)
     refused(flag("estimate", path), 2)
     refused(flag("tune", path), 2)
@@ -168,7 +168,7 @@ def test_a_storage_that_cannot_be_opened(flag: Flag, project: Project) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "\x00", '{"argv": [], "environment": {}, "directory": "/"}', "7"])
-def test_a_run_whose_best_was_tampered_with(content: str, flag: Flag, tmp_path: Path) -> None:
+def test_a_run_with_a_modified_best(content: str, flag: Flag, tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "launch.json").write_text(content)
     refused(flag("run", str(tmp_path)), 2)
@@ -233,7 +233,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_bad_job_records_are_answered_one_by_one(flag: Flag, tmp_path: Path) -> None:
+def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     lines = [record if isinstance(record, str) else json.dumps(record) for record, _ in RECORDS.values()]
     (tmp_path / "jobs.jsonl").write_text("\n".join(lines) + "\n")
     ran = flag("estimate", "--jobs", str(tmp_path / "jobs.jsonl"), "--format", "jsonl")

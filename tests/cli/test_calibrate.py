@@ -32,7 +32,7 @@ def step_time(flag: Flag, spec: str) -> float:
 
 
 @pytest.mark.process
-def test_what_is_measured_is_kept_listed_used_and_forgotten(
+def test_a_calibration_is_saved_listed_used_and_deleted(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
@@ -62,7 +62,7 @@ def test_what_is_measured_is_kept_listed_used_and_forgotten(
     assert step_time(flag, spec) == before
 
 
-def test_a_measurement_that_breaks_is_reported_in_one_line_and_keeps_nothing(
+def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
     flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "PROGRAM", "flagcore.no_such_program")
@@ -75,7 +75,7 @@ def test_a_measurement_that_breaks_is_reported_in_one_line_and_keeps_nothing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_leaves_nothing_running_and_keeps_nothing(home: Path, project: Project) -> None:
+def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project) -> None:
     process = project.start("calibrate", "--seconds", "60")
     deadline = time.monotonic() + 60
     while len(project.processes()) < 3 and time.monotonic() < deadline:  # flag, the guard, the program
@@ -88,9 +88,7 @@ def test_ctrl_c_leaves_nothing_running_and_keeps_nothing(home: Path, project: Pr
     assert not any(home.iterdir())
 
 
-def test_a_calibration_that_cannot_be_read_is_reported_by_who_wants_it(
-    flag: Flag, home: Path, project: Project
-) -> None:
+def test_an_unreadable_calibration_is_reported_when_it_is_used(flag: Flag, home: Path, project: Project) -> None:
     home.mkdir(parents=True)
     (home / "cpu.json").write_text("{")
     ran = flag("estimate", project.spec(train={"command": None}))
@@ -103,12 +101,12 @@ def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> No
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1"])
-def test_a_length_of_time_that_is_none_is_refused(flag: Flag, home: Path, seconds: str) -> None:
+def test_an_invalid_duration_is_refused(flag: Flag, home: Path, seconds: str) -> None:
     assert flag("calibrate", "--seconds", seconds).code == 2
     assert not home.exists()
 
 
-def test_a_file_of_another_chip_that_cannot_be_read_is_reported_and_stops_nothing(
+def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
@@ -123,7 +121,7 @@ def test_a_file_of_another_chip_that_cannot_be_read_is_reported_and_stops_nothin
     assert not list(home.iterdir())
 
 
-def test_forgetting_what_is_not_kept_is_wrong_usage(flag: Flag, home: Path) -> None:
+def test_forgetting_an_unknown_calibration_is_wrong_usage(flag: Flag, home: Path) -> None:
     ran = flag("calibrate", "--forget", "foo")
     assert ran.code == 2
     assert ran.code == 2
@@ -143,7 +141,7 @@ def test_a_calibration_of_fewer_devices_than_a_node_has_is_reported(
     assert "processors busy" not in caplog.text
 
 
-def test_a_calibration_that_others_disturbed_is_doubted_again_by_who_uses_it(
+def test_a_calibration_on_a_busy_machine_is_reported_when_it_is_used(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     Calibrations(home).save(replace(kept("H200"), others=0.6))
@@ -156,7 +154,7 @@ def test_a_calibration_that_others_disturbed_is_doubted_again_by_who_uses_it(
     ("arguments", "words"),
     [(("--devices", "900"), "--devices 900: this machine has "), ((), "cannot be written: ")],
 )
-def test_what_cannot_be_measured_or_kept_is_reported_before_anything_is_measured(
+def test_missing_requirements_are_reported_before_anything_is_measured(
     flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "file").write_text("")

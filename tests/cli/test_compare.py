@@ -53,7 +53,7 @@ def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
     assert "predicted: not both were measured" in text
 
 
-def test_of_one_that_did_not_run_counts_what_trials_let_believe(
+def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(
     compared: Callable[..., Any], project: Project, flag: Flag
 ) -> None:
     spec = project.spec(control={"max_trials": 2})
@@ -70,7 +70,7 @@ def test_of_one_that_did_not_run_counts_what_trials_let_believe(
     assert any(line.startswith("expected after trials") for line in open_one["because"])
 
 
-def test_a_loser_that_was_stopped_is_no_faster_than_it_was_and_a_plan_beside_a_run_is_compared_as_planned(
+def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared_as_planned(
     project: Project,
 ) -> None:
     plan = load_snapshot(project.spec(), None, ())
@@ -119,7 +119,7 @@ def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
     assert apart["gap"] == pytest.approx(1.0, abs=1e-6)  # half the tokens in the same time
 
 
-def test_no_run_of_the_slower_one_is_as_fast_as_one_of_the_faster_where_it_is_sure() -> None:
+def test_a_sure_comparison_has_no_overlapping_runs() -> None:
     def side(*steps_s: float) -> Any:
         return SimpleNamespace(steps_s=steps_s, unit=1.0)
 
@@ -141,7 +141,7 @@ def test_illegal_candidate_and_unknown_run_are_reported(
     assert "nowhere:best" in ran.err
 
 
-def test_candidates_given_without_their_run_are_answered_with_what_to_type(flag: Flag, project: Project) -> None:
+def test_candidates_without_their_run_get_the_command_to_type(flag: Flag, project: Project) -> None:
     for words in ((project.spec(), "1", "2"), (str(project.folder), "best", "baseline"), ("first",)):
         wrong = flag("compare", *words)
         assert (wrong.code, wrong.out) == (2, "")

@@ -1,4 +1,4 @@
-"""`flag estimate`: what is listed, what one candidate is told in full, and job records."""
+"""`flag estimate`: the list, one candidate in full, and job records."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def test_candidates_are_numbered_and_each_reports_what_limits_it(flag: Flag, pro
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, project: Project) -> None:
     spec = project.spec()
     second = json.loads(flag("estimate", spec, "--json").out)[1]
-    told = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
-    assert {key: told[key] for key in second} == second
-    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == told
+    reported = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
+    assert {key: reported[key] for key in second} == second
+    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == reported
     baseline = json.loads(flag("estimate", spec, "--explain", "baseline", "--json").out)
     assert "number" not in baseline
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "first", "99999"])
-def test_a_number_that_is_in_no_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
+def test_a_candidate_number_outside_the_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
     ran = flag("estimate", project.spec(), "--explain", wrong)
     assert ran.code == 2
     assert "--explain" in ran.err
@@ -93,9 +93,9 @@ def test_a_number_that_is_in_no_list_is_wrong_usage(flag: Flag, project: Project
 
 def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "id": "other"}, JOB)
-    told = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
-    assert (told["id"], told["chip"], told["devices"]) == ("moe", "H200", 8)
-    assert told["settings"]["moe_token_dispatcher_type"] == "flex"
+    reported = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
+    assert (reported["id"], reported["chip"], reported["devices"]) == ("moe", "H200", 8)
+    assert reported["settings"]["moe_token_dispatcher_type"] == "flex"
     text = flag("estimate", "--jobs", file, "--explain", "moe").out
     lines = [line.split() for line in text.splitlines()]
     assert ["Embedding", "0.3112", "1", "0.3112"] in lines
@@ -103,21 +103,21 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
     assert ["MoE", "0.5711", "26", "14.8482"] in lines
     assert ["MLP", "0.0692", "1", "0.0692"] in lines
     assert ["Total", "15.9113"] in lines
-    memory = told["memory"]
+    memory = reported["memory"]
     weights, kept = memory["static_gib"] * 1024, memory["activation_gib"] * 1024
     assert f"weight and optimizer={weights:.2f} MB, activation={kept:.2f} MB, total={weights + kept:.2f} MB" in text
     assert "Shared Experts" in text
-    assert f"Bottleneck: {told['limit']}" in text
+    assert f"Bottleneck: {reported['limit']}" in text
 
 
-def test_a_job_that_is_not_there_and_one_that_is_not_known_are_distinguished(flag: Flag, tmp_path: Path) -> None:
+def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
-    told = flag("estimate", "--jobs", file, "--explain", "moe").out
-    assert told.startswith("unknown: ")
-    assert "'X1'" in told
-    assert "`flag plugins chips`" in told
+    reported = flag("estimate", "--jobs", file, "--explain", "moe").out
+    assert reported.startswith("unknown: ")
+    assert "'X1'" in reported
+    assert "`flag plugins chips`" in reported
 
 
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Pat
 
 def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp_path: Path) -> None:
     plain = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
-    told = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}
+    reported = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}
     layout = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"}}
     wrong = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"}}
     nobody = {**plain, "candidate": {**plain["candidate"], "pipeline_schedule": "zigzag"}}
-    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, told, layout, wrong, nobody)))
+    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, reported, layout, wrong, nobody)))
     assert [each["status"] for each in found] == ["ok", "ok", "ok", "invalid", "unknown"]
     exposed = [each["time"]["dp_comm_exposed_s"] for each in found[:2]]
     assert exposed[0] < exposed[1]
@@ -185,7 +185,7 @@ def test_each_line_of_a_pipe_is_answered_before_the_next_is_written(project: Pro
     assert process.returncode == 0
 
 
-def test_a_schedule_that_no_trial_can_run_is_predicted_all_the_same(flag: Flag, project: Project) -> None:
+def test_a_schedule_without_a_trial_program_is_still_predicted(flag: Flag, project: Project) -> None:
     schedule = project.spec(train={"settings": {"pipeline_schedule": "zb-h1"}})
     assert flag("estimate", schedule).code == 0
     tuned = flag("tune", schedule, "--run-dir", str(project.run_dir))
@@ -201,9 +201,7 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
     assert "overlap_grad_reduce" in ran.err.split("did you mean")[1]
 
 
-def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
-    flag: Flag, project: Project, tmp_path: Path
-) -> None:
+def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, tmp_path: Path) -> None:
     near = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
     for ran in (
         flag("estimate", project.spec(cluster={"chip": "H100"})),
@@ -218,7 +216,7 @@ def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
     assert near in answer["reason"]
 
 
-def test_a_bad_line_of_a_job_file_is_reported_with_its_place_and_stops_nothing(flag: Flag, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_job_file_is_reported_and_the_rest_is_read(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(JOB) + '\n{"id": \n' + json.dumps(JOB) + "\n")
     found = answers(flag("estimate", "--jobs", str(file)))
@@ -247,7 +245,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_job_whose_time_no_one_can_report_reports_what_is_missing_and_how_to_get_it(
+def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get_it(
     name: str, flag: Flag, tmp_path: Path
 ) -> None:
     cluster, train, words = UNKNOWN[name]
@@ -262,7 +260,7 @@ def test_a_job_whose_time_no_one_can_report_reports_what_is_missing_and_how_to_g
     assert answer["reason"].removeprefix("no time: ") in flag("estimate", "--jobs", file, "--explain", "moe").out
 
 
-def test_a_network_that_the_user_knows_gives_a_time(flag: Flag, tmp_path: Path) -> None:
+def test_with_a_network_from_the_spec_a_time_is_predicted(flag: Flag, tmp_path: Path) -> None:
     cluster = {**JOB["cluster"], "chip": "C550", "devices": 16, "nic_bytes_per_second": 5e10}
     slow = {**cluster, "nic_bytes_per_second": 5e9}
     found = answers(flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow)))))
@@ -270,24 +268,24 @@ def test_a_network_that_the_user_knows_gives_a_time(flag: Flag, tmp_path: Path) 
     assert found[0]["step_time_s"]["value"] < found[1]["step_time_s"]["value"]
 
 
-def test_candidates_without_a_time_report_why(flag: Flag, project: Project) -> None:
+def test_candidates_without_a_time_have_a_reason(flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
     assert "peak rate of C588 in bf16" in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
     assert " have no predicted time" in flag("estimate", spec).err
 
 
-def test_a_precision_that_the_chip_lacks_is_answered_with_those_it_has(flag: Flag, project: Project) -> None:
+def test_an_unsupported_precision_is_reported_with_the_supported_ones(flag: Flag, project: Project) -> None:
     spec = project.spec(
         cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
     )
-    told = flag("estimate", spec).err
-    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in told
-    assert "calibrate" not in told
-    assert told.startswith("Candidates with the least memory on 2 x A100-80GB:")
-    assert "fastest" not in told
+    reported = flag("estimate", spec).err
+    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in reported
+    assert "calibrate" not in reported
+    assert reported.startswith("Candidates with the least memory on 2 x A100-80GB:")
+    assert "fastest" not in reported
 
 
-def test_where_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
+def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
     space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
     auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
     ran = flag("estimate", auto)
@@ -302,7 +300,7 @@ def test_where_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag,
     assert "auto found" not in ran.err
 
 
-def test_a_number_of_layers_that_allows_no_pipeline_is_reported(
+def test_a_layer_count_without_any_pipeline_split_is_reported(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert flag("estimate", project.spec()).code == 0
@@ -314,12 +312,12 @@ def test_a_number_of_layers_that_allows_no_pipeline_is_reported(
         assert words in line
 
 
-def test_books_without_trials_and_what_runs_a_prediction(flag: Flag, project: Project) -> None:
-    told = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
-    assert "untried" in told
-    assert "measured" not in told
-    assert "failed" not in told
-    assert "; with train.settings." in told
+def test_counts_without_trials_and_the_runner_of_a_prediction(flag: Flag, project: Project) -> None:
+    reported = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
+    assert "untried" in reported
+    assert "measured" not in reported
+    assert "failed" not in reported
+    assert "; with train.settings." in reported
     assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 
@@ -335,9 +333,7 @@ def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_report
     ]
 
 
-def test_layers_of_a_record_that_do_not_divide_are_reported_with_the_split_that_was_assumed(
-    flag: Flag, tmp_path: Path
-) -> None:
+def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(flag: Flag, tmp_path: Path) -> None:
     records = [
         {**JOB, "candidate": {"pipeline_model_parallel_size": 4, VIRTUAL: virtual, **more}}
         for virtual, more in ((1, {}), (2, {}), (9, {"num_layers_in_first_pipeline_stage": 6}))
@@ -375,7 +371,7 @@ def test_jobs_can_be_a_table(flag: Flag, tmp_path: Path) -> None:
     assert flag("estimate", "--jobs", file).out == flag("estimate", "--jobs", file, "--format", "jsonl").out
 
 
-def test_one_in_full_has_no_columns_for_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
+def test_the_detailed_view_has_no_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
     for arguments in ((project.spec(), "--explain", "1"), ("--jobs", jobs(tmp_path, JOB), "--explain", "moe")):
         ran = flag("estimate", *arguments, "--format", "csv")
         assert (ran.code, ran.out) == (2, "")
@@ -413,7 +409,7 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
         assert any(row.startswith("other") for row in rows)
 
 
-def test_what_a_job_breaks_is_reported_with_its_values(flag: Flag, tmp_path: Path) -> None:
+def test_broken_rules_of_a_job_are_reported_with_values(flag: Flag, tmp_path: Path) -> None:
     wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
     (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, wrong)))
     assert "must divide num_attention_heads = 16" in answer["reason"]
@@ -434,7 +430,7 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     assert sum(int(row.split(",")[1]) for row in rows) > 0
 
 
-def test_a_file_of_jobs_is_no_spec(flag: Flag, tmp_path: Path) -> None:
+def test_a_file_of_jobs_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
     ran = flag("estimate", jobs(tmp_path, JOB))
     assert (ran.code, ran.out) == (2, "")
     assert "use --jobs" in ran.err

@@ -51,7 +51,7 @@ def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest
     assert merged["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 
 
-def test_value_that_the_space_lacks_is_reported_and_predicted_all_the_same(
+def test_a_value_outside_the_space_is_reported_and_still_predicted(
     explained: Callable[..., Any], project: Project
 ) -> None:
     account = explained(project.spec(), "tp=2, mbs=8, sp")
@@ -72,7 +72,7 @@ def test_knob_that_does_nothing_is_reported(explained: Callable[..., Any], flag:
     assert explained(project.spec(), "tp=2, mbs=4")["typed"] is None
 
 
-def test_knobs_may_stand_apart_without_commas(flag: Flag, project: Project) -> None:
+def test_knobs_may_be_separated_by_blanks(flag: Flag, project: Project) -> None:
     spec = project.spec()
     asked = flag("explain", spec, "tp=2, mbs=4").out
     assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "TP=2 micro_batch_size=4").out == asked
@@ -122,7 +122,7 @@ def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(
     assert account["changes"]["allowed"]["predicted"]["memory"]["fits"]
 
 
-def test_where_nothing_fits_no_change_helps(flag: Flag, project: Project) -> None:
+def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"memory_per_device": "100MiB"})
     explained = flag("explain", spec, "tp=2, mbs=1")
     assert explained.code == 0
@@ -131,7 +131,7 @@ def test_where_nothing_fits_no_change_helps(flag: Flag, project: Project) -> Non
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
-def test_what_a_table_shows_names_the_candidate(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_the_candidate_can_be_copied_from_a_table(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
     listed = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
@@ -143,7 +143,7 @@ def test_what_a_table_shows_names_the_candidate(explained: Callable[..., Any], f
     assert explained(spec, "1")["candidate"] == explained(spec, "best")["candidate"] == listed[0]["candidate"]
 
 
-def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, project: Project) -> None:
+def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, project: Project) -> None:
     for wrong, named in {
         "tp=x": "tensor_model_parallel_size",
         "microbatch=2": "'micro_batch_size'?",
@@ -174,7 +174,7 @@ def test_a_candidate_may_be_json(explained: Callable[..., Any], project: Project
     "typed",
     ["TP2 MBS2", "tp = 2, mbs = 2", "tp = 2 mbs = 2", "tp=2，mbs=2", "ＴＰ２ ＭＢＳ２", "TP 2, MBS 2, no method"],
 )
-def test_a_candidate_is_understood_however_it_is_spaced_or_typed(
+def test_a_candidate_may_be_typed_with_any_spacing_and_case(
     explained: Callable[..., Any], project: Project, typed: str
 ) -> None:
     assert explained(project.spec(), typed)["candidate"] == explained(project.spec(), "tp=2,mbs=2")["candidate"]
@@ -185,7 +185,7 @@ def test_best_baseline_and_trial_may_be_in_capitals(explained: Callable[..., Any
     assert explained(project.spec(), "Baseline")["name"] == "baseline"
 
 
-def test_trials_of_a_run_are_reported_beside_the_best(
+def test_trials_of_a_run_are_listed_next_to_the_best(
     explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     assert flag("tune", project.spec(control={"max_trials": 5}), "--run-dir", str(project.run_dir), "-q").code == 0
@@ -194,10 +194,13 @@ def test_trials_of_a_run_are_reported_beside_the_best(
     step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
-    first, *middle, last = best["because"]
+    first, *middle, last, why = best["because"]
     assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
+    others = [each for each in project.result()["trials"] if each["state"] == "measured" and each["number"] != number]
+    assert f"{len(others) + 1} measured" in why
+    assert f"(trial {project.result()['baseline']['number']})" in why
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
     assert explained(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = explained(project.run_dir, "baseline")
@@ -213,7 +216,9 @@ def test_trials_of_a_run_are_reported_beside_the_best(
     assert flag("explain", str(project.run_dir), "99").err.endswith(": 0, 1, 2, 3, 4, 5, 6\n")
 
 
-def test_candidate_that_a_trial_ruled_out_names_it(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
+def test_a_candidate_that_a_trial_excluded_names_the_trial(
+    explained: Callable[..., Any], flag: Flag, project: Project
+) -> None:
     spec = project.spec(does="says_oom", when="2x2", control={"max_trials": 9})
     flag("tune", spec, "--run-dir", str(project.run_dir), "-q")
     (failed,) = [each for each in project.result()["trials"] if each["state"] == "out_of_memory"]
@@ -240,7 +245,7 @@ def test_a_run_from_before_a_knob_existed_is_explained(
     assert best["candidate"]["use_distributed_optimizer"] is False
 
 
-def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journal(
+def test_a_failed_or_killed_run_is_explained_from_its_journal(
     explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     spec = project.spec(does="crash", control={"max_trials": 2})
@@ -256,7 +261,7 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
     assert "Stopped:" not in books.out
 
 
-def test_a_run_whose_journal_was_cut_is_not_reported_to_have_tried_less(flag: Flag, project: Project) -> None:
+def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
     count_trials = project.result()["trials"] + project.result()["repeats"]
     (project.run_dir / "journal.log").unlink()
@@ -271,7 +276,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
     assert flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q").code == 0
     journal = project.run_dir / "journal.log"
     kept = journal.read_text()
-    for name, old, new, said in (
+    for name, old, new, message in (
         ("recompute_method", "null", '"sometimes"', "is of another version"),
         ("recompute_method", "null", "NaN", "not a valid value"),
         ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
@@ -283,11 +288,11 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
         journal.write_text(kept.replace(f'"{name}":{old}', f'"{name}":{new}'))
         ran = flag("explain", str(project.run_dir), "tp=2")
         assert ran.code == 2
-        assert said in ran.err
+        assert message in ran.err
         assert ran.err.count("\n") == 1
 
 
-def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:
+def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, project: Project) -> None:
     assert "--format csv" in flag("explain", project.spec(), "best", "--format", "csv").err
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
     wrong = flag("explain", str(project.run_dir), "best", "--chip", "cpu")
@@ -296,9 +301,7 @@ def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, projec
     assert flag("explain", str(project.folder), "best").code == 2
 
 
-def test_run_is_reported_with_the_chip_that_it_had_whatever_is_on_this_machine(
-    explained: Callable[..., Any], flag: Flag, project: Project
-) -> None:
+def test_a_run_is_reported_with_its_own_chip(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
     run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
     assert flag(*run).code == 0
@@ -312,7 +315,7 @@ def test_run_is_reported_with_the_chip_that_it_had_whatever_is_on_this_machine(
     assert after["predicted"] == before["predicted"]
 
 
-def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Project) -> None:
+def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     row, other = (int(each) for each in fastest(where.problem)[:2])
     slow_s = 1.01 * float(where.problem.predictions.step_time_s[other])
@@ -338,7 +341,7 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
     assert itself.expected_s == slow_s
 
 
-def test_a_loser_is_reported_with_the_figure_of_the_best_that_it_is_compared_with(project: Project) -> None:
+def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     best, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 5]])
     several = [
@@ -356,7 +359,7 @@ def test_a_loser_is_reported_with_the_figure_of_the_best_that_it_is_compared_wit
     assert "trial 1: 0.6667 s/step, median of 2 runs" in beside_two
 
 
-def test_a_loser_that_may_be_as_fast_reports_it(project: Project) -> None:
+def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
@@ -380,7 +383,7 @@ def _why(where: Snapshot, trials: list[Trial]) -> str:
     return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
-def test_what_a_run_of_probes_tried_is_reported_to_have_run(project: Project) -> None:
+def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
     rows = fastest(where.problem)[:2]
     best, slow = (where.problem.space.candidate(int(row)) for row in rows)
@@ -390,7 +393,10 @@ def test_what_a_run_of_probes_tried_is_reported_to_have_run(project: Project) ->
     explained = [
         state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)
     ]
-    assert explained[0][:2] == ("ran", ["probe 1 (search) measured: 1 s/step; it is the best"])
+    state, (ended, why), _taught = explained[0]
+    assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
+    assert "-50.0%" in why
+    assert "(trial 2)" in why
     beside = "+100.0% in time vs the best (trial 1: 1 s/step)"
     assert explained[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
 

@@ -71,7 +71,7 @@ def test_value_that_a_plugin_refuses_is_reported_with_its_reason(flag: Flag, spe
     assert "vLLM-metax takes no FP8 here" in account["because"][0]
 
 
-def test_where_no_trial_kept_the_limits_none_is_the_best_nor_worth_changing_to(spec: Callable[..., str]) -> None:
+def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -> None:
     where = load_snapshot(spec(serve={**SPEC["serve"], "slo": {"ttft_s": {"p99": 5.0}}}), None, ())
     space = where.problem.space
     late = [replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))]

@@ -80,7 +80,7 @@ def test_the_example_of_1024_devices_is_not_probed_where_there_is_none(flag: Fla
     assert not project.run_dir.exists()
 
 
-def test_an_estimate_of_what_can_run_here_can_be_started(flag: Flag, project: Project) -> None:
+def test_an_estimate_that_fits_this_machine_can_be_started(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"fidelity": "estimate", "run_best": True})
     ran = flag("tune", spec, "--run-dir", str(project.run_dir), "--json")
     assert ran.code == 0, ran.err
@@ -94,7 +94,7 @@ def test_an_estimate_of_what_can_run_here_can_be_started(flag: Flag, project: Pr
     assert line.endswith(str(project.run_dir / "best"))
 
 
-def test_a_run_may_climb_the_ladder_but_not_step_down(flag: Flag, project: Project) -> None:
+def test_a_run_may_raise_its_fidelity_but_not_lower_it(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     arguments = ("tune", spec, "--run-dir", str(project.run_dir))
     assert flag(*arguments, "--fidelity", "estimate").code == 0
@@ -110,7 +110,7 @@ def test_a_run_may_climb_the_ladder_but_not_step_down(flag: Flag, project: Proje
 
 
 @pytest.mark.parametrize("control", [{"fidelity": "probe"}, {"probes": 2}])
-def test_own_command_cannot_be_probed(flag: Flag, project: Project, control: dict[str, Any]) -> None:
+def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project, control: dict[str, Any]) -> None:
     ran = flag("tune", project.spec(control=control), "--run-dir", str(project.run_dir))
     assert ran.code == 2
     assert "train.command" in ran.err
@@ -144,7 +144,7 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
 
 @needs_megatron
 @pytest.mark.long
-def test_killed_while_it_probes_it_leaves_nothing_running_and_repeats_no_finished_probe(project: Project) -> None:
+def test_a_run_killed_while_probing_leaves_no_process_and_repeats_no_finished_probe(project: Project) -> None:
     spec = world(project)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "probe", "--json", "-q")
     for finished in (1, 2, 4):
@@ -183,7 +183,7 @@ def test_probes_go_before_real_runs(flag: Flag, project: Project) -> None:
 
 @needs_megatron
 @pytest.mark.long
-def test_killed_while_it_probes_runs_or_repeats_it_continues_and_loses_nothing(project: Project) -> None:
+def test_a_run_killed_in_any_phase_resumes_without_loss(project: Project) -> None:
     small = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
     control = {**CONTROL, "probes": 2, "max_trials": 2, "repeats": 1}
     fast = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 4}
@@ -193,8 +193,8 @@ def test_killed_while_it_probes_runs_or_repeats_it_continues_and_loses_nothing(p
     for what in ("probe", "(baseline)", "(search)", "(repeat)"):
         process = project.start(*arguments)
         assert process.stderr is not None
-        told = next((line for line in process.stderr if " starts: " in line and what in line), "")
-        assert told, f"it ended before any {what} started"
+        reported = next((line for line in process.stderr if " starts: " in line and what in line), "")
+        assert reported, f"it ended before any {what} started"
         time.sleep(0.5)
         process.kill()
         process.communicate()
@@ -203,9 +203,9 @@ def test_killed_while_it_probes_runs_or_repeats_it_continues_and_loses_nothing(p
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert found == project.result()
-    told = [(trial["number"], trial["state"], trial["reason"]) for trial in (*found["probes"], *found["trials"])]
+    reported = [(trial["number"], trial["state"], trial["reason"]) for trial in (*found["probes"], *found["trials"])]
     probes = [probe for probe in found["probes"] if probe["state"] == "measured"]
-    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, told
+    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, reported
     assert [trial["state"] for trial in found["trials"]] == ["measured"] * 2
     repeated = [trial for trial in found["repeats"] if trial["state"] == "measured"]
     assert len(repeated) >= 2

@@ -67,7 +67,7 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     assert "pip install" in parts["torch"]["mend"] or parts["torch"]["ok"]
 
 
-def test_a_vendors_tool_that_fails_is_reported_and_the_cpu_not_taken_for_its_devices(
+def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "bin" / "nvidia-smi"
@@ -75,15 +75,15 @@ def test_a_vendors_tool_that_fails_is_reported_and_the_cpu_not_taken_for_its_dev
     tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    told = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
-    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in told)
+    reported = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
+    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in reported)
     ran = flag("estimate", project.spec(cluster={"chip": "auto"}))
     assert ran.code == 4
     assert "driver mismatch" in ran.err
     assert "cluster.chip: cpu" in ran.err
 
 
-def test_estimate_reports_the_same_in_each_format(flag: Flag, project: Project) -> None:
+def test_estimate_has_the_same_content_in_each_format(flag: Flag, project: Project) -> None:
     spec = project.spec()
     rows = json.loads(flag("estimate", spec, "--json", "--top", "3").out)
     assert len(rows) == 3
@@ -103,7 +103,7 @@ def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     assert done.stderr == "flag: cannot write the output: No space left on device\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+def test_a_reader_that_closes_the_pipe_is_not_a_failure() -> None:
     process = subprocess.Popen([*FLAG, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -112,7 +112,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     assert process.wait() == 0
 
 
-def test_a_closed_stdout_is_no_failure() -> None:
+def test_a_closed_stdout_is_not_a_failure() -> None:
     done = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *FLAG, "schema"], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -135,7 +135,7 @@ def test_nohup_is_respected(project: Project) -> None:
     assert len(json.loads(out)["trials"]) == 2
 
 
-def test_a_command_that_is_misspelt_is_answered_with_the_nearest(flag: Callable[..., Ran]) -> None:
+def test_a_misspelt_command_gets_a_suggestion(flag: Callable[..., Ran]) -> None:
     ran = flag("estimat")
     assert (ran.code, ran.out) == (2, "")
     assert "'estimat'" in ran.err

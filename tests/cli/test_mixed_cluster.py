@@ -19,7 +19,7 @@ SMALL = {**LARGE, "memory_per_device": "400MiB"}
 
 @pytest.fixture
 def spec(project: Project) -> Callable[..., str]:
-    """Write the project's spec with node groups, and without its command unless told so."""
+    """Write the project's spec with node groups, and without its command unless requested."""
 
     def write(*groups: dict[str, Any], command: bool = False, **sections: Any) -> str:
         path = Path(project.spec(**sections))
@@ -44,8 +44,8 @@ def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag,
 
 def test_the_capacity_reported_is_that_of_the_stage_with_the_least_room(flag: Flag, spec: Callable[..., str]) -> None:
     def memory(*groups: dict[str, Any]) -> dict[str, Any]:
-        told = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
-        found: dict[str, Any] = told["memory"]
+        reported = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
+        found: dict[str, Any] = reported["memory"]
         return found
 
     last, first = memory(LARGE, SMALL), memory(SMALL, LARGE)
@@ -55,11 +55,11 @@ def test_the_capacity_reported_is_that_of_the_stage_with_the_least_room(flag: Fl
 
 
 def test_the_rule_about_stages_is_explained(flag: Flag, spec: Callable[..., str]) -> None:
-    told = flag("explain", spec(LARGE, SMALL))
-    assert "must be a multiple of 2, so that no stage has devices of two node groups" in told.out
+    reported = flag("explain", spec(LARGE, SMALL))
+    assert "must be a multiple of 2, so that no stage has devices of two node groups" in reported.out
 
 
-def test_nothing_is_run_on_a_mixed_cluster_without_a_command_of_the_users_own(
+def test_without_a_custom_command_nothing_runs_on_a_mixed_cluster(
     flag: Flag, spec: Callable[..., str], project: Project
 ) -> None:
     ran = flag("tune", spec(LARGE, SMALL), "--run-dir", str(project.run_dir))

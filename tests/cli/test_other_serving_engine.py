@@ -32,7 +32,7 @@ KNOBS = (
         "Most sequences at once.",
         flags=("parallel",),
         aliases=("max_num_seqs",),
-        auto=knobs.tries(1, 2, 4),
+        auto=knobs.fixed_values(1, 2, 4),
         memory_order=1,
     ),
 )

@@ -1,4 +1,4 @@
-"""What plugins change, and that a broken one is told and hurts nobody."""
+"""Effects of plugins; a broken one is reported and affects no other."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def install(folder: Path, name: str, source: str) -> str:
     return str(site)
 
 
-def test_a_broken_plugin_is_reported_and_affects_no_other(project: Project) -> None:
+def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> None:
     path = install(project.folder, "broken", BROKEN)
-    told = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
+    reported = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
     listed = project.run("plugins", "list", "--json", PYTHONPATH=path)
     assert listed.code == 0
     plugins = {plugin["name"]: plugin for plugin in json.loads(listed.out)}
     assert plugins["broken"]["status"] == "failed"
-    assert plugins["broken"]["problem"] == told
+    assert plugins["broken"]["problem"] == reported
     assert plugins["cpu"]["status"] == "loaded"
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     for command in (
@@ -88,13 +88,13 @@ def test_a_broken_plugin_is_reported_and_affects_no_other(project: Project) -> N
         ran = project.run(*command, PYTHONPATH=path)
         assert ran.code == 0, ran.err
         assert json.loads(ran.out)
-        assert told in ran.err.splitlines()
+        assert reported in ran.err.splitlines()
         assert "Traceback" not in ran.err
     quiet = project.run("estimate", spec, "--no-plugin", "broken", "--json", PYTHONPATH=path)
     assert (quiet.code, quiet.err) == (0, "")
 
 
-def test_a_newcomer_changes_what_is_found_planned_and_run(project: Project) -> None:
+def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -> None:
     path = install(project.folder, "newcomer", NEWCOMER)
     devices = json.loads(project.run("devices", "--json", PYTHONPATH=path).out)
     assert {"newcomer-1"} <= {device["chip"] for device in devices}
@@ -152,7 +152,7 @@ def test_every_plugin_of_the_checkout_is_reported_with_its_chips_in_each_format(
         assert "loaded" in ran.out
 
 
-def test_chips_are_listed_with_their_aliases_and_what_is_not_known_is_a_dash(flag: Flag) -> None:
+def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:
     chips = {chip["chip"]: chip for chip in json.loads(flag("plugins", "chips", "--json").out)}
     assert "NVIDIA H100 PCIe" in chips["H100-PCIe"]["aliases"]
     assert chips["C588"]["peak_tflops"] is None

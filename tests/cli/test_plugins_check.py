@@ -1,4 +1,4 @@
-"""`flag plugins new` and `flag plugins check`: what is written passes, and what is broken is told with what to do."""
+"""`flag plugins new` and `flag plugins check`: a new plugin passes, and faults are reported with a fix."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def acme(flag: Flag, tmp_path: Path) -> Path:
     """A new plugin, as it is written."""
     ran = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path))
     assert ran.code == 0, ran.err
-    assert "flag plugins check acme" in ran.err
+    assert f"pip install -e {ran.out.strip()} && flag plugins check {ran.out.strip()}" in ran.err
     return Path(ran.out.strip())
 
 
-def test_a_new_plugin_passes_every_check_and_reports_what_is_to_be_filled_in(flag: Flag, acme: Path) -> None:
+def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, acme: Path) -> None:
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 0, ran.out
     (plugin,) = json.loads(ran.out)["plugins"]
@@ -34,7 +34,7 @@ def test_a_new_plugin_passes_every_check_and_reports_what_is_to_be_filled_in(fla
     assert "flagcore_acme/chips/a1.yaml:5" in text
 
 
-def test_a_failed_check_is_reported_with_what_to_do(flag: Flag, acme: Path) -> None:
+def test_a_failed_check_is_reported_with_its_fix(flag: Flag, acme: Path) -> None:
     chip = acme / "flagcore_acme/chips/a1.yaml"
     chip.write_text(chip.read_text().replace("68719476736", "64"))
     ran = flag("plugins", "check", str(acme), "--format", "json")
@@ -47,36 +47,38 @@ def test_a_failed_check_is_reported_with_what_to_do(flag: Flag, acme: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("hook", "told"),
+    ("hook", "reported"),
     [
         ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
         ("import os; os._exit(0)", "exit status 0 ended the process"),
         ("raise ImportError('libacme.so.1')", "libacme.so.1"),
     ],
 )
-def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(flag: Flag, acme: Path, hook: str, told: str) -> None:
+def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(
+    flag: Flag, acme: Path, hook: str, reported: str
+) -> None:
     hooks = acme / "flagcore_acme/hooks.py"
     hooks.write_text(hooks.read_text().replace("from __future__ import annotations\n", f"{hook}\n"))
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 4
     (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
     assert failure["check"] == "plugin_loads"
-    assert told in failure["message"]
+    assert reported in failure["message"]
 
 
-@pytest.mark.parametrize(("old", "told"), [("[project]", "is not TOML"), ("flagcore.plugins", "names no plugin")])
-def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, told: str) -> None:
+@pytest.mark.parametrize(("old", "reported"), [("[project]", "is not TOML"), ("flagcore.plugins", "names no plugin")])
+def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, reported: str) -> None:
     file = acme / "pyproject.toml"
     file.write_text(file.read_text().replace(old, old[:-1], 1))
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 4
     (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
-    assert told in failure["message"]
+    assert reported in failure["message"]
     assert failure["fix"]
 
 
 @pytest.mark.process
-def test_a_check_that_hangs_is_given_up(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_check_is_aborted(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.testing.runner.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"
     endless = """
@@ -102,7 +104,7 @@ def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
     assert (plugin["name"], plugin["failed"]) == ("cpu", 0)
 
 
-def test_what_is_no_plugin_is_reported_with_the_nearest(flag: Flag, tmp_path: Path) -> None:
+def test_an_unknown_plugin_is_reported_with_the_nearest(flag: Flag, tmp_path: Path) -> None:
     ran = flag("plugins", "check", "metaxx")
     assert (ran.code, "did you mean metax?" in ran.err) == (2, True)
     assert flag("plugins", "check", str(tmp_path)).code == 2
@@ -110,21 +112,21 @@ def test_what_is_no_plugin_is_reported_with_the_nearest(flag: Flag, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["Acme", "1acme", "ac-me", "class", "cpu", "", "../up"])
-def test_a_name_that_cannot_be_one_or_is_taken_is_refused(flag: Flag, tmp_path: Path, name: str) -> None:
+def test_an_invalid_or_taken_name_is_refused(flag: Flag, tmp_path: Path, name: str) -> None:
     ran = flag("plugins", "new", name, "--directory", str(tmp_path))
     assert ran.code == 2
     assert f"NAME {name!r}" in ran.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_that_exists_is_written_over(flag: Flag, acme: Path) -> None:
+def test_existing_files_are_not_overwritten(flag: Flag, acme: Path) -> None:
     before = (acme / "README.md").read_text()
     ran = flag("plugins", "new", "acme", "--directory", str(acme.parent))
     assert (ran.code, "exists already" in ran.err) == (2, True)
     assert (acme / "README.md").read_text() == before
 
 
-def test_a_chip_of_another_plugin_and_odd_words_are_refused(flag: Flag, tmp_path: Path) -> None:
+def test_a_chip_of_another_plugin_and_invalid_names_are_refused(flag: Flag, tmp_path: Path) -> None:
     for option, word in (("--chip", "cpu"), ("--chip", "A 1"), ("--vendor", 'A"B')):
         ran = flag("plugins", "new", "acme", option, word, "--directory", str(tmp_path))
         assert (ran.code, option in ran.err) == (2, True)

@@ -101,13 +101,13 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
         (["--chip", "H100-SXM"], "no H100-SXM on this machine"),
     ],
 )
-def test_wrong_wishes_are_reported(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
+def test_invalid_requests_are_reported(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
     ran = flag("probe", project.spec(**WORLD), *arguments)
     assert ran.code in (2, 4)
     assert says in ran.err
 
 
-def test_own_command_cannot_be_probed(flag: Flag, project: Project) -> None:
+def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project) -> None:
     ran = flag("probe", project.spec(cluster=WORLD["cluster"]))
     assert ran.code == 2
     assert "train.command" in ran.err

@@ -35,7 +35,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A run's folder whose best is a server with a child in a session of its own, and its port."""
+    """A run's folder whose best is a server with a child in its own session, and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -23,7 +23,7 @@ def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
     environment = {**os.environ, **environment, "PYTHONPATH": root}
     process = subprocess.Popen([*FLAG, *arguments], stdout=theirs, stderr=theirs, env=environment, cwd=project.folder)
     os.close(theirs)
-    told = b""
+    reported = b""
     while True:
         try:
             piece = os.read(ours, 65536)
@@ -31,13 +31,13 @@ def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
             break
         if not piece:
             break
-        told += piece
+        reported += piece
     os.close(ours)
-    assert process.wait(60) == 0, told
-    return told.decode()
+    assert process.wait(60) == 0, reported
+    return reported.decode()
 
 
-def test_tables_fit_a_terminal_and_are_whole_elsewhere(flag: Flag, project: Project) -> None:
+def test_tables_fit_a_terminal_and_are_complete_elsewhere(flag: Flag, project: Project) -> None:
     narrow = on_terminal(project, "explain", project.spec())
     assert max(map(len, narrow.splitlines())) <= 80
     assert "\x1b" not in narrow
@@ -49,22 +49,22 @@ def test_tables_fit_a_terminal_and_are_whole_elsewhere(flag: Flag, project: Proj
 
 @pytest.mark.parametrize("width", [40, 60, 120])
 def test_sentences_fit_a_terminal_too_and_keep_every_word(width: int, flag: Flag, project: Project) -> None:
-    for arguments in (("explain", project.spec(), "tp=2, mbs=3"), ("plugins", "check", "cpu")):
-        narrow = on_terminal(project, *arguments, COLUMNS=str(width))
-        whole = flag(*arguments).out
-        longest = max(map(len, whole.split()))
-        assert max(map(len, narrow.splitlines())) <= max(width, longest + len("  - "))
-        assert narrow.split() == whole.split()
+    arguments = ("explain", project.spec(), "tp=2, mbs=3")
+    narrow = on_terminal(project, *arguments, COLUMNS=str(width))
+    whole = flag(*arguments).out
+    longest = max(map(len, whole.split()))
+    assert max(map(len, narrow.splitlines())) <= max(width, longest + len("  - "))
+    assert narrow.split() == whole.split()
 
 
-def test_what_a_run_keeps_is_whole_regardless_of_the_terminal(project: Project) -> None:
+def test_files_of_a_run_are_complete_regardless_of_the_terminal(project: Project) -> None:
     spec = project.spec(control={"max_trials": 2}, auto_tuner={"space": {"use_distributed_optimizer": [True]}})
-    told = on_terminal(project, "tune", spec, "--run-dir", "run", COLUMNS="70", NO_COLOR="1")
+    reported = on_terminal(project, "tune", spec, "--run-dir", "run", COLUMNS="70", NO_COLOR="1")
     rows = [line for line in (project.run_dir / "report.txt").read_text().splitlines() if line.startswith("0 baseline")]
     assert len(rows) == 1
     assert len(rows[0]) > 70
-    assert "\x1b[3" not in told  # no colour
-    assert "trial 0 (baseline) measured" in told
+    assert "\x1b[3" not in reported  # no colour
+    assert "trial 0 (baseline) measured" in reported
 
 
 def test_verbose_reports_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:

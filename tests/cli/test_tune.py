@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore import i18n
+from flagcore.i18n import Message, choose
+from flagcore.report.text import stop_reason
 from tests.cli.conftest import BEST, Project, Ran
 
 Flag = Callable[..., Ran]
@@ -43,7 +46,7 @@ def states(result: Any) -> list[str]:
     return [trial["state"] for trial in result["trials"]]
 
 
-def test_the_known_best_is_found_and_everything_is_kept(flag: Flag, project: Project) -> None:
+def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, "--json")
     assert ran.code == 0, ran.err
     result = json.loads(ran.out)
@@ -77,7 +80,7 @@ def test_started_again_it_repeats_nothing(flag: Flag, project: Project) -> None:
     assert "starts" not in again.err
 
 
-def test_trials_can_be_kept_in_any_optuna_storage(flag: Flag, project: Project) -> None:
+def test_trials_can_be_stored_in_any_optuna_storage(flag: Flag, project: Project) -> None:
     url, few = f"sqlite:///{project.folder}/trials.db", {"max_trials": 3, "repeats": 0}
     first = tune(flag, project, "--json", "--storage", url, control=few)
     assert first.code == 0, first.err
@@ -87,7 +90,7 @@ def test_trials_can_be_kept_in_any_optuna_storage(flag: Flag, project: Project) 
     assert not (project.run_dir / "journal.log").exists()
 
 
-def test_the_best_can_be_run_read_and_estimated_again(flag: Flag, project: Project) -> None:
+def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Project) -> None:
     model = project.folder / "model"
     model.mkdir()
     config = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -118,7 +121,7 @@ def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, proj
     assert "elapsed time per iteration" in ran.err
 
 
-def test_each_format_reports_the_same(flag: Flag, project: Project) -> None:
+def test_all_formats_have_the_same_content(flag: Flag, project: Project) -> None:
     table = tune(flag, project, control={"max_trials": 4, "repeats": 0})
     assert table.code == 0
     assert "Best on 2 x cpu" in table.out
@@ -208,6 +211,12 @@ def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project)
     result = project.result()
     assert len(result["trials"]) == 3
     assert "max_trials" in result["stopped_because"]
+    assert result["stopped_message"]["values"] == {"count": 3}
+    choose("zh")
+    try:
+        assert stop_reason(result) == i18n._(Message("max_trials = {count} reached", count=3))
+    finally:
+        choose("en")
     assert len(result["repeats"]) in (0, 4)
 
 
@@ -220,7 +229,7 @@ def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag,
     assert time.monotonic() - began < 20
 
 
-def test_a_hanging_trial_does_not_outlive_the_run(flag: Flag, project: Project) -> None:
+def test_a_hanging_trial_ends_with_the_run(flag: Flag, project: Project) -> None:
     began = time.monotonic()
     ran = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
     assert ran.code == 5
@@ -242,7 +251,7 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag
     assert json.loads((kept[0] / "result.json").read_text())["trials"]
 
 
-def test_nothing_fits_is_3_and_reports_how_close_it_came(flag: Flag, project: Project) -> None:
+def test_nothing_fits_exits_with_3_and_names_the_nearest_candidate(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, cluster={"memory_per_device": "1MiB"})
     assert ran.code == 3
     assert "does_not_fit" in ran.err
@@ -250,13 +259,13 @@ def test_nothing_fits_is_3_and_reports_how_close_it_came(flag: Flag, project: Pr
     assert not project.run_dir.exists()
 
 
-def test_a_command_that_does_not_exist_is_reported_at_once(flag: Flag, project: Project) -> None:
+def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
     assert ran.code == 2
     assert "cannot run /no/such/program" in ran.err
     assert ran.err.count("\n") == 1
-    mended = tune(flag, project, "--new", control={"max_trials": 1})
-    assert mended.code == 0
+    repaired = tune(flag, project, "--new", control={"max_trials": 1})
+    assert repaired.code == 0
 
 
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
@@ -297,7 +306,7 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
     assert project.all_gone()
 
 
-def test_killed_at_random_moments_it_continues_and_loses_nothing(project: Project) -> None:
+def test_a_run_killed_at_random_times_resumes_without_loss(project: Project) -> None:
     draw = random.Random(11)
     spec = project.spec(sleeps=0.1)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
@@ -326,11 +335,11 @@ def test_killed_at_random_moments_it_continues_and_loses_nothing(project: Projec
     numbers = [trial["number"] for trial in (*result["trials"], *result["repeats"])]
     assert len(set(numbers)) == len(numbers)
     measured = {number for number, trial in kept.items() if trial["state"] == "measured"}
-    told = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
-    assert told == measured
+    reported = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
+    assert reported == measured
 
 
-def test_a_second_tuner_on_one_folder_gets_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
+def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
     spec = project.spec(sleeps=0.5)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 0)
@@ -355,7 +364,7 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_learns_from_earlier_ones_unless_it_must_not(
+def test_a_run_learns_from_earlier_ones_unless_disabled(
     flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))

@@ -81,7 +81,7 @@ def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported
     assert [bool(broken[slots]) for slots in (1, 2, 4)] == [False, False, True]
 
 
-def test_where_no_configuration_keeps_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
+def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, slo={"ttft_s": {"p99": 0.05}})
     assert ran.code == 3, ran.err
     assert "nearest" in ran.err
@@ -89,7 +89,7 @@ def test_where_no_configuration_keeps_the_slo_the_nearest_is_named(flag: Flag, p
 
 
 @pytest.mark.parametrize(("limit", "code"), [(0.6, 0), (0.05, 3)])
-def test_a_configuration_without_one_good_request_is_measured_and_breaks_the_slo(
+def test_a_configuration_without_good_requests_is_measured_and_breaks_the_slo(
     limit: float, code: int, flag: Flag, project: Project
 ) -> None:
     ran = tune(flag, project, slo={"ttft_s": {"p99": limit}}, objective="goodput_requests_per_s")
@@ -111,7 +111,7 @@ def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, proj
     assert "do not fit into the context" in ran.err
 
 
-def test_several_instances_leave_a_balancer_in_front_of_them(flag: Flag, project: Project) -> None:
+def test_several_instances_get_a_balancer(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
     assert ran.code == 0, ran.err
     folder = project.run_dir / "best"
@@ -119,7 +119,7 @@ def test_several_instances_leave_a_balancer_in_front_of_them(flag: Flag, project
     assert str(folder / "start.sh") in (project.run_dir / "best.sh").read_text()
 
 
-def test_a_run_that_was_killed_leaves_nothing_and_continues_where_it_was(
+def test_a_killed_run_leaves_no_process_and_resumes(
     flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = project.start("tune", spec(project), "--run-dir", str(project.run_dir))

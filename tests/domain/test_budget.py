@@ -53,20 +53,20 @@ def test_the_number_of_trials_ends_a_run() -> None:
     assert stop_reason(CONTROL, search_state(*known), 0.0) == "max_trials = 4 reached"
 
 
-def test_an_interrupted_trial_has_used_up_nothing() -> None:
+def test_an_interrupted_trial_uses_no_budget() -> None:
     known = [trial(n) for n in range(4)]
     known[3] = replace(known[3], state=TrialState.INTERRUPTED, measurement=None)
     assert stop_reason(CONTROL, search_state(*known), 0.0) is None
 
 
-def test_time_is_kept_for_the_repeats_and_one_more_trial() -> None:
+def test_time_is_reserved_for_the_repeats_and_one_more_trial() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE, seconds=20.0), trial(1, 2.0, seconds=10.0))
     assert repeats_seconds(CONTROL, known) == 30.0
     assert stop_reason(CONTROL, known, 49.0) is None
     assert stop_reason(CONTROL, known, 50.0) == "max_time = 100 s reached"
 
 
-def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -> None:
+def test_time_is_also_reserved_for_the_repeats_of_rivals() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
     assert repeats_seconds(CONTROL, known) == 30.0
     assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 * (1 + EXTRA_ROUNDS)
@@ -78,13 +78,13 @@ def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -
     assert repeats_seconds(replace(CONTROL, repeats=0), known, at_most=True) == 0.0
 
 
-def test_nothing_is_run_again_that_would_not_end_in_time() -> None:
+def test_repeats_that_would_not_end_in_time_do_not_start() -> None:
     assert has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 90.0)
     assert not has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 91.0)
     assert has_time_to_repeat(replace(CONTROL, max_time=None), trial(0, seconds=10.0), 1e9)
 
 
-def test_a_hang_does_not_eat_the_time_of_the_others() -> None:
+def test_a_hang_leaves_time_for_the_others() -> None:
     known = search_state(
         trial(0, 1.0, role=Role.BASELINE), replace(trial(1, None, seconds=30.0), state=TrialState.TIMED_OUT)
     )
@@ -101,14 +101,14 @@ def test_when_nothing_works_it_ends_early() -> None:
     assert stop_reason(replace(CONTROL, max_trials=99), search_state(*one_worked), 0.0) is None
 
 
-def test_imported_trials_have_used_up_nothing() -> None:
+def test_imported_trials_use_no_budget() -> None:
     imported = [replace(trial(n), source="history.csv") for n in range(4)]
     assert stop_reason(CONTROL, search_state(*imported), 0.0) is None
     assert seconds_left(CONTROL, search_state(*imported), 50, 0.0) is None
 
 
 @pytest.mark.parametrize(("elapsed", "seconds"), [(0.0, 30.0), (90.0, 10.0), (100.0, 1.0), (500.0, 1.0)])
-def test_a_trial_gets_what_is_left_of_the_run(elapsed: float, seconds: float) -> None:
+def test_a_trial_gets_the_remaining_time_of_the_run(elapsed: float, seconds: float) -> None:
     assert trial_timeout(CONTROL, elapsed) == seconds
     assert trial_timeout(replace(CONTROL, max_time=None), elapsed) == 30.0
 

@@ -34,11 +34,11 @@ def test_chips_near_a_word_come_likeliest_first(word: str, names: tuple[str, ...
     assert nearest(word, CHIPS) == names
 
 
-def test_a_word_near_none_is_answered_with_all() -> None:
+def test_a_word_without_a_near_match_gets_all_words() -> None:
     assert unknown_chip_hint("unobtainium", CHIPS).startswith("known chips: BI-V150, X100-PCIe, X100-SXM, X200; ")
     assert unknown_chip_hint("X100", CHIPS).startswith("did you mean X100-SXM or X100-PCIe? ")
 
 
-def test_of_many_chips_only_the_number_is_reported() -> None:
+def test_many_chips_are_only_counted() -> None:
     many = [replace(CHIPS[0], name=f"Y{number}", aliases=()) for number in range(21)]
     assert unknown_chip_hint("unobtainium", many) == "`flag plugins chips` lists all 21 chips, with aliases"

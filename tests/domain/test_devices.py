@@ -22,7 +22,7 @@ def test_a_device_with_a_low_clock_is_named() -> None:
 
 
 @pytest.mark.parametrize("figures", [(1.0,), (1.0, 1.1, 0.95), (), (0.0, 5.0)])
-def test_nothing_is_reported_of_equal_devices_or_of_one_alone(figures: tuple[float, ...]) -> None:
+def test_equal_devices_and_a_single_device_are_not_reported(figures: tuple[float, ...]) -> None:
     assert slow_devices(of("speed_test_s", *figures), 8) == ()
 
 

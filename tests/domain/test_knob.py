@@ -52,7 +52,7 @@ def test_an_invalid_value_is_an_error_with_key_value_and_fix(knob: Knob, given: 
 
 
 @pytest.mark.parametrize(("word", "named"), [("ful", ["full"]), ("zzz", list(WORD.words))])
-def test_a_misspelt_word_is_answered_with_the_nearest_and_any_other_with_all(word: str, named: list[str]) -> None:
+def test_a_misspelt_word_gets_a_suggestion_and_any_other_all_words(word: str, named: list[str]) -> None:
     with pytest.raises(SpecError) as error:
         WORD.parse(word, "here")
     assert [each for each in WORD.words if each in error.value.fix] == named
@@ -75,7 +75,7 @@ def test_a_neutral_value_needs_no_flag_unless_it_is_explicit() -> None:
     assert Knob(name="list", kind="words", flags=(Flag(name="list"),)).arguments("a,b") == ("--list", "a", "b")
 
 
-def test_the_values_of_a_space_are_those_that_it_lists_or_those_of_auto() -> None:
+def test_the_values_of_a_space_are_listed_or_those_of_auto() -> None:
     assert SIZE.parse_space(small.task(space={"size": (4, 4, 8)}), "auto") == (4, 8)
     assert SIZE.parse_space(small.task(), "auto") == (1, 2)
     assert SIZE.parse_space(small.task(), (1,)) == (1,)

@@ -32,8 +32,8 @@ def trial(number: int, who: str, speed: float, role: Role = Role.SEARCH, spread:
     measured = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=spread * step, tokens_per_second_per_device=speed
     )
-    who_ran = Candidate.of({"who": who})
-    return Trial(number=number, candidate=who_ran, role=role, state=TrialState.MEASURED, measurement=measured)
+    candidate_ = Candidate.of({"who": who})
+    return Trial(number=number, candidate=candidate_, role=role, state=TrialState.MEASURED, measurement=measured)
 
 
 def first(**speeds: float) -> list[Trial]:
@@ -80,11 +80,11 @@ def test_noisy_steps_make_more_rivals() -> None:
     assert names(rivals(learn(known))) == ["b"]
 
 
-def test_the_noise_of_runs_is_half_of_what_they_differ_by() -> None:
+def test_the_noise_of_runs_is_half_of_their_difference() -> None:
     assert noise([trial(0, "a", 90.0), trial(1, "a", 100.0), trial(2, "a", 110.0)]) == pytest.approx(0.1)
 
 
-def test_what_breaks_a_limit_is_no_rival() -> None:
+def test_a_candidate_that_breaks_a_limit_is_not_a_rival() -> None:
     slow = trial(2, "b", 99.5)
     assert slow.measurement is not None
     broken = replace(slow, measurement=replace(slow.measurement, broken=("ttft_s.p99 is 2 s, over 1 s",)))
@@ -99,7 +99,7 @@ def test_a_baseline_that_failed_is_not_run_again() -> None:
     assert names(contenders(learn([failed, *others]))) == ["a", "b"]
 
 
-def test_however_noisy_its_steps_a_much_slower_one_is_distinguished() -> None:
+def test_a_much_slower_candidate_is_distinguished_despite_noise() -> None:
     known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
     assert names(rivals(learn(known))) == ["b"]
     less = trial(3, "slow", 35.0, spread=2.0)
@@ -107,7 +107,7 @@ def test_however_noisy_its_steps_a_much_slower_one_is_distinguished() -> None:
 
 
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
-def test_two_quiet_ones_are_distinguished_by_what_runs_differ(longer: float, apart: bool) -> None:
+def test_two_low_noise_candidates_are_distinguished_by_run_to_run_noise(longer: float, apart: bool) -> None:
     assert significant(longer, first(a=100.0), first(b=100.0)) is apart
 
 
@@ -118,7 +118,7 @@ def test_the_best_is_the_one_with_the_best_median_of_its_runs() -> None:
     assert search_state.best.number == 2
 
 
-def test_what_leads_once_a_lucky_one_has_fallen_is_run_again_too() -> None:
+def test_a_new_leader_after_repeats_is_repeated_too() -> None:
     known = first(base=50.0, lucky=104.0, b=100.0)
     assert rivals(learn(known)) == ()
     order, search_state = again(known, CONTROL, base=[50.0], lucky=[92.0], b=[100.0])
@@ -157,7 +157,7 @@ def test_an_interrupted_repeat_is_run_again_and_a_failed_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_however_noisy_the_machine_repeats_come_to_an_end(seed: int) -> None:
+def test_repeats_end_even_on_a_noisy_machine(seed: int) -> None:
     chance = np.random.default_rng(seed)
 
     def noisy() -> float:
@@ -185,11 +185,11 @@ def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
     assert again > once + 20
 
 
-@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
-def test_a_machine_that_changed_shows_in_the_baseline(last: float, told: bool) -> None:
+@pytest.mark.parametrize(("last", "reported"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
+def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: bool) -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert drift(learn(trials)) == pytest.approx(last / 50.0 - 1)
-    assert drifted(learn(trials)) is told
+    assert drifted(learn(trials)) is reported
 
 
 def test_a_baseline_that_ran_once_reports_no_drift() -> None:

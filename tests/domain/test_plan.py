@@ -1,4 +1,4 @@
-"""The gain that is told."""
+"""The reported gain."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_each_round_of_both_gives_a_gain() -> None:
     assert gains(learn((*FIRST, *REPEATS))) == (0.5, pytest.approx(0.3))
 
 
-def test_a_round_of_which_one_half_failed_does_not_count() -> None:
+def test_an_incomplete_round_does_not_count() -> None:
     failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
     more = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
     assert gains(learn((*FIRST, failed, REPEATS[1], *more))) == (0.5, pytest.approx(0.1))
 
 
-def told(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
+def reported(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
     record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
     ran = trial(0, "x", 1.0 / measured, Role.SEARCH)
     assert ran.measurement is not None
@@ -42,10 +42,10 @@ def told(predicted: float | None, believed: float | None, measured: float = 1.0)
     return replace(ran, predicted=record, believed=belief, measurement=replace(ran.measurement, step_time_s=measured))
 
 
-def test_a_measured_time_is_reported_over_what_was_predicted_and_believed() -> None:
-    one = told(predicted=0.5, believed=0.8)
+def test_a_measured_time_takes_precedence_over_predictions() -> None:
+    one = reported(predicted=0.5, believed=0.8)
     assert (measured_over(one, "predicted"), measured_over(one, "believed")) == (2.0, 1.25)
-    assert measured_over(told(0.5, None), "believed") is None
+    assert measured_over(reported(0.5, None), "believed") is None
     assert measured_over(replace(one, measurement=None), "predicted") is None
 
 
@@ -70,20 +70,20 @@ def test_the_gain_is_the_lowest_of_the_rounds() -> None:
 
 
 def test_predictions_before_and_after_are_compared_over_the_same_trials() -> None:
-    plan = replace(PLAN, trials=(told(4.0, None), told(0.5, 1.25), told(2.0, 0.8), told(None, 0.1)))
+    plan = replace(PLAN, trials=(reported(4.0, None), reported(0.5, 1.25), reported(2.0, 0.8), reported(None, 0.1)))
     assert plan.prediction_error is not None
     assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.prediction_error.trials == 2
-    unlearned = replace(plan, trials=(told(4.0, None),))
+    unlearned = replace(plan, trials=(reported(4.0, None),))
     assert unlearned.prediction_error is None
 
 
-def test_what_joined_late_is_compared_with_the_baseline_of_its_own_time() -> None:
+def test_late_rivals_are_compared_with_the_baseline_of_the_same_rounds() -> None:
     baseline = [trial(number, "baseline", speed, Role.REPEAT) for number, speed in ((2, 100.0), (4, 80.0))]
     assert gains(learn((*FIRST, *baseline, trial(5, "best", 120.0, Role.REPEAT)))) == (0.5, pytest.approx(0.5))
 
 
-def test_an_interrupted_repeat_is_no_round() -> None:
+def test_an_interrupted_repeat_is_not_a_round() -> None:
     cut = replace(REPEATS[1], state=TrialState.INTERRUPTED, measurement=None)
     assert gains(learn((*FIRST, REPEATS[0], cut))) == (0.5,)
 

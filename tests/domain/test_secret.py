@@ -47,7 +47,7 @@ def test_names_of_secrets(name: str) -> None:
         *("num_key_value_heads", "key", "keys", "PWD", "kv_cache_type", "tokenizer", "secretary", "monkey", "api", ""),
     ],
 )
-def test_names_of_what_is_no_secret(name: str) -> None:
+def test_names_that_are_not_secrets(name: str) -> None:
     assert not is_secret(name)
 
 
@@ -80,13 +80,13 @@ def test_secrets_in_text(text: str, shown: str | None) -> None:
     assert redact_text(found) == found
 
 
-def test_a_known_secret_is_left_out_wherever_it_stands() -> None:
+def test_a_known_secret_is_redacted_everywhere() -> None:
     known = secrets_in_environment({"HF_TOKEN": HIDDEN, "PATH": "/usr/bin", "API_KEY": "x"})
     assert known == (HIDDEN,)
     assert redact_text(f"loading with <{HIDDEN}>", known) == "loading with <(left out)>"
 
 
-def test_plain_data_keeps_its_form() -> None:
+def test_plain_data_round_trips() -> None:
     data: dict[str, Any] = {
         "envs": {"HF_TOKEN": HIDDEN, "A": "1"},
         "argv": ["serve", "--api-key", HIDDEN, "--tp", "2"],

@@ -24,7 +24,7 @@ def test_statistics_of_a_latency_are_grouped() -> None:
         ("tpot_s.p99",) * 2 + (False,),
     ],
 )
-def test_an_objective_in_seconds_and_back(objective: str, name: str, rate: bool) -> None:
+def test_an_objective_converts_to_seconds_and_back(objective: str, name: str, rate: bool) -> None:
     assert figure_name(objective) == name
     assert is_rate(objective) is rate
     assert seconds(objective, 4.0) == (0.25 if rate else 4.0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from flagcore import i18n
-from flagcore.i18n import Message, _, choose, language, ngettext
+from flagcore.i18n import Message, _, choose, from_record, language, ngettext
 from tests.i18n.messages import FILE, compiled, sources, translations
 
 FIELD = re.compile(r"\{[^{}]*\}")
@@ -58,6 +58,36 @@ def test_a_message_of_a_record_is_english_and_translated_where_it_is_printed() -
     assert json.dumps([message]) == '["max_trials = 3 reached"]'
     assert copy.deepcopy(message) == "max_trials = 3 reached"
     assert _(message) == "已达到 max_trials = 3"
+
+
+def test_a_saved_message_is_translated_with_its_values() -> None:
+    why = Message("max_trials = {count} reached", count=3)
+    message = Message("no trial fits in the remaining {left:.0f} s; {why}", left=4.0, why=why)
+    saved = json.loads(json.dumps(message.record))
+    assert from_record(str(message), saved) == message
+    choose("zh")
+    found = from_record(str(message), saved)
+    assert found == _(message)
+    assert "已达到 max_trials = 3" in found
+    assert from_record("interrupted", None) == _("interrupted") != "interrupted"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        5,
+        [],
+        {"template": "max_trials = {count} reached"},
+        {"template": "max_trials = {count} reached", "values": {}},
+        {"template": "max_trials = {count} reached", "values": {"count": 4}},
+        {"template": "{count:>999999999999}", "values": {"count": 3}},
+        {"template": ["max_trials"], "values": 5},
+    ],
+)
+def test_a_saved_message_that_is_not_of_its_text_is_ignored(record: object) -> None:
+    choose("zh")
+    assert from_record("max_trials = 3 reached", record) == "max_trials = 3 reached"
 
 
 def test_the_compiled_catalogue_is_that_of_the_source() -> None:

@@ -28,7 +28,7 @@ PYTHON = (sys.executable, "-I", "-S", "-c")
 STUBBORN = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for _ in range(2):                      # a child and a grandchild, each in a session of its own
+for _ in range(2):                      # a child and a grandchild, each in its own session
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -143,7 +143,7 @@ def test_timeout_ends_a_tree_that_ignores_sigterm_and_opened_sessions(tmp_path: 
     assert marked.alive() == []
 
 
-def test_a_program_may_clean_up_when_its_time_is_over(tmp_path: Path) -> None:
+def test_a_program_may_clean_up_after_its_timeout(tmp_path: Path) -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); time.sleep(60)"
     ended = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path), timeout_seconds=0.5)).wait(10)
     assert ended is not None
@@ -210,7 +210,7 @@ def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     assert marked.alive() == []
 
 
-def test_the_end_is_noticed_within_20_ms(tmp_path: Path) -> None:
+def test_the_end_is_detected_within_20_ms(tmp_path: Path) -> None:
     code = "import time; time.sleep(0.3); print(time.time(), flush=True)"
     late = []
     for attempt in range(3):
@@ -221,7 +221,7 @@ def test_the_end_is_noticed_within_20_ms(tmp_path: Path) -> None:
     assert min(late) < 0.02
 
 
-def test_a_daemon_does_not_outlive_its_trial(tmp_path: Path, marked: Marked) -> None:
+def test_a_daemon_ends_with_its_trial(tmp_path: Path, marked: Marked) -> None:
     running = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
     ended = running.wait(10)
     assert ended is not None
@@ -247,7 +247,7 @@ def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt
     assert marked.gone_within(3)
 
 
-def test_a_tuner_that_just_exits_leaves_nothing(tmp_path: Path, marked: Marked) -> None:
+def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: Marked) -> None:
     subprocess.run(
         [sys.executable, "-c", TUNER.replace("running.wait(60)", ""), str(tmp_path), *PYTHON, STUBBORN],
         env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
@@ -256,7 +256,7 @@ def test_a_tuner_that_just_exits_leaves_nothing(tmp_path: Path, marked: Marked) 
     assert marked.gone_within(3)
 
 
-def test_a_killed_guard_leaves_nothing_and_gives_an_exit(tmp_path: Path, marked: Marked) -> None:
+def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, marked: Marked) -> None:
     running = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
     wait_for(tmp_path / "stdout.log", "up")
     parent = guard.family(running.pid)
@@ -280,7 +280,7 @@ def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked)
     assert marked.alive() == []
 
 
-def test_trial_and_guard_are_out_of_reach_of_the_terminal(tmp_path: Path) -> None:
+def test_trial_and_guard_are_detached_from_the_terminal(tmp_path: Path) -> None:
     running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path)))
     trial = guard.family(running.pid)
     assert trial is not None
@@ -291,7 +291,7 @@ def test_trial_and_guard_are_out_of_reach_of_the_terminal(tmp_path: Path) -> Non
     running.stop()
 
 
-def test_two_trials_do_not_hold_each_others_pipes(tmp_path: Path) -> None:
+def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
     both = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
     pipes = []
     for running in both:
@@ -306,7 +306,7 @@ def test_two_trials_do_not_hold_each_others_pipes(tmp_path: Path) -> None:
         running.stop()
 
 
-def test_ended_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
+def test_finished_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
     before, ended = len(os.listdir("/proc/self/fd")), []
     for name in "abc":
         ended.append(LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))))
@@ -331,7 +331,7 @@ def test_arguments_and_environment_that_are_not_text_arrive_unchanged(tmp_path: 
     assert (tmp_path / "stdout.log").read_text().strip() == r"b'\xff\n' b'\xfe a'"
 
 
-def test_each_trial_has_a_port_of_its_own_unless_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trial_has_its_own_port_unless_one_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
     for name, environment in (("a", {}), ("b", {"MASTER_ADDR": "h", "MASTER_PORT": "29500"})):
@@ -373,7 +373,7 @@ def test_an_error_at_the_start_is_one_line_that_names_the_value(
         assert word in str(caught.value)
 
 
-def test_too_many_open_files_is_an_error_that_leaves_none_open(tmp_path: Path) -> None:
+def test_too_many_open_files_is_an_error_and_all_are_closed(tmp_path: Path) -> None:
     code = """
 import os, resource, sys
 from flagcore.domain.launch import Launch
@@ -418,7 +418,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_pipe_in_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_log_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "stdout.log")
     ended = LAUNCHER.start(Launch(argv=("/bin/echo", "here"), folder=str(tmp_path))).wait(10)
     assert ended is not None

@@ -31,19 +31,19 @@ def lost(row: int, state: TrialState, seconds: float) -> Trial:
     return replace(ran(row, None, row), state=state, duration_s=seconds)
 
 
-def test_a_trial_that_certainly_ends_costs_its_steps_and_what_is_beside_them() -> None:
+def test_a_trial_that_succeeds_costs_its_steps_and_its_start() -> None:
     assert cost(1.0, 1.0) == pytest.approx(WHOLE)
 
 
-def test_before_any_ran_out_of_memory_that_costs_the_start_and_a_step() -> None:
+def test_the_first_out_of_memory_is_assumed_to_cost_the_start_and_a_step() -> None:
     assert cost(0.0, 1.0) == pytest.approx(20.0 + STEP)
 
 
-def test_running_out_of_memory_costs_what_it_did_so_far() -> None:
+def test_running_out_of_memory_costs_as_much_time_as_before() -> None:
     out = [lost(row, TrialState.OUT_OF_MEMORY, seconds) for row, seconds in ((1, 300.0), (2, 500.0), (3, 400.0))]
     assert cost(0.25, 1.0, *out) == pytest.approx(0.25 * WHOLE + 0.75 * 400.0)
 
 
-def test_a_failure_costs_what_failures_did_so_far() -> None:
+def test_a_failure_costs_as_much_time_as_earlier_failures() -> None:
     broken = lost(1, TrialState.TIMED_OUT, 1800.0)
     assert cost(1.0, 0.5, broken) == pytest.approx(0.5 * WHOLE + 0.5 * 1800.0)

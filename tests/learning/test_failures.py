@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning.chances import chance_to_end
+from flagcore.learning.chances import success_probability
 from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()
@@ -21,7 +21,7 @@ def lost(row: int, number: int, state: TrialState = TrialState.FAILED) -> Trial:
 
 
 def chances(*trials: Trial) -> np.ndarray:
-    return chance_to_end(search_context(KNOWN, trials), ROWS)
+    return success_probability(search_context(KNOWN, trials), ROWS)
 
 
 def apart(row: int) -> np.ndarray:
@@ -31,7 +31,7 @@ def apart(row: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT])
-def test_what_is_like_a_failed_trial_is_less_likely_to_end(state: TrialState) -> None:
+def test_candidates_similar_to_a_failed_one_are_less_likely_to_succeed(state: TrialState) -> None:
     ends, far = chances(lost(0, 0, state)), apart(0)
     assert ends[far == far.min()].max() < ends[far == far.max()].min()
     assert ends[far == np.sort(np.unique(far))[1]].max() < 0.7
@@ -39,11 +39,11 @@ def test_what_is_like_a_failed_trial_is_less_likely_to_end(state: TrialState) ->
 
 
 @pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.INTERRUPTED])
-def test_memory_that_ran_out_and_interrupts_are_no_failures(state: TrialState) -> None:
+def test_out_of_memory_and_interrupts_are_not_failures(state: TrialState) -> None:
     assert chances(lost(0, 0, state)).tolist() == [1.0] * len(SPACE)
 
 
-def test_suspicion_falls_on_the_value_with_which_no_trial_ended() -> None:
+def test_a_failure_is_attributed_to_the_value_without_successful_trials() -> None:
     sizes = COLUMNS["micro_batch_size"]
     broken = np.flatnonzero(sizes == 2)[:2]
     fine = [row for each in broken for row in np.flatnonzero((apart(each) <= 2) & (sizes != 2))[:3]]
@@ -53,7 +53,7 @@ def test_suspicion_falls_on_the_value_with_which_no_trial_ended() -> None:
     assert np.median(ends[sizes != 2]) > 0.8
 
 
-def test_a_value_that_failed_once_and_ended_often_is_hardly_suspected() -> None:
+def test_a_value_that_failed_once_among_many_successes_is_hardly_suspected() -> None:
     sizes = COLUMNS["micro_batch_size"]
     rows = np.flatnonzero(sizes == 2)
     ended = [ran(int(row), 1.0, at) for at, row in enumerate(rows[1:9])]

@@ -29,14 +29,14 @@ def by_parts(wrong: float) -> FloatArray:
 
 
 @pytest.mark.parametrize("rough", [0.01, 0.05, 0.2, 0.3])
-def test_how_rough_errors_are_is_learned_from_trials(rough: float) -> None:
+def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
     ratio = np.random.default_rng(1).normal(0.0, rough, len(SPACE))
     untried = np.setdiff1d(ROWS, TRIED)
     deviation = Ratios(observed(TRIED, ratio), ALL, TIME).of(ALL.take(untried)).deviation
     assert 0.7 * rough < np.median(deviation) < 1.4 * rough + 0.03
 
 
-def test_a_past_that_holds_is_believed_from_the_start() -> None:
+def test_consistent_experience_is_used_from_the_start() -> None:
     ratio = by_parts(0.3)
     alone, taught = (
         Ratios(Observed.join([*past, observed(TRIED[:3], ratio)]), ALL, TIME).of(ALL)
@@ -45,7 +45,7 @@ def test_a_past_that_holds_is_believed_from_the_start() -> None:
     assert np.abs(taught.mean - ratio).mean() < 0.5 * np.abs(alone.mean - ratio).mean()
 
 
-def test_a_past_that_trials_contradict_counts_no_more() -> None:
+def test_contradicted_experience_is_ignored() -> None:
     past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
     belief = Ratios(Observed.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
     alone = Ratios(observed(TRIED[:8], real), ALL, TIME).of(ALL)
@@ -53,7 +53,7 @@ def test_a_past_that_trials_contradict_counts_no_more() -> None:
     assert np.mean(np.abs(belief.mean - real) < 2 * belief.deviation) > 0.9
 
 
-def test_draws_are_of_what_is_believed() -> None:
+def test_samples_are_drawn_from_the_posterior() -> None:
     belief = Ratios(observed(TRIED[:5], by_parts(0.2)), ALL, TIME)
     one, drawn = belief.of(ALL.take(ROWS[:20])), belief.drawn(ALL.take(ROWS[:20]), 20_000)
     assert drawn.mean(axis=0) == pytest.approx(one.mean, abs=0.01)
@@ -61,7 +61,7 @@ def test_draws_are_of_what_is_believed() -> None:
 
 
 @pytest.mark.parametrize("scales", [TIME, MEMORY])
-def test_before_anything_is_measured_the_prediction_is_believed(scales: object) -> None:
+def test_before_any_measurement_the_prediction_is_used(scales: object) -> None:
     belief = Ratios(Observed.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
     assert belief.mean == pytest.approx(0.0)
     assert (belief.deviation > scales.chip).all()  # type: ignore[attr-defined]

@@ -27,27 +27,27 @@ def measured() -> list[Trial]:
     return [replace(ran(row, step, row), duration_s=20.0 + STEPS * step) for row, step in enumerate(steps)]
 
 
-def told(*trials: Trial) -> list[float]:
+def reported(*trials: Trial) -> list[float]:
     return observed_times(search_context(KNOWN, [*measured(), *trials])).log_ratio[3:].tolist()
 
 
-def test_trials_take_a_time_beside_their_steps() -> None:
+def test_trials_have_a_start_time_in_addition_to_steps() -> None:
     assert overhead_seconds(search_context(KNOWN, measured())) == pytest.approx(20.0)
     assert overhead_seconds(search_context(KNOWN)) == 0.0
 
 
 def test_a_time_out_is_a_bound_of_the_step() -> None:
-    assert told(late(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
+    assert reported(late(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
 
 
-def test_a_time_out_that_was_to_be_expected_reports_nothing_new() -> None:
-    assert told(late(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
+def test_an_expected_timeout_teaches_nothing() -> None:
+    assert reported(late(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
 
 
-def test_a_trial_that_hung_reports_nothing_of_time() -> None:
-    assert told(late(7, 20.0, 20.0)) == []
+def test_a_hung_trial_does_not_bound_the_time() -> None:
+    assert reported(late(7, 20.0, 20.0)) == []
 
 
-def test_a_probe_that_timed_out_reports_nothing_of_the_step() -> None:
+def test_a_timed_out_probe_does_not_bound_the_step() -> None:
     probe = late(7, 1.4, 20.0, fidelity=PROBE)
     assert observed_times(replace(search_context(KNOWN, measured()), probes=[probe])).log_ratio.size == 3

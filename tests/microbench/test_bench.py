@@ -1,4 +1,4 @@
-"""The clock of the micro-benchmark, in a process of its own: torch stays out of this one."""
+"""The clock of the micro-benchmark, in a separate process: torch stays out of this one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_kernel_that_is_shorter_than_its_launch_is_timed_by_the_device() -> No
     assert run(ACCELERATOR) == pytest.approx(5e-5, rel=0.3)
 
 
-def test_time_that_is_too_short_leaves_gaps_but_small_and_large_kernels() -> None:
+def test_with_too_little_time_small_and_large_kernels_are_measured_first() -> None:
     found = run(PLAN)
     work = [row["m"] * row["n"] * row["k"] for row in found["rows"]]
     assert 5 < len(work) < found["planned"]

@@ -92,11 +92,11 @@ def best(choices: Sequence[Orders], pipe: Pipe, limit: float, share: float) -> O
 def shortest(plans: Sequence[Orders], pipe: Pipe) -> Orders:
     """Return the plan whose longest span of one device is shortest: no synchronisation of all devices ends its step."""
 
-    def lasts(plan: Orders) -> tuple[float, float]:
+    def duration(plan: Orders) -> tuple[float, float]:
         whole, span = seconds_of(run(plan, pipe))
         return round(span, 9), round(whole, 9)
 
-    return min(plans, key=lasts)
+    return min(plans, key=duration)
 
 
 def with_weights(orders: Orders, pipe: Pipe, limit: float, share: float, least: float) -> Orders | None:
@@ -113,7 +113,7 @@ def with_weights(orders: Orders, pipe: Pipe, limit: float, share: float, least: 
     left = sum(map(len, orders))
 
     def do(device: int, one: Pass, start: float, gains: float) -> None:
-        end[one] = free[device] = start + pipe.lasts((one,))
+        end[one] = free[device] = start + pipe.duration((one,))
         held[device] += gains * unit
         filled[device].append((one,))
 
@@ -126,7 +126,7 @@ def with_weights(orders: Orders, pipe: Pipe, limit: float, share: float, least: 
                     break
                 later = waiting[device]
                 full = one[0] == "F" and held[device] + unit > limit + 1e-9
-                while later and (full or ready - free[device] >= max(least * pipe.lasts((later[0],)), 1e-12)):
+                while later and (full or ready - free[device] >= max(least * pipe.duration((later[0],)), 1e-12)):
                     do(device, later.pop(0), free[device], -share)
                     full = one[0] == "F" and held[device] + unit > limit + 1e-9
                 if full:

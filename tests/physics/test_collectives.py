@@ -57,7 +57,7 @@ def test_a_group_of_one_costs_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_each_device_of_a_node_sends_through_its_own_port(kind: str) -> None:
+def test_each_device_of_a_node_uses_its_own_port(kind: str) -> None:
     costs = Collectives(topology=TOPOLOGY)
     alone, four, eight = (rate(costs, kind, 8 * together, 8 // together) for together in (1, 4, 8))
     assert alone == pytest.approx(50e9 * 8 / 7, rel=0.01)
@@ -65,7 +65,7 @@ def test_each_device_of_a_node_sends_through_its_own_port(kind: str) -> None:
     assert eight == pytest.approx(400e9 * 64 / 63, rel=0.01)
 
 
-def test_an_all_reduce_leaves_a_node_as_a_ring_or_as_sums_where_the_switch_adds_up() -> None:
+def test_an_all_reduce_between_nodes_is_a_ring_or_uses_switch_reduction() -> None:
     slow = replace(NETWORK, bytes_per_second=10e9)
     ring = rate(Collectives(topology=Topology(levels=(NODE, slow))), "all_reduce", 16)
     assert ring == pytest.approx(8 * 10e9 * 16 / 30, rel=0.01)
@@ -121,7 +121,7 @@ def test_a_link_may_join_several_nodes_or_an_island_of_one() -> None:
     assert [level.devices for level in topology_of(group(replace(LINK, domain_size=4))).levels] == [4, 8]
 
 
-def test_what_stays_inside_the_link_is_known_without_a_network() -> None:
+def test_times_inside_the_link_need_no_network() -> None:
     chip = replace(CHIP, nic_bytes_per_second=None)
     costs = Collectives(topology=topology_of(NodeGroup(chip=chip, nodes=2, devices_per_node=8)))
     for kind in KINDS:
@@ -152,7 +152,7 @@ def test_pcie_crowds_and_copies_through_the_host_crowd_far_more() -> None:
     assert bus[1][2] / bus[1][0] == pytest.approx(1.6 / 18.7, rel=0.1)
 
 
-def test_a_collective_takes_compute_as_its_levels_do() -> None:
+def test_a_collective_slows_compute_as_its_levels_do() -> None:
     levels = topology_of(group(nodes=8))
     taken = Collectives(topology=levels).compute_share(np.array([1, 8, 8, 64]), np.array([1, 1, 8, 1]))
     assert taken.tolist() == [0.0, 0.15, 0.02, 0.15]
@@ -178,7 +178,7 @@ MEASURED = Collectives(topology=TOPOLOGY, table=TABLE)
 
 
 @pytest.mark.parametrize("ranks", GATHER)
-def test_measured_times_are_met(ranks: int) -> None:
+def test_measured_times_are_predicted(ranks: int) -> None:
     found = [seconds(MEASURED, "all_gather", size, ranks) for size in SIZES]
     assert found == pytest.approx(GATHER[ranks], rel=1e-9)
 
@@ -195,7 +195,7 @@ def test_times_grow_with_payload_and_ranks_also_between_and_beyond_what_was_meas
     assert beyond / last == pytest.approx(8, rel=0.02)
 
 
-def test_kinds_that_no_one_measured_come_from_their_relatives_or_from_the_link() -> None:
+def test_unmeasured_collectives_are_derived_from_related_ones_or_the_link() -> None:
     plain = Collectives(topology=TOPOLOGY)
     assert seconds(MEASURED, "reduce_scatter", 1e8, 8) == seconds(MEASURED, "all_gather", 1e8, 8)
     assert seconds(MEASURED, "all_reduce", 1e8, 8) == pytest.approx(2 * seconds(MEASURED, "all_gather", 1e8, 8))
@@ -206,7 +206,7 @@ def test_kinds_that_no_one_measured_come_from_their_relatives_or_from_the_link()
     assert seconds(reduced, "all_gather", 1e8, 8) == pytest.approx(seconds(reduced, "all_reduce", 1e8, 8) / 2)
 
 
-def test_a_curve_of_large_sizes_only_keeps_a_small_start_up() -> None:
+def test_a_curve_of_large_sizes_has_a_small_latency() -> None:
     curve = Curve(kind="all_gather", ranks=2, payload_bytes=(2.0**23, 2.0**25), seconds=(600e-6, 1800e-6))
     costs = Collectives(topology=TOPOLOGY, table=replace(TABLE, curves=(curve,)))
     assert seconds(costs, "all_gather", 2.0**23, 2) == pytest.approx(600e-6)
@@ -232,7 +232,7 @@ def test_a_group_over_several_nodes_pays_the_curve_inside_and_the_network_outsid
     assert seconds(MEASURED, "all_gather", 8.0, 16) > GATHER[8][0] + NETWORK.latency_seconds
 
 
-def test_a_curve_over_two_islands_does_not_hide_the_slow_way_between_them() -> None:
+def test_a_curve_over_two_islands_includes_the_slow_link_between_them() -> None:
     island = replace(NODE, name="island", devices=4)
     between = replace(NODE, name="between", bytes_per_second=16e9)
     of_eight = replace(TABLE, curves=TABLE.curves[2:], level="between")

@@ -63,7 +63,7 @@ def test_a_recording_stack_names_the_sources_that_answered_by_kind_of_kernel() -
     assert stack.answered == {"memory": {"small", "medium"}, "gemm": {"all"}}
 
 
-def test_a_slowdown_is_of_kernels_on_the_device_alone() -> None:
+def test_a_slowdown_applies_only_to_kernels_of_the_device() -> None:
     slow = slowed(STACK, 2.0)
     assert slow.memory_seconds(SIZE).tolist() == [2.0, 40.0, 600.0]
     assert slow.host_copy_seconds(SIZE).tolist() == STACK.host_copy_seconds(SIZE).tolist()

@@ -63,7 +63,7 @@ def measured(*, times: float = 1.0) -> KernelSheet:
 TABLE = KernelTable.of(Roofline(chip=CHIP), measured())
 
 
-def test_a_table_finds_the_shares_of_the_chip_that_was_measured() -> None:
+def test_a_table_recovers_the_efficiencies_of_the_measured_chip() -> None:
     unseen = (2048, 6144, 2048)
     assert gemm(TABLE, unseen) == pytest.approx(gemm(TRUTH, unseen), rel=0.02)
     shape = AttentionShape(
@@ -80,7 +80,7 @@ def test_a_table_finds_the_shares_of_the_chip_that_was_measured() -> None:
     assert TABLE.launch_seconds() == 7e-6
 
 
-def test_what_a_library_does_badly_is_learned_where_it_was_seen_and_forgotten_far_away() -> None:
+def test_library_inefficiencies_are_learned_locally() -> None:
     table = KernelTable.of(Roofline(chip=CHIP), measured(times=1.5))
     bad, near, far = (4096, 11008, 4096), (4096, 10752, 4096), (4096, 131072, 4096)
     assert gemm(table, bad) == pytest.approx(1.5 * gemm(TRUTH, bad), rel=0.1)
@@ -102,7 +102,7 @@ def test_a_bound_corrects_downwards_only() -> None:
         assert gemm(table, shape) == pytest.approx(expected, rel=0.25)
 
 
-def test_peaks_that_no_one_published_become_what_was_measured() -> None:
+def test_unpublished_peaks_are_replaced_by_measured_ones() -> None:
     bare = Chip(name="bare", vendor="x")
     table = KernelTable.of(Roofline(chip=bare), measured())
     for shape in SHAPES:
@@ -123,7 +123,7 @@ def test_columns_of_any_shape_that_broadcasts_are_answered() -> None:
     assert both[1, 2] == gemm(TABLE, (4096, 11008, 4096))
 
 
-def test_octaves_are_exact_at_powers_of_two_and_straight_between() -> None:
+def test_octaves_are_exact_at_powers_of_two_and_linear_between() -> None:
     assert octaves(np.array([1.0, 2.0, 1024.0, 1536.0, 1792.0])).tolist() == [0.0, 1.0, 10.0, 10.5, 10.75]
 
 

@@ -65,7 +65,7 @@ def test_a_thin_product_is_bound_by_memory() -> None:
     assert time[0] == pytest.approx(2 * 8192 * 8194 / (0.91 * 3e12) + 2e-6, rel=0.02)
 
 
-def test_a_piece_too_many_costs_another_wave() -> None:
+def test_one_tile_more_costs_another_wave() -> None:
     curve = Curve(units=128.0)
     fits, too_many = (
         Roofline(chip=CHIP, curve=curve).gemm_seconds(one(m), one(512.0), one(8192.0), "bf16")[0]
@@ -100,7 +100,7 @@ def test_formats_narrower_than_16_bits_compute_attention_in_bf16() -> None:
     assert ROOFLINE.attention_seconds(shape, "fp32") > 5 * ROOFLINE.attention_seconds(shape, "bf16")
 
 
-def test_an_unknown_peak_is_not_invented() -> None:
+def test_an_unknown_peak_stays_unknown() -> None:
     assert np.isnan(ROOFLINE.gemm_seconds(one(64.0), one(64.0), one(64.0), "tf32")).all()
     bare = Roofline(chip=Chip(name="bare", vendor="test"))
     assert np.isnan(bare.memory_seconds(one(1e9))).all()
@@ -116,7 +116,7 @@ def test_a_precision_may_reach_its_own_share_of_its_peak() -> None:
     assert own.gemm_seconds(side, side, side, "bf16") == ROOFLINE.gemm_seconds(side, side, side, "bf16")
 
 
-def test_attention_in_another_precision_reaches_as_much_more_as_its_products_do() -> None:
+def test_attention_scales_with_the_products_of_another_precision() -> None:
     double = Roofline(chip=CHIP, curve=replace(Curve(), gemm_share=0.4, gemm_shares={"fp32": 0.8}))
     half = Roofline(chip=CHIP, curve=replace(Curve(), gemm_share=0.4))
     shape = shaped(16384, 16384)
@@ -128,7 +128,7 @@ def test_attention_grows_with_the_square_of_the_sequence() -> None:
     assert 3.7 < attention(32768, 32768)[0] / attention(16384, 16384)[0] < 4.0
 
 
-def test_backward_takes_five_products_to_two_each_a_little_slower() -> None:
+def test_attention_backward_runs_five_products_for_two_in_forward() -> None:
     forward, backward = attention(8192, 8192, groups=32)
     assert 2.5 < backward / forward < 3.0
 
@@ -139,11 +139,11 @@ def test_fewer_groups_than_heads_cost_backward_a_sum_and_spare_forward_nothing_w
     assert grouped[1] > plain[1]
 
 
-def test_a_narrow_head_takes_more_than_its_share() -> None:
+def test_a_small_head_dimension_costs_more_than_its_share() -> None:
     assert attention(8192, 8192, width=64)[0] > 0.6 * attention(8192, 8192)[0]
 
 
-def test_one_query_is_bound_by_reading_keys_and_values_of_the_groups() -> None:
+def test_a_single_query_is_bound_by_reading_keys_and_values() -> None:
     for groups in (8.0, 4.0):
         expected = 64 * groups * 32768 * 128 * 2 * 2 / (0.91 * 3e12)
         assert attention(1, 32768, batch=64, groups=groups)[0] == pytest.approx(expected, rel=0.1)

@@ -51,7 +51,7 @@ def closed(schedule: str, times: StageTimes, m: float, v: float = 1.0) -> float:
 
 
 def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **more: Any) -> Passes:
-    """Return the passes of whole stages; messages make their receiver wait unless told otherwise."""
+    """Return the passes of whole stages; receivers wait for messages by default."""
     given: dict[str, Any] = {"send_s": 0.0, "sender_waits": False, "weight_share": 0.4, **more}
     return Passes(
         schedule=schedule,
@@ -74,15 +74,15 @@ def test_1f1b_and_gpipe_are_exact_for_any_stages_and_micro_batches(kind: str) ->
     for k, (p, seconds) in enumerate(cases(kind, seed=1, count=150)):
         m = 1 + k % (3 * p)
         for schedule in ("1f1b", "gpipe"):
-            truth, _ = played(schedule, m, seconds)
-            assert closed(schedule, stage_times(seconds), m) == pytest.approx(truth, rel=1e-9)
+            simulated, _ = played(schedule, m, seconds)
+            assert closed(schedule, stage_times(seconds), m) == pytest.approx(simulated, rel=1e-9)
 
 
 def test_a_send_that_blocks_its_sender_is_work_of_the_sender() -> None:
     for k, (p, seconds) in enumerate(cases("edges", seed=4, count=60)):
         m, send = p + k % (2 * p), 0.07
-        truth, _ = played("1f1b", m, seconds, send, sender_waits=True)
-        assert closed("1f1b", stage_times(seconds, send, blocking=1.0), m) == pytest.approx(truth, rel=1e-9)
+        simulated, _ = played("1f1b", m, seconds, send, sender_waits=True)
+        assert closed("1f1b", stage_times(seconds, send, blocking=1.0), m) == pytest.approx(simulated, rel=1e-9)
 
 
 @pytest.mark.parametrize(("kind", "within"), [("even", 1e-9), ("edges", 0.03), ("hetero", 0.03)])
@@ -90,8 +90,8 @@ def test_a_send_that_blocks_its_sender_is_work_of_the_sender() -> None:
 def test_interleaved_agrees_with_megatrons_order(kind: str, within: float, send: float) -> None:
     for k, (p, seconds) in enumerate(cases(kind, seed=5, count=60, lengths=LENGTHS[1:])):
         m, v = p * (1 + k % 5), 2 + k % 3
-        truth, _ = played("interleaved", m, seconds, send, v=v)
-        assert closed("interleaved", stage_times(seconds, send), m, v) == pytest.approx(truth, rel=within)
+        simulated, _ = played("interleaved", m, seconds, send, v=v)
+        assert closed("interleaved", stage_times(seconds, send), m, v) == pytest.approx(simulated, rel=within)
 
 
 def test_interleaved_without_virtual_stages_is_1f1b() -> None:
@@ -105,8 +105,8 @@ def deviations(schedule: str, kind: str, least: int, lengths: tuple[int, ...] = 
     found = []
     for k, (p, seconds) in enumerate(cases(kind, seed=7, count=30, lengths=lengths)):
         m, send, share = p * (least + k // 3 % 3), (0.0, 0.02, 0.05)[k % 3], (0.4, 0.7, 1.0)[k % 3]
-        truth = played(schedule, m, seconds, send, weight_share=share)[SCHEDULES[schedule].post_validation]
-        found.append(closed(schedule, stage_times(seconds, send, weight_share=share), m) / truth - 1.0)
+        simulated = played(schedule, m, seconds, send, weight_share=share)[SCHEDULES[schedule].post_validation]
+        found.append(closed(schedule, stage_times(seconds, send, weight_share=share), m) / simulated - 1.0)
     return np.abs(found)
 
 
@@ -147,9 +147,9 @@ def test_pairs_that_run_together_shorten_dualpipe() -> None:
     for p, m in ((2, 6), (4, 12), (8, 16)):
         whole = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
         for schedule in ("dualpipe", "dualpipev"):
-            truth, _ = played(schedule, m, whole, paired_s=(2.7,) * p)
+            simulated, _ = played(schedule, m, whole, paired_s=(2.7,) * p)
             found = closed(schedule, stage_times(whole, paired=np.full((p, 1), 2.7)), m)
-            assert found == pytest.approx(truth, rel=0.03)
+            assert found == pytest.approx(simulated, rel=0.03)
 
 
 def columns(seed: int, p: int, count: int = 400) -> StageTimes:
@@ -185,7 +185,7 @@ def test_a_step_takes_no_less_than_its_work_or_one_pass_and_no_less_for_more_mic
         before = found
 
 
-def test_a_step_takes_no_less_than_the_messages_of_one_pass_there_and_back() -> None:
+def test_a_step_takes_at_least_the_messages_of_one_round_trip() -> None:
     seconds = {kind: [1.0] * 4 for kind in "FBW"}
     assert closed("dualpipe", stage_times(seconds, send=50.0), 2) == pytest.approx(4 * (1 + 1) + 1 + 2 * 3 * 50.0)
 
@@ -207,7 +207,7 @@ def test_more_memory_and_deferred_weights_never_make_a_plan_slower(p: int) -> No
         assert (one <= plain * (1.0 + 1e-12)).all()
 
 
-def test_a_column_gives_what_its_rows_give() -> None:
+def test_columns_and_rows_give_equal_results() -> None:
     times, m, v = columns(3, 4, 6), np.array([4.0, 8.0, 12.0, 16.0, 20.0, 24.0]), np.array([1.0, 2, 3, 1, 2, 3])
     for schedule in SCHEDULES:
         whole = makespan(schedule, times, m, v)
@@ -241,7 +241,7 @@ microseconds of F, B, W and one send (as in the authors' public scheduler); meas
 interleaved, ZB-1p and ZB-2p (from throughput with three digits)."""
 
 
-def test_published_steps_of_four_schedules_agree_with_one_scale_a_model() -> None:
+def test_published_steps_of_four_schedules_agree_with_one_scale_per_model() -> None:
     """Sends block in Megatron's own schedules of these runs, and overlap in theirs, which skip the barrier."""
     shares = {8: 0.366, 16: 0.432, 32: 0.432}  # 32 h / (34 h + 5 a s)
     rows = np.array([line.split() for line in PAPER.strip().splitlines()], dtype=np.float64)
@@ -283,7 +283,7 @@ def held_of(order: list[tuple[Pass, ...]], parts: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED, "dualpipe"])
 @pytest.mark.parametrize("p", [2, 4, 5, 8])
-def test_a_stage_holds_what_the_orders_hold(schedule: str, p: int) -> None:
+def test_memory_of_a_stage_matches_its_execution_order(schedule: str, p: int) -> None:
     m, parts = 4 * p, 2 if schedule in FOLDED else 1
     if schedule == "dualpipe" and p % 2:
         return

@@ -63,7 +63,7 @@ def test_chip_is_found_by_name_and_alias_in_any_case() -> None:
 
 
 @pytest.mark.parametrize("other", [Chip(name="x1", vendor="y"), Chip(name="Y", vendor="y", aliases=("EXAMPLE X1",))])
-def test_of_two_chips_with_one_name_the_first_plugins_is_kept(other: Chip) -> None:
+def test_the_first_plugin_wins_a_duplicate_chip_name(other: Chip) -> None:
     loaded = LoadedPlugins.of({"b": plugin(**chips_of(other)), "a": plugin(**chips_of(CHIP))})
     assert loaded.chips() == (CHIP,)
     (failure,) = loaded.failures
@@ -187,7 +187,7 @@ def one_level(**changes: Any) -> Topology:
         ("memory_model", Wrong(), "no method workspace_bytes, reserved_bytes, device_used_bytes"),
         ("collective_costs", Wrong(), "must give two numbers"),
         ("collective_costs", Greedy(), "compute_share is above 1"),
-        ("topology", Topology(levels=()), "must grow and end at all 8"),
+        ("topology", Topology(levels=()), "must grow and end at 8"),
         ("topology", one_level(devices=4), "[4]"),
         ("topology", one_level(efficiency=0.0), "efficiency"),
         ("topology", one_level(compute_share=15.0), "compute_share"),
@@ -199,14 +199,14 @@ def test_wrong_answer_about_a_chip_is_reported_and_counts_as_none(hook: str, ans
         arguments: tuple[object, ...] = (group_of(CHIP), "megatron")[: 1 if hook == "topology" else 2]
     else:
         arguments = (CHIP, "megatron")
-    said = getattr(loaded, hook)(*arguments)
-    assert not said or said.support is Support.UNKNOWN
+    text = getattr(loaded, hook)(*arguments)
+    assert not text or text.support is Support.UNKNOWN
     (failure,) = loaded.failures
     assert failure.stage == "answer"
     assert words in failure.reason
 
 
-def test_a_failure_is_listed_once_however_often_it_happens() -> None:
+def test_repeated_failures_are_listed_once() -> None:
     loaded = LoadedPlugins.of({"x": plugin(environment=lambda: {"A": 1})})
     loaded.environment(CHIP, "megatron")
     loaded.environment(CHIP, "megatron")
@@ -231,17 +231,17 @@ def test_add_on_overrides_the_plugin_that_catalogues_the_chip_regardless_of_thei
         assert [found.pattern for found in loaded.failure_patterns(CHIP, "megatron")] == ["add-on", "own"]
 
 
-def test_add_on_that_fails_leaves_the_answer_to_the_chips_own_plugin() -> None:
+def test_after_a_failing_add_on_the_chips_own_plugin_answers() -> None:
     own = plugin(engine_support=lambda: EngineSupport(support=Support.YES, device_type="own"), **chips_of(CHIP))
     loaded = LoadedPlugins.of({"own": own, "add-on": plugin(engine_support=raising(ValueError("boom")))})
     assert loaded.engine_support(CHIP, "megatron").device_type == "own"
     assert [failure.name for failure in loaded.failures] == ["add-on"]
 
 
-def test_without_any_answer_support_is_unknown_which_is_not_no() -> None:
-    said = LoadedPlugins.of({}).engine_support(CHIP, "megatron")
-    assert said.support is Support.UNKNOWN
-    assert "X1" in said.reason
+def test_without_any_answer_support_is_unknown() -> None:
+    text = LoadedPlugins.of({}).engine_support(CHIP, "megatron")
+    assert text.support is Support.UNKNOWN
+    assert "X1" in text.reason
 
 
 def test_launch_is_prepared_by_the_chips_own_plugin_first() -> None:
@@ -338,7 +338,7 @@ class BreaksOnLargeColumns:
         return 1.0
 
 
-def test_object_that_breaks_later_is_reported_as_the_plugins_fault_with_the_way_out() -> None:
+def test_an_object_that_fails_later_is_reported_with_its_plugin_and_fix() -> None:
     costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: BreaksOnLargeColumns())}).kernel_costs(CHIP, "megatron")
     assert costs is not None
     small, large = np.ones(2), np.ones(3)
@@ -356,7 +356,7 @@ def test_telemetry_asks_for_the_device_of_a_chip_by_alias() -> None:
     assert reading.sample() == {"add-on": 1.0}
 
 
-def test_what_a_hook_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_hook_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     LoadedPlugins.of({"x": plugin(devices=lambda: print("loud"))}).devices()
     captured = capfd.readouterr()
     assert captured.out == ""

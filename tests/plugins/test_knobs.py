@@ -147,7 +147,7 @@ def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> No
         assert passes.schedule == schedule
 
 
-def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_nowhere_else() -> None:
+def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> None:
     settings = {"pipeline_schedule": "dualpipev"}
     knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
     task = small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8)
@@ -162,7 +162,7 @@ def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_
     assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.message
 
 
-def test_a_setting_that_a_choice_sets_again_forbids_what_it_is_then_and_not_what_it_was() -> None:
+def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> None:
     anew = Effect(settings={"pipeline_schedule": "zb-h1"})
     more = Effect(settings={"offload_stages": "0,3"})
     knob = replace(SCHEDULE, effects={"zb-h1": anew, "both": more})
@@ -182,7 +182,7 @@ def test_a_setting_that_a_choice_sets_again_forbids_what_it_is_then_and_not_what
     assert "acme_schedule_offload_stages" in broken("both", **two)
 
 
-def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob_sets() -> None:
+def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     knob = replace(SCHEDULE, effects={"zb-2p": Effect(settings={"pipeline_schedule": "zb-2p"})})
     task = small.task(space={"acme_schedule": (None, "zb-2p")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
@@ -201,7 +201,7 @@ def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob
     assert ranks[0] == expected != ranks[1]
 
 
-def test_an_effect_on_memory_moves_what_is_in_use() -> None:
+def test_an_effect_on_memory_changes_the_memory_in_use() -> None:
     off, on = predicted(SCHEDULE), predicted(SCHEDULE, acme_schedule="wait")
     assert on.peak_allocated_bytes == pytest.approx(0.9 * off.peak_allocated_bytes)
     assert on.device_used_bytes < off.device_used_bytes
@@ -218,8 +218,8 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
     assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(alone)
 
 
-def test_what_a_knob_needs_is_a_rule(install: Install) -> None:
-    problem = posed(install, {"acme_fused": [False, True]})
+def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
+    problem = with_predictions(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
     rules = {rule.name for rule in legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules}
     assert "acme_fused_needs_tensor_model_parallel_size" in rules
@@ -234,8 +234,8 @@ def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() ->
     assert rule.broken({"acme_fused": np.array([0, 1])}).tolist() == [False, True]
 
 
-def test_auto_takes_what_can_be_launched_and_an_absent_knob_is_off(install: Install) -> None:
-    problem = posed(install, {"acme_fused": "auto", "acme_wait": "auto"})
+def test_auto_contains_launchable_values_and_a_missing_knob_is_off(install: Install) -> None:
+    problem = with_predictions(install, {"acme_fused": "auto", "acme_wait": "auto"})
     assert problem.space.choices["acme_wait"] == (None, 2)
     columns = problem.space.columns()
     assert set(columns["acme_wait"].tolist()) == {0, 2}
@@ -267,7 +267,7 @@ def test_a_wrong_value_is_reported_with_the_right_ones(
         api.estimate(with_space(tmp_path, space=space))
 
 
-def test_what_no_one_can_switch_on_is_estimated_but_not_tuned(install: Install, tmp_path: Path) -> None:
+def test_a_knob_without_a_flag_is_estimated_but_not_tuned(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     file = with_space(tmp_path, space={"acme_secret": [False, True]})
     assert {each["candidate"]["acme_secret"] for each in api.estimate(file).candidates} == {False, True}
@@ -284,40 +284,40 @@ def test_explain_reports_every_knob_of_the_chip(install: Install, tmp_path: Path
     assert found["acme_secret"]["source"] == "published: made up"
 
 
-def test_what_a_trial_proves_holds_for_its_own_value_of_a_knob_and_errors_are_learned_over_it() -> None:
+def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
     engine = workload_of(task.spec.work)
     legal = legality(task, engine)
     space = build(legal.axes, legal.rules, legal.merges)
-    foretold = predict(task, engine, space, small.costs(task))
-    nothing = prune(space, foretold, engine, (), ())
+    predictions = predict(task, engine, space, small.costs(task))
+    nothing = prune(space, predictions, engine, (), ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
     full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-    pruned = prune(space, foretold, engine, (), [full], nothing)
+    pruned = prune(space, predictions, engine, (), [full], nothing)
     gone = np.setdiff1d(nothing.open_rows, pruned.open_rows)
     assert gone.size
     assert space.columns(gone)["acme_fused"].all()
     rows = np.arange(len(space))
     columns = space.columns(rows)
-    known = features(space.axes, columns, foretold.take(rows), engine.sizes(engine_task(task), columns))
+    known = features(space.axes, columns, predictions.take(rows), engine.sizes(engine_task(task), columns))
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
 
 
-def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> None:
+def test_the_grid_skips_nothing_because_of_another_value_of_a_knob() -> None:
     task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
     engine = workload_of(task.spec.work)
     legal = legality(task, engine)
     space = build(legal.axes, legal.rules, legal.merges)
-    foretold = predict(task, engine, space, small.costs(task))
-    pruned = prune(space, foretold, engine, (), ())
+    predictions = predict(task, engine, space, small.costs(task))
+    pruned = prune(space, predictions, engine, (), ())
     off = [row for row in range(len(space)) if not space.candidate(row).as_dict()["acme_fused"]]
     failed = [
         Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
         for place, row in enumerate(off)
     ]
-    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.empty())
+    seen = search_context(task, engine, space, predictions, pruned, learn(failed), Past.empty())
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]
@@ -415,7 +415,7 @@ def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install:
     assert api.estimate(tmp_path / "run" / "best.yaml").candidates[0]["candidate"] == outcome.data["best"]["candidate"]
 
 
-def posed(install: Install, space: dict[str, Any]) -> Problem:
+def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     """Pose the spec with the plugin installed."""
     from flagcore.plugins import load_plugins
 

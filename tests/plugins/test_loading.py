@@ -158,7 +158,7 @@ def test_keyboard_interrupt_ends_loading(install: Install) -> None:
         load_plugins()
 
 
-def test_what_a_plugin_prints_goes_to_stderr(install: Install, tmp_path: Path) -> None:
+def test_output_of_a_plugin_goes_to_stderr(install: Install, tmp_path: Path) -> None:
     source = "import os\nprint('by python')\nos.write(1, b'by the system')\nos.system('echo by a child')\n" + GOOD
     install("flagcore-loud", {"loud": "loud_plugin"}, {"loud_plugin": source})
     done = run_load_plugins(tmp_path, "print(*[p.name for p in loaded.plugins])")
@@ -207,13 +207,13 @@ def run_load_plugins(
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=True)
 
 
-def test_a_plugin_that_was_written_for_later_hooks_is_left_out_with_the_reason(install: Install) -> None:
+def test_a_plugin_for_a_newer_hook_version_is_left_out_with_the_reason(install: Install) -> None:
     found = load_with_good(install, GOOD + "\nHOOKS_API = 99\n")
     assert "was written for hooks 99, but this flagcore has hooks 1; install a newer flagcore" in found.reason
 
 
 @pytest.mark.parametrize("number", ["'1'", "True", "0", "1.5"])
-def test_a_number_of_hooks_that_is_none_is_reported(install: Install, number: str) -> None:
+def test_an_invalid_hooks_version_is_reported(install: Install, number: str) -> None:
     found = load_with_good(install, f"{GOOD}\nHOOKS_API = {number}\n")
     assert "HOOKS_API = 1" in found.reason
 
@@ -249,7 +249,7 @@ def test_a_hook_under_its_old_name_works_with_a_warning_that_the_list_shows(
     assert not [failure for failure in loaded.failures if failure.name == "old"]
 
 
-def test_an_old_name_that_has_ended_leaves_the_plugin_out_and_reports_the_new_one(
+def test_a_removed_hook_name_disables_the_plugin_and_reports_the_new_name(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="0.0.1")}
@@ -258,11 +258,11 @@ def test_an_old_name_that_has_ended_leaves_the_plugin_out_and_reports_the_new_on
     assert all(part in found.reason for part in ("flagcore_variables", "0.0.1", "flagcore_environment"))
 
 
-def test_every_old_name_leads_to_a_hook_of_today() -> None:
+def test_every_old_hook_name_maps_to_a_current_hook() -> None:
     assert {renamed.now for renamed in hooks.RENAMED.values()} <= set(HOOKS)
     assert not set(hooks.RENAMED) & set(HOOKS)
 
 
-def test_a_plugin_that_takes_the_arguments_of_before_is_asked_with_those(install: Install) -> None:
+def test_a_plugin_with_old_hook_arguments_still_works(install: Install) -> None:
     install("flagcore-old", {"old": "old_plugin"}, {"old_plugin": GOOD})
     assert load_plugins().environment(FOREIGN_CHIP, "megatron", "0.16", None)["GOOD"] == "1"

@@ -41,7 +41,7 @@ def test_object_is_found_by_its_entry_point(install: Install) -> None:
     assert strategy("first_come").name == "first"
 
 
-def test_unknown_name_is_a_mistake_in_the_spec_with_the_nearest_right_one(install: Install) -> None:
+def test_an_unknown_name_is_a_spec_error_with_a_suggestion(install: Install) -> None:
     install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
     with pytest.raises(SpecError) as caught:
         strategy("frist_come")
@@ -57,7 +57,9 @@ def test_unknown_name_is_a_mistake_in_the_spec_with_the_nearest_right_one(instal
         ("flagcore_extra:NOT_ONE", "no method next"),
     ],
 )
-def test_broken_object_is_no_device_with_its_reason_and_origin(install: Install, value: str, words: str) -> None:
+def test_a_broken_object_is_reported_as_no_device_with_its_reason_and_origin(
+    install: Install, value: str, words: str
+) -> None:
     install_strategies(install, {"broken": value})
     with pytest.raises(NoDevice, match="flagcore-extra") as caught:
         strategy("broken")

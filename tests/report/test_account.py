@@ -17,7 +17,7 @@ def test_knobs_of_recompute_are_reported_as_one() -> None:
     )
 
 
-def test_seconds_are_reported_as_the_objective_means_them() -> None:
+def test_seconds_are_converted_to_the_objective() -> None:
     assert seconds_text("tokens_per_second_per_device", 0.5) == "0.5 s/step"
     assert seconds_text("output_tokens_per_s", 0.001) == "1,000 output tok/s"
 

@@ -1,4 +1,4 @@
-"""What a person reads of repeats: what the best is not told apart from, and which gave no measurement."""
+"""The text about repeats: rivals that cannot be distinguished from the best, and repeats without a measurement."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def plan(trials: list[Trial], rivals: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("rivals", "told"),
+    ("rivals", "reported"),
     [
         (0, None),
         (1, "trial 1 (MBS 1)"),
         (MAX_RIVALS + 2, "; ".join([*(f"trial {n} (MBS {n})" for n in range(1, 1 + MAX_RIVALS)), "and 2 more"])),
     ],
 )
-def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, told: str | None) -> None:
+def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, reported: str | None) -> None:
     trials = [trial(0, 64, 1.0), *(trial(number, number, 1.01) for number in range(1, 9)), trial(9, 64, 1.0, AGAIN)]
     text = plan_text(plan(trials, rivals))
-    assert (f"not significantly faster than {told}." in text) if told else ("significantly" not in text)
+    assert (f"not significantly faster than {reported}." in text) if reported else ("significantly" not in text)
 
 
 AGAIN = Role.REPEAT
 
 
-def test_repeats_without_a_measurement_are_reported_beside_the_books() -> None:
+def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None:
     late = replace(trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running")
     trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), late]
     assert failed_repeats(trials) == {2: "timed_out"}

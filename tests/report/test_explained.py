@@ -50,7 +50,7 @@ def test_model_memory_and_time_are_reported_in_full() -> None:
     assert text.endswith("Bottleneck: bubble")
 
 
-def test_what_is_not_known_is_reported() -> None:
+def test_unknown_keys_are_reported() -> None:
     memory = {key: value for key, value in RECORD["memory"].items() if key not in ("fits", "capacity_gib")}
     text = prediction_text({"memory": memory, "model": RECORD["model"]}, Labels())
     assert "Time: unknown" in text
@@ -59,7 +59,7 @@ def test_what_is_not_known_is_reported() -> None:
     assert prediction_text({"status": "unknown", "reason": "no such chip"}, Labels()) == "unknown: no such chip"
 
 
-def test_the_table_of_memory_adds_up_to_the_peak_whatever_is_gone_by_then() -> None:
+def test_the_memory_table_adds_up_to_the_peak() -> None:
     components = {"embedding": {"params": 1e6, "weights_gib": 3.0, "optimizer_gib": 5.0, "activation_gib": 4.0}}
     for peak, rest in ((12.0, "0.000"), (11.75, "-0.250"), (14.5, "2.500")):
         memory = RECORD["memory"] | {"components": components, "peak_allocated_gib": peak}
@@ -85,7 +85,7 @@ SERVED: dict[str, Any] = {
 }
 
 
-def test_a_server_is_reported_in_words_and_units() -> None:
+def test_a_server_is_described_with_units() -> None:
     text = prediction_text(SERVED, Labels())
     assert "~1,500 output tokens/s" in text
     assert "Mean time of a request: ~1 s" in text

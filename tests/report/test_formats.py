@@ -15,7 +15,7 @@ ROWS = [
 ]
 
 
-def test_table_is_as_wide_as_it_is_where_none_is_requested() -> None:
+def test_without_a_width_the_table_is_not_cut() -> None:
     lines = table(HEADINGS, ROWS).splitlines()
     assert len(lines) == 4
     with fitted(len(lines[3])):
@@ -42,7 +42,7 @@ def test_figures_are_never_cut_however_narrow_the_terminal() -> None:
     assert [line for line in lines if "123" in line] == ["123,456,789.5  ~0.12345", "123,456,789.5  1,000"]
 
 
-def test_columns_without_room_stand_below_beside_the_first_one() -> None:
+def test_columns_without_room_are_printed_below_with_the_first_one() -> None:
     headings = ["chip", *(f"figure {place}" for place in range(8))]
     rows = [[chip, *(f"{place}{place},000.5" for place in range(8))] for chip in ("one", "two")]
     for width in (30, 40, 60, 80):

@@ -23,19 +23,19 @@ def candidates_table(records: list[dict[str, Any]]) -> str:
     return render(records, "table", {"#": "number", **candidate_columns(records, {}), **FIGURES})
 
 
-def told(width: int | None) -> str:
+def reported(width: int | None) -> str:
     with fitted(width):
         return candidates_table(RECORDS)
 
 
 def test_a_table_that_fits_has_a_column_a_knob() -> None:
-    assert told(None) == told(200)
-    assert "max_num_batched_tokens" in told(None).splitlines()[0]
+    assert reported(None) == reported(200)
+    assert "max_num_batched_tokens" in reported(None).splitlines()[0]
 
 
 def test_a_narrow_terminal_gets_several_tables_with_the_number_in_each() -> None:
     for width in (20, 30, 40):
-        text = told(width)
+        text = reported(width)
         assert max(map(len, text.splitlines())) <= max(width, len("#  max_num_batched_tokens"))
         assert all(table.startswith("#") for table in text.split("\n\n"))
         assert "4096" in text

@@ -86,7 +86,7 @@ def test_limits_that_cost_nothing_are_reported_as_such() -> None:
     assert "latency limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
 
 
-def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate_keeps_them_at_another() -> None:
+def test_the_cost_of_limits_counts_load_points_that_break_them() -> None:
     best = trial(1, 200.0)
     assert best.measurement is not None
     few, many = {"concurrency": 4, **best.measurement.figures}, {"concurrency": 16, "output_tokens_per_s": 350.0}
@@ -98,14 +98,14 @@ def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate
     assert "Pareto front" in text
 
 
-def test_limits_that_nothing_keeps_name_the_nearest() -> None:
+def test_unreachable_limits_name_the_nearest_candidate() -> None:
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), trial(1, 200.0, ttft=1.5))
     assert "p99 TTFT <= 1 s; nearest: trial 1 (parallel 1)" in reason(found)
     assert "ttft_s.p99 is 1.5 s, over 1 s" in reason(found)
     assert "none within the limits p99 TTFT <= 1 s" in plan_text(found)
 
 
-def test_a_trial_that_broke_the_limits_only_when_it_ran_again_reports_it() -> None:
+def test_a_trial_that_broke_limits_only_in_a_repeat_is_reported() -> None:
     once, again = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
     again = dataclasses.replace(again, candidate=once.candidate)
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, again)
@@ -123,7 +123,7 @@ def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None
     assert result(found, "x")["objective"] == {"name": objective, "direction": "min"}
 
 
-def test_the_front_holds_what_no_other_point_beats_in_rate_and_latency() -> None:
+def test_the_front_holds_the_pareto_optimal_points() -> None:
     found = plan(trial(0, 100.0), trial(1, 300.0))
     slower = trial(2, 200.0)
     assert slower.measurement is not None
@@ -132,5 +132,5 @@ def test_the_front_holds_what_no_other_point_beats_in_rate_and_latency() -> None
     )
     found = dataclasses.replace(found, trials=(*found.trials, dataclasses.replace(slower, measurement=quick)))
     assert [point["trial"] for point in front(found)] == [1, 2]
-    told = result(found, "x")["front"]
-    assert told[1]["tpot_s"] == {"p50": 0.001}
+    reported = result(found, "x")["front"]
+    assert reported[1]["tpot_s"] == {"p50": 0.001}

@@ -36,7 +36,7 @@ LLAMACPP = {knob.name: knob for knob in KNOBS}
         ({"use_recompute": True, "recompute_granularity": "selective"}, "MBS 1, recompute selective"),
     ],
 )
-def test_a_candidate_is_reported_by_what_it_turns_on(values: dict[str, object], text: str) -> None:
+def test_a_candidate_is_described_by_its_non_neutral_knobs(values: dict[str, object], text: str) -> None:
     assert candidate_text(small.candidate(**values), BY_NAME) == text  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def test_values_that_are_neutral_for_the_engine_are_left_out() -> None:
     assert values_text({"instances": 2, "enable_prefix_caching": False}, LLAMACPP) == "instances 2, no prefix caching"
 
 
-def test_names_stand_for_themselves_without_the_engine() -> None:
+def test_without_the_engine_names_are_unchanged() -> None:
     values = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_method": None, "eager": False}
     assert values_text(values, {}) == "tensor_model_parallel_size 2, sequence_parallel"
 
@@ -59,7 +59,7 @@ def test_a_plugins_knob_has_its_label() -> None:
     assert differs_text({"acme_overlap": (False, True)}, knobs) == "overlap off -> on"
 
 
-def test_figures_in_a_table_stand_to_the_right_and_words_to_the_left() -> None:
+def test_figures_in_a_table_are_right_aligned_and_words_left_aligned() -> None:
     assert table(["name", "n"], [["a", "1"], ["bb", "1,000"]]).splitlines() == [
         "name      n",
         "----  -----",
@@ -68,7 +68,7 @@ def test_figures_in_a_table_stand_to_the_right_and_words_to_the_left() -> None:
     ]
 
 
-def test_each_format_holds_the_same_figures() -> None:
+def test_each_format_has_the_same_figures() -> None:
     records = [{"id": "x", "time": {"s": 0.123456789}}]
     columns = {"id": "id", "s": "time.s"}
     assert "0.123456789" in render(records, "json", columns)

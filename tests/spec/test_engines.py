@@ -69,7 +69,7 @@ def test_the_schema_describes_the_knobs_of_all_engines() -> None:
     assert schema["ServeSpace_acme-serve"]["properties"]["slots"]["description"] == "Sequences at once."
 
 
-def test_a_record_without_an_engine_is_of_the_first_one_that_trains() -> None:
+def test_the_default_engine_of_a_record_is_the_first_training_engine() -> None:
     record = {
         "id": "a",
         "kind": "train",

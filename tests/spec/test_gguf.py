@@ -82,7 +82,7 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert found["num_query_groups"] == 8
 
 
-def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_size_is_named(tmp_path: Path) -> None:
     sizes = {name: size for name, size in DENSE.items() if name != "block_count"}
     with pytest.raises(SpecError, match=r"has no llama\.block_count"):
         shape(header(tmp_path, "llama", sizes))

@@ -65,7 +65,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "key", "problem"), TEXTS.values(), ids=TEXTS)
-def test_hostile_text_ends_in_one_line_at_once(
+def test_malicious_text_gives_a_one_line_error_quickly(
     tmp_path: Path, error_of: ErrorOf, text: bytes, key: str, problem: str
 ) -> None:
     path = tmp_path / "spec.yaml"
@@ -91,13 +91,13 @@ def test_hostile_text_ends_in_one_line_at_once(
         ('{"a": ' + "9" * 5000 + "}", "digits"),
     ],
 )
-def test_hostile_json_ends_in_one_line(tmp_path: Path, error_of: ErrorOf, text: str, problem: str) -> None:
+def test_malicious_json_gives_a_one_line_error(tmp_path: Path, error_of: ErrorOf, text: str, problem: str) -> None:
     path = tmp_path / "spec.json"
     path.write_text(text)
     assert problem in error_of(read_spec, path, ENGINES).problem
 
 
-def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path, error_of: ErrorOf) -> None:
+def test_a_special_file_is_refused_without_waiting(tmp_path: Path, error_of: ErrorOf) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     assert "not a regular file" in error_of(read_spec, tmp_path / "pipe", ENGINES).problem
@@ -109,7 +109,7 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path, e
     assert "not a path" in error_of(read_spec, Path("a\0b"), ENGINES).problem
 
 
-def test_byte_order_mark_is_no_harm(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert read_spec(path, ENGINES).model.num_layers == 4

@@ -23,7 +23,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_line_that_holds_no_record_is_reported_by_file_and_number_and_the_next_is_read(name: str) -> None:
+def test_a_line_without_a_record_is_reported_by_file_and_number_and_the_next_is_read(name: str) -> None:
     line, words = WRONG[name]
     lines = io.BytesIO(b'{"id": "first"}\n\n' + line + b'\n{"id": "last"}')
     first, error, last = read_job_lines(lines, file="some.jsonl")
@@ -33,5 +33,5 @@ def test_a_line_that_holds_no_record_is_reported_by_file_and_number_and_the_next
     assert words in error.problem
 
 
-def test_a_byte_order_mark_is_no_mistake() -> None:
+def test_a_byte_order_mark_is_accepted() -> None:
     assert list(read_job_lines(io.BytesIO(b'\xef\xbb\xbf{"id": "a"}\n'), file="x")) == [{"id": "a"}]

@@ -48,7 +48,7 @@ def changed(path: tuple[str, ...], value: object) -> dict[str, Any]:
     return record
 
 
-def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
+def test_a_record_becomes_a_job_and_unknown_keys_are_ignored() -> None:
     job = read_job(RECORD, ENGINES)
     assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
     assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
@@ -67,7 +67,7 @@ def test_recompute_modules_are_one_sorted_text(modules: object) -> None:
 
 
 @pytest.mark.parametrize("path", [("train",), ("train", "settings"), ("candidate",)])
-def test_settings_may_stand_in_three_places(path: tuple[str, ...]) -> None:
+def test_settings_may_be_in_three_places(path: tuple[str, ...]) -> None:
     record = changed(("train", "settings"), {})
     place = record
     for key in path:
@@ -88,7 +88,7 @@ def test_a_setting_and_its_opposite_may_not_contradict_each_other(value: bool) -
     assert agreed["overlap_p2p_comm"] is not value
 
 
-def test_a_candidates_own_word_counts_before_that_of_its_job() -> None:
+def test_settings_of_a_candidate_override_those_of_its_job() -> None:
     record = changed(("train", "settings"), {"pipeline_schedule": "1f1b", "expert_tensor_parallel_size": 4})
     job = read_job(record, ENGINES)
     assert job.work.settings["pipeline_schedule"] == "zb-h1"
@@ -96,7 +96,7 @@ def test_a_candidates_own_word_counts_before_that_of_its_job() -> None:
 
 
 @pytest.mark.parametrize("notes", [None, "", ["a"], 5])
-def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
+def test_notes_that_are_not_text_are_ignored(notes: object) -> None:
     assert read_job(changed(("train", "notes"), notes), ENGINES).notes == ""
 
 
@@ -136,7 +136,7 @@ def test_invalid_record_is_refused_by_its_key(
 
 
 @pytest.mark.parametrize("record", [None, 5, [], "x", {}])
-def test_line_that_is_no_record_is_refused(error_of: ErrorOf, record: Any) -> None:
+def test_a_line_without_a_record_is_refused(error_of: ErrorOf, record: Any) -> None:
     error_of(read_job, record, ENGINES)
 
 
@@ -156,7 +156,7 @@ SLIPS: dict[str, tuple[tuple[str, ...], object, str, str]] = {
 
 
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_key_that_is_misspelt_is_reported_with_the_right_one(error_of: ErrorOf, name: str) -> None:
+def test_a_misspelt_key_is_reported_with_the_right_one(error_of: ErrorOf, name: str) -> None:
     path, value, key, fix = SLIPS[name]
     error = error_of(lambda: read_job(changed(path, value), ENGINES))
     assert error.key == key
@@ -164,7 +164,7 @@ def test_a_key_that_is_misspelt_is_reported_with_the_right_one(error_of: ErrorOf
     assert fix in error.fix
 
 
-def test_what_reports_a_records_source_may_stand_where_sources_put_it() -> None:
+def test_source_keys_may_be_at_any_usual_place_of_a_record() -> None:
     record = {**RECORD, "notes": "from a table", "comment": "?", "figure": 3, "revision": {"rank_order": 1}}
     record["cluster"] = {**RECORD["cluster"], "source": "page 2", "notes": ["a"], "nodes": 2}
     record["train"] = {**RECORD["train"], "source": "page 2", "engine": "megatron"}

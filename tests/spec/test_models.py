@@ -136,7 +136,7 @@ def test_text_part_of_a_larger_model_is_read(at: At) -> None:
     assert not model.untie_embeddings_and_output_weights
 
 
-def test_leading_dense_layers_are_understood(at: At) -> None:
+def test_leading_dense_layers_are_read(at: At) -> None:
     assert read_model("Some-Model", at(QWEN3_MOE | {"mlp_only_layers": [1, 0]})).moe_first_dense_layers == 2
 
 
@@ -185,6 +185,17 @@ def test_inline_shape_resolves_its_defaults() -> None:
     shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
     model = read_model(shape | {"num_moe_experts": 4, "moe_router_topk": 2, "q_lora_rank": None}, Path())
     assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 96)
+
+
+def test_all_rules_that_an_inline_shape_breaks_are_reported_once(error_of: ErrorOf) -> None:
+    shape = {"num_layers": 2, "hidden_size": 65, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+    wrong = {"num_query_groups": 3, "moe_router_topk": 2, "kv_lora_rank": 3, "v_head_dim": 8}
+    error = error_of(read_model, shape | wrong, Path())
+    keys = {f"model.{key}": value for key, value in (shape | wrong).items() if key in {*wrong, "hidden_size"}}
+    assert {each.key: each.value for each in error.problems} == keys
+    assert len(error.problems) == len(keys)
+    without_topk = error_of(read_model, shape | {"hidden_size": 64, "num_moe_experts": 4}, Path())
+    assert [each.key for each in without_topk.problems] == ["model.moe_router_topk"]
 
 
 @pytest.mark.parametrize("source", [5, None, ["a"], {"num_layers": 2, "vocab": 3}, "", "a\0b"])

@@ -19,7 +19,7 @@ Read = Callable[..., Spec]
 Refused = Callable[..., SpecError]
 
 
-def test_absent_keys_have_the_defaults_of_the_domain(read: Read) -> None:
+def test_missing_keys_have_the_defaults_of_the_domain(read: Read) -> None:
     spec = read()
     assert spec.model == Model(
         name="inline",
@@ -59,7 +59,7 @@ def test_no_virtual_stages_is_one_value_however_it_is_written(read: Read, off: s
     assert space["num_layers_per_virtual_pipeline_stage"] == (None,)
 
 
-def test_baseline_keeps_the_knobs_that_were_given(read: Read) -> None:
+def test_baseline_contains_only_the_knobs_that_are_set(read: Read) -> None:
     knobs = "{tensor_model_parallel_size: 2, sequence_parallel: true, num_layers_per_virtual_pipeline_stage: 0}"
     spec = read(f"auto_tuner: {{baseline: {knobs}}}")
     assert spec.baseline == {
@@ -69,7 +69,7 @@ def test_baseline_keeps_the_knobs_that_were_given(read: Read) -> None:
     }
 
 
-def test_every_section_reaches_its_place(read: Read) -> None:
+def test_every_section_is_converted(read: Read) -> None:
     spec = read(
         """
 cluster: {chip: example-80g, nodes: 2, devices_per_node: 8, memory_per_device: 1.5GiB}
@@ -146,7 +146,7 @@ def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:
     assert read_spec(path, ENGINES).model.name == "Tiny"
 
 
-def test_data_as_read_is_kept_and_serialisable(read: Read, tmp_path: Path) -> None:
+def test_raw_data_is_stored_and_serializable(read: Read, tmp_path: Path) -> None:
     spec = read("envs: {A: 1, B: on}")
     data = spec_as_data(tmp_path / "spec.yaml")
     assert data["envs"] == {"A": 1, "B": "on"}
@@ -181,7 +181,7 @@ def test_one_group_is_a_cluster_of_equal_nodes(read: Callable[..., Spec]) -> Non
     assert read("cluster: {groups: [{chip: a, nodes: 2}]}").cluster == ClusterSpec(chip="a", nodes=2)
 
 
-def test_a_file_that_is_not_there_is_answered_with_what_is_nearly_called_so(tmp_path: Path) -> None:
+def test_a_missing_file_gets_similar_names_as_suggestions(tmp_path: Path) -> None:
     (tmp_path / "train-cpu.yaml").write_text("{}")
     with pytest.raises(SpecError, match=r"does not exist; did you mean .*train-cpu\.yaml\?"):
         read_spec(tmp_path / "trian-cpu.yaml", ENGINES)

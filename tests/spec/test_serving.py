@@ -24,7 +24,7 @@ def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = 
     return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 
-def test_a_list_of_clients_is_several_load_points() -> None:
+def test_a_list_of_clients_gives_several_load_points() -> None:
     assert [load.concurrency for load in serve({"concurrency": [1, 8]}).loads] == [1, 8]
     assert [load.request_rate for load in serve({"request_rate": [2.5, "inf"]}).loads] == [2.5, math.inf]
     assert [load.concurrency for load in serve({"num_prompts": 10}).loads] == [10]
@@ -46,7 +46,7 @@ def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], k
     assert refused.value.key == key
 
 
-def test_a_users_own_client_has_one_load_point_and_a_report_in_its_own_folder() -> None:
+def test_a_custom_client_has_one_load_point_and_a_report_in_its_folder() -> None:
     client = {"command": ["client", "{port}"], "report": "report.json"}
     assert serve({"concurrency": [8]}, client=client).report == "report.json"
     for profile, changed, key in (
@@ -76,7 +76,7 @@ SEVERAL = {
 }
 
 
-def test_of_several_engines_each_has_its_own_section_of_knobs() -> None:
+def test_several_engines_have_separate_sections_of_knobs() -> None:
     assert engines_of(SEVERAL) == ("vllm", "sglang")
     spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}
@@ -89,8 +89,9 @@ def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     data = {**SEVERAL, "auto_tuner": {"space": {"vlm": {"block_size": 16}}}}
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not"):
         only(data, "vllm")
-    with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm"):
+    with pytest.raises(SpecError) as refused:
         parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path(), engines=ENGINES)
+    assert "auto_tuner.space.vlm" in refused.value.key
 
 
 RECORD: dict[str, Any] = {

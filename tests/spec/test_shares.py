@@ -23,7 +23,7 @@ def test_a_share_of_memory_may_be_searched(tmp_path: Path) -> None:
     assert read_spec(file, ENGINES).space["gpu_memory_utilization"] == (0.9, 0.95)
 
 
-def test_a_number_that_is_no_share_is_reported(tmp_path: Path) -> None:
+def test_a_number_outside_0_to_1_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(TEXT.replace("SHARE", "1.5"))
     with pytest.raises(SpecError, match="gpu_memory_utilization"):

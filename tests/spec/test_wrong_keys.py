@@ -44,7 +44,7 @@ def test_unknown_key_is_reported_with_the_nearest_right_one(refused: Refused, mo
 @pytest.mark.parametrize(
     ("more", "key", "problem", "fix"),
     [
-        ("serve: {engine: vllm}", "serve", "beside train", "one of the two"),
+        ("serve: {engine: vllm}", "serve", "combined with train", "one of the two"),
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
         ("cluster:", "cluster", "is null but must be a mapping", "remove the key"),
         ("cluster: {nodes: 0}", "cluster.nodes", "from 1 to 1000000", ""),
@@ -111,7 +111,7 @@ def test_wrong_value_is_reported_with_key_rule_and_fix(
         ("[[1]]", "[0]", ""),
     ],
 )
-def test_degree_of_parallelism_takes_whole_numbers_only(refused: Refused, value: str, key: str, fix: str) -> None:
+def test_a_parallel_size_must_be_an_integer(refused: Refused, value: str, key: str, fix: str) -> None:
     error = refused(f"auto_tuner: {{space: {{tensor_model_parallel_size: {value}}}}}")
     assert error.key == SPACE + "tensor_model_parallel_size" + key
     assert "a whole number from 1 to 1000000" in error.problem
@@ -126,7 +126,7 @@ def test_switch_takes_true_and_false_only(refused: Refused, value: str, fix: str
     assert fix in error.fix
 
 
-def test_word_takes_its_own_words_only(refused: Refused) -> None:
+def test_a_choice_accepts_only_its_words(refused: Refused) -> None:
     error = refused("auto_tuner: {space: {recompute_method: blok}}")
     assert (error.value, error.fix) == ("blok", "did you mean block?")
 
@@ -160,7 +160,7 @@ def test_command_is_a_list_of_words(refused: Refused, command: str) -> None:
         ("hiden_sise: 5", "hiden_sise", "is not a known key"),
     ],
 )
-def test_shape_that_cannot_be_is_refused(refused: Refused, more: str, key: str, problem: str) -> None:
+def test_an_impossible_shape_is_refused(refused: Refused, more: str, key: str, problem: str) -> None:
     sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
     name = more.partition(":")[0]
     shape = ", ".join(f"{known}: {size}" for known, size in sizes.items() if known != name)
@@ -170,7 +170,7 @@ def test_shape_that_cannot_be_is_refused(refused: Refused, more: str, key: str, 
 
 
 @pytest.mark.parametrize("model", ["", "5", "''", "[a]", "nowhere", ".", "Qwen/Qwen3-8B", "x" * 300, "x" * 5000])
-def test_model_that_is_not_there_is_refused(refused: Refused, model: str) -> None:
+def test_a_missing_model_is_refused(refused: Refused, model: str) -> None:
     assert refused(model=f"model: {model}\n").key == "model"
 
 
@@ -238,7 +238,7 @@ def test_python_objects_are_bounded_too() -> None:
         ("intermediate_size", "ffn_hidden_size"),
     ],
 )
-def test_a_key_by_another_tool_s_name_is_not_counted_as_missing_too(called: str, key: str) -> None:
+def test_a_key_under_another_tools_name_is_not_also_missing(called: str, key: str) -> None:
     shape = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
     shape |= {"num_query_groups": 1}
     shape[called] = shape.pop(key)
@@ -251,7 +251,7 @@ def test_a_key_by_another_tool_s_name_is_not_counted_as_missing_too(called: str,
     assert (caught.value.key, caught.value.fix) == (f"model.{called}", f"did you mean {key}?")
 
 
-def test_plugins_knobs_are_listed_where_nothing_else_is_meant() -> None:
+def test_plugins_knobs_are_listed_for_an_unknown_name() -> None:
     graph_level = Knob(name="acme_graph_level", effects={1: Effect()})
 
     def fix(knob: str) -> str:

@@ -101,7 +101,7 @@ def test_small_chunks_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_books_balance_under_any_rules_and_merges(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_add_up_under_any_rules_and_merges(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     monkeypatch.setattr(build_module, "CHUNK", draw.choice([3, 17, 1 << 18]))
     knobs = "abcde"
@@ -129,7 +129,7 @@ def test_books_balance_under_any_rules_and_merges(seed: int, monkeypatch: pytest
     assert set(space.rows[1:] > space.rows[:-1]) <= {True}
 
 
-def test_what_each_rule_takes_is_counted_with_all_it_stands_for() -> None:
+def test_each_rule_counts_all_combinations_that_it_removes() -> None:
     axes = [Axis(knob="a", values=(1, 2, 3), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
     odd = Rule(name="odd", knobs=("a",), message="", broken=lambda c: c["a"] % 2 == 1)
     equal = Rule(name="equal", knobs=("a", "b"), message="", broken=lambda c: c["a"] == c["b"])
@@ -138,7 +138,7 @@ def test_what_each_rule_takes_is_counted_with_all_it_stands_for() -> None:
     assert [candidate.as_dict() for candidate in map(space.candidate, range(len(space)))] == [{"a": 2, "b": 1}]
 
 
-def test_rows_that_mean_the_same_are_one_and_counted_as_merged() -> None:
+def test_equivalent_rows_are_merged_and_counted() -> None:
     axes = [Axis(knob="on", values=(False, True), neutral=False, is_flag=True), Axis(knob="n", values=(1, 2, 3))]
     off = Merge(name="off", knobs=("on", "n"), canonical=lambda c: {"n": c["n"] * c["on"]})
     space = build(axes, [], [off])
@@ -146,7 +146,7 @@ def test_rows_that_mean_the_same_are_one_and_counted_as_merged() -> None:
     assert Candidate.of({"on": False, "n": None}) in map(space.candidate, range(4))
 
 
-def test_a_neutral_value_is_not_crossed_but_a_row_may_have_it() -> None:
+def test_a_neutral_value_is_outside_the_grid_but_may_be_in_a_row() -> None:
     axes = [Axis(knob="a", values=(2, 4), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
     same = Merge(name="same", knobs=("a", "b"), canonical=lambda c: {"a": np.where(c["b"] == 2, 1, c["a"])})
     space = build(axes, [], [same])
@@ -154,13 +154,13 @@ def test_a_neutral_value_is_not_crossed_but_a_row_may_have_it() -> None:
     assert sorted(coded(space)) == [(1, 2), (2, 1), (4, 1)]
 
 
-def test_a_canonical_value_that_the_axis_lacks_leaves_the_row_as_it_is() -> None:
+def test_a_canonical_value_missing_from_the_axis_leaves_the_row_unchanged() -> None:
     axes = [Axis(knob="a", values=(2, 4), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
     strange = Merge(name="strange", knobs=("a", "b"), canonical=lambda c: {"a": np.full_like(c["a"], 7)})
     assert len(build(axes, [], [strange])) == 4
 
 
-def test_find_gives_the_row_of_every_candidate_and_of_no_other() -> None:
+def test_find_returns_rows_of_candidates_in_the_space_only() -> None:
     task = random_task(3)
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     assert [space.find(space.candidate(row)) for row in range(len(space))] == list(range(len(space)))
@@ -185,7 +185,7 @@ def test_a_candidate_that_was_not_listed_can_be_added_once() -> None:
         space.with_candidate(Candidate.of({"a": 16, "b": 2}))
 
 
-def test_what_a_plugin_refuses_is_a_rule_of_its_name() -> None:
+def test_values_that_a_plugin_refuses_are_a_rule_with_its_name() -> None:
     task = small.task(space={"recompute_granularity": ("full", "selective")})
     refused = Refused(
         name="no_selective", knob="recompute_granularity", values=("selective",), reason="its kernels crash"
@@ -204,7 +204,7 @@ def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
         refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
 
 
-def test_a_plugin_may_refuse_a_word_that_this_release_of_the_engine_does_not_know() -> None:
+def test_a_plugin_may_refuse_a_value_unknown_to_the_engine_release() -> None:
     refused = Refused(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
     axes = WORKLOAD.axes(small.task())
     (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
@@ -217,7 +217,7 @@ def test_a_plugin_may_refuse_a_word_that_this_release_of_the_engine_does_not_kno
     ]
 
 
-def test_check_reports_the_broken_rules_of_one_candidate_as_it_stands() -> None:
+def test_check_reports_the_broken_rules_of_one_candidate() -> None:
     task = small.task()
     columns = WORKLOAD.columns(task, {"tensor_model_parallel_size": 3, "micro_batch_size": 3})
     canonical, broken = check(columns, WORKLOAD.rules(task), WORKLOAD.merges(task))
@@ -283,7 +283,7 @@ def test_ten_million_combinations_need_little_memory() -> None:
         ("settings.cp_comm_type", {}, False),
     ],
 )
-def test_a_plugin_may_refuse_what_all_candidates_share(knob: str, train: dict[str, Any], took: bool) -> None:
+def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], took: bool) -> None:
     task = small.task(space={"micro_batch_size": (1,)}, **train)
     support = EngineSupport(
         support=Support.YES, refused=(Refused(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units"),)
@@ -303,7 +303,7 @@ def test_a_plugin_may_refuse_all_above_a_number() -> None:
     assert "more than 4" in rule.message
 
 
-def test_a_forced_setting_refuses_another_value_that_the_user_gives() -> None:
+def test_a_forced_setting_refuses_another_user_value() -> None:
     forced = Forced(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
     for value, broken in ((None, False), ("p2p", False), ("a2a", True)):
         task = small.task(settings={"cp_comm_type": value} if value else {})

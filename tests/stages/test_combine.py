@@ -90,19 +90,19 @@ def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
     assert combine(PREDICTED, probe(shown), MEMORY, WORK).device_used_bytes == 70e9
 
 
-def test_candidate_that_was_believed_to_fit_does_not_when_its_probe_needs_more() -> None:
+def test_a_probe_that_needs_more_memory_corrects_the_prediction() -> None:
     much = replace(FIRST, reserved_bytes=79_500_000_000)
     assert combine(PREDICTED, probe(much), MEMORY, WORK).fits is False
 
 
-def test_allocator_is_modelled_where_there_is_none() -> None:
+def test_a_missing_allocator_is_modelled() -> None:
     plain = replace(FIRST, reserved_bytes=None, device_used_bytes=0)
     found = combine(PREDICTED, probe(plain), MEMORY, WORK)
     assert found.reserved_bytes == pytest.approx(66e9)
     assert found.device_used_bytes == pytest.approx(67e9)
 
 
-def test_memory_that_ran_out_rules_a_candidate_out() -> None:
+def test_running_out_of_memory_excludes_a_candidate() -> None:
     found = combine(PREDICTED, probe(FIRST, failed=TrialState.OUT_OF_MEMORY), MEMORY, WORK)
     assert found.fits is False
     assert found.device_used_bytes >= 80e9
@@ -127,11 +127,11 @@ def test_interval_is_narrow_where_all_was_measured() -> None:
     assert 0.9 * 2.6 < found.low_s < 2.6 < found.high_s < 1.25 * 2.6
 
 
-def test_nothing_changes_where_nothing_was_measured() -> None:
+def test_without_measurements_nothing_changes() -> None:
     assert combine(PREDICTED, probe(failed=TrialState.FAILED), MEMORY, WORK) == PREDICTED
 
 
-def test_time_that_no_one_can_predict_stays_unknown() -> None:
+def test_an_unpredictable_time_stays_unknown() -> None:
     unknown = replace(PREDICTED, step_time_s=None, low_s=None, high_s=None, time_s={})
     found = combine(unknown, probe(FIRST), MEMORY, WORK)
     assert found.step_time_s is None

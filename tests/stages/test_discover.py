@@ -65,7 +65,7 @@ def test_the_devices_here_are_the_cluster() -> None:
     assert platform.support.device_type == "xpu"
 
 
-def test_a_named_chip_is_planned_for_without_being_here() -> None:
+def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
     platform = discover(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(small.CHIP)))
     group = platform.task.cluster.groups[0]
     assert group.devices == 16
@@ -80,7 +80,7 @@ def test_the_specs_cluster_comes_first() -> None:
     assert (group.devices, group.memory_bytes) == (2, 1 << 30)
 
 
-def test_an_unknown_chip_is_refused_with_those_that_are_known() -> None:
+def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
     with pytest.raises(NoDevice, match=r"'nosuch' is not known .* known chips: plain-cpu, test-chip"):
         discover(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
 
@@ -103,7 +103,7 @@ def test_the_plain_cpu_is_the_last_resort() -> None:
     assert discover(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
 
 
-def test_the_cpu_is_no_resort_where_a_vendors_tool_failed() -> None:
+def test_the_cpu_is_not_used_if_a_vendors_tool_failed() -> None:
     @hookimpl
     def failing() -> list[Device]:
         logging.getLogger("flagcore_x").warning("x-smi failed with exit status 9")
@@ -118,14 +118,14 @@ def test_the_cpu_is_no_resort_where_a_vendors_tool_failed() -> None:
     assert discover(spec(), loaded(a=cpu, b=other, z=vendor)).task.cluster.groups[0].chip.name == "other"
 
 
-def test_of_two_accelerators_the_one_with_more_devices_is_taken() -> None:
+def test_the_accelerator_with_more_devices_is_used() -> None:
     other = replace(small.CHIP, name="other", aliases=())
     plugins = loaded(a=plugin(other, 2), b=plugin(small.CHIP, 3))
     assert discover(spec(), plugins).task.cluster.groups[0].chip.name == "test-chip"
     assert discover(spec(chip="other"), plugins).task.cluster.groups[0].devices == 2
 
 
-def test_more_devices_than_are_here_can_be_planned_but_not_run() -> None:
+def test_more_devices_than_available_can_be_planned_but_not_run() -> None:
     plugins = loaded(x=plugin(small.CHIP, 2))
     platform = discover(spec(devices_per_node=8), plugins)
     with pytest.raises(NoDevice, match="devices_per_node = 8, but this machine has 2"):
@@ -144,15 +144,15 @@ def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(no: Suppor
         discover(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
 
 
-def test_unknown_support_is_not_no_but_can_only_be_planned() -> None:
+def test_unknown_support_allows_planning_only() -> None:
     silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
     platform = discover(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
-    with pytest.raises(NoDevice, match="no installed plugin says how megatron runs on test-chip"):
+    with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
         present(platform, (Device(index=0, chip="test-chip"),) * 8)
 
 
-def test_every_hook_is_asked_about_this_chip_and_engine_once() -> None:
+def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
     asked: list[tuple[str, str]] = []
 
     @hookimpl
@@ -211,17 +211,17 @@ def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
     assert found[0].seconds("send", *SEND) == plain.seconds("send", *SEND)
 
 
-def test_what_one_chip_refuses_the_mixed_cluster_refuses() -> None:
+def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
     no = Refused(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
     support = EngineSupport(support=Support.YES, refused=(no,))
     platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=support)))
     assert platform.support.refused == (no,)
-    hopeless = EngineSupport(support=Support.IMPOSSIBLE)
+    stopped_early = EngineSupport(support=Support.IMPOSSIBLE)
     with pytest.raises(NoDevice, match="megatron does not run on other"):
-        discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=hopeless)))
+        discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=stopped_early)))
 
 
-def test_a_mixed_cluster_runs_nothing_but_the_users_own_command() -> None:
+def test_a_mixed_cluster_runs_only_the_users_command() -> None:
     plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
     platform = discover(spec(groups=GROUPS), plugins)
     with pytest.raises(NoDevice, match=r"test-chip \(16\) \+ other \(8\); give a train.command"):

@@ -12,12 +12,12 @@ from tests.serving import trial
 FAST, SLOW_RATIO = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
 
 
-def test_the_best_keeps_every_limit_though_another_is_faster() -> None:
+def test_the_best_meets_every_limit_even_if_another_is_faster() -> None:
     search_state = learn((trial(0, 100.0, role=Role.BASELINE), FAST, SLOW_RATIO))
     assert (search_state.best, search_state.fastest) == (SLOW_RATIO, FAST)
 
 
-def test_without_a_candidate_that_keeps_the_limits_there_is_no_best() -> None:
+def test_without_a_candidate_that_meets_the_limits_there_is_no_best() -> None:
     search_state = learn((FAST,))
     assert (search_state.best, search_state.fastest) == (None, FAST)
 
@@ -36,7 +36,7 @@ def test_an_imported_run_does_not_count_beside_runs_of_flagcore() -> None:
     assert learn((imported, again)).speed_of(imported.candidate) == speed(again)
 
 
-def test_a_run_of_flagcore_takes_the_place_of_an_imported_one() -> None:
+def test_a_run_of_flagcore_replaces_an_imported_one() -> None:
     imported = replace(trial(1, 200.0), source="history.csv")
     own = replace(trial(2, 100.0), candidate=imported.candidate)
     assert learn((imported, own)).trials == (own,)

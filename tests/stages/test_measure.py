@@ -33,7 +33,7 @@ VENDOR = FailurePattern(pattern=r"xpu: E42", state=TrialState.OUT_OF_MEMORY, adv
 
 
 class Ran:
-    """A trial that ends as it is told after some polls; `stop` ends it on request."""
+    """A trial that ends as configured after some polls; `stop` ends it on request."""
 
     def __init__(self, ended: Exit, polls: int = 0) -> None:
         self.ended, self.polls, self.stopped = ended, polls, False
@@ -79,7 +79,7 @@ def measured(
     return measure(run, platform or small.platform(TASK), workload, TRIAL, str(folder), best)
 
 
-def test_a_trial_that_ran_to_its_end_is_measured(tmp_path: Path) -> None:
+def test_a_completed_trial_is_measured(tmp_path: Path) -> None:
     done = measured(Ran(ended()), tmp_path)
     assert (done.state, done.duration_s, done.reason) == (TrialState.MEASURED, 12.0, None)
     assert done.measurement is not None
@@ -131,7 +131,7 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_trial_that_ended(name: str, tmp_path: Path) -> None:
+def test_a_finished_trial(name: str, tmp_path: Path) -> None:
     end, log, state, words = ENDS[name]
     (tmp_path / "stderr.log").write_text(log)
     done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)))
@@ -141,7 +141,7 @@ def test_a_trial_that_ended(name: str, tmp_path: Path) -> None:
     assert done.duration_s == 12.0
 
 
-def test_binary_logs_make_a_printable_reason_of_one_short_line(tmp_path: Path) -> None:
+def test_binary_logs_give_a_short_printable_reason(tmp_path: Path) -> None:
     (tmp_path / "stdout.log").write_bytes(bytes(range(256)) * 4000)
     done = measured(Ran(ended(1)), tmp_path)
     assert done.state is TrialState.FAILED
@@ -157,7 +157,7 @@ def test_a_secret_of_the_environment_is_not_in_the_reason(tmp_path: Path, monkey
     assert REDACTED in reason
 
 
-def test_a_reason_is_short_however_long_the_line() -> None:
+def test_a_reason_of_a_long_line_is_short() -> None:
     state, reason = classify(ended(1), "ValueError: " + "x" * 100_000, WORKLOAD.failure_patterns())
     assert state is TrialState.INVALID
     assert len(reason) < 400
@@ -177,7 +177,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
     assert "loss is not finite" in (done.reason or "")
 
 
-def test_what_the_engine_ran_must_be_what_was_requested(tmp_path: Path) -> None:
+def test_the_engine_must_run_the_requested_settings(tmp_path: Path) -> None:
     done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 2})))
     assert done.state is TrialState.INVALID
     assert "micro_batch_size = 2 where 1 was asked for" in (done.reason or "")
@@ -251,9 +251,7 @@ def test_devices_are_read_at_most_once_a_second(tmp_path: Path, monkeypatch: pyt
     assert len(reader.samples) == 2
 
 
-def test_telemetry_is_averaged_and_a_reader_that_raises_affects_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
     good = Reader({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
@@ -280,7 +278,7 @@ SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backe
         (([], []), None, None),
     ],
 )
-def test_the_fullest_device_reports_the_memory_that_a_trial_did_not_report_itself(
+def test_unreported_memory_of_a_trial_is_that_of_the_fullest_device(
     used: tuple[list[float], list[float]],
     support: EngineSupport | None,
     known: float | None,
@@ -296,12 +294,12 @@ def test_the_fullest_device_reports_the_memory_that_a_trial_did_not_report_itsel
     assert done.measurement is not None
     assert done.measurement.device_used_bytes == known
     own = Engine(result=replace(MEASURED, device_used_bytes=5))
-    told = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=()))
-    assert told.measurement is not None
-    assert told.measurement.device_used_bytes == 5
+    reported = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=()))
+    assert reported.measurement is not None
+    assert reported.measurement.device_used_bytes == 5
 
 
-def test_a_guard_that_was_killed_is_no_lack_of_memory() -> None:
+def test_a_killed_guard_is_not_out_of_memory() -> None:
     state, reason = classify(ended(-9, "guard"), "", ())
     assert state is TrialState.FAILED
     assert "guard" in reason
@@ -317,7 +315,7 @@ class Reads:
         return self.figures
 
 
-def test_telemetry_is_kept_of_each_device_and_one_with_a_low_clock_is_named(tmp_path: Path) -> None:
+def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Path) -> None:
     readers = [Reads(clock_hertz=clock, power_watts=watts) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))]
     platform = small.platform(TASK, telemetry=tuple(readers), read_devices=(0, 1, 3))
     ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)

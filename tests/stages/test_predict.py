@@ -47,7 +47,7 @@ def test_the_largest_part_besides_compute_limits_if_it_counts(part: str) -> None
     assert limit(prediction(compute_s=5.0, **others, **{part: 0.1})) == "compute"
 
 
-def test_memory_limits_where_no_part_does_and_the_device_is_nearly_full() -> None:
+def test_memory_is_the_bottleneck_on_a_nearly_full_device() -> None:
     assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=0.1)) == "memory"
     assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
     assert limit(prediction(used=89.0, compute_s=5.0)) == "compute"
@@ -55,7 +55,7 @@ def test_memory_limits_where_no_part_does_and_the_device_is_nearly_full() -> Non
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
-def test_a_space_in_pieces_is_predicted_as_at_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_do_not_depend_on_the_block_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     task = small.task(space={"micro_batch_size": (1, 2)})
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     at_once = WORKLOAD.predict(task, space.columns(), small.costs(task))

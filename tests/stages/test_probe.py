@@ -62,7 +62,7 @@ def play(
     workload = Rehearsal(part)
     found = probe(
         small.platform(TASK), workload, LAUNCHER, CANDIDATE, str(folder), 60.0, RANKS, on_rank,
-        to_the_end=False, devices=devices,
+        finish=False, devices=devices,
     )  # fmt: skip
     return found, workload
 
@@ -76,7 +76,7 @@ def gone(folder: Path, ranks: tuple[int, ...]) -> bool:
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_ranks_are_played_at_once_on_devices_of_their_own(tmp_path: Path) -> None:
+def test_ranks_are_probed_in_parallel_on_separate_devices(tmp_path: Path) -> None:
     found, workload = play(tmp_path, lambda rank: "4", devices=4)
     assert [rank.rank for rank in found.ranks] == list(RANKS)
     assert {rank.state for rank in found.ranks} == {TrialState.MEASURED}
@@ -84,7 +84,7 @@ def test_ranks_are_played_at_once_on_devices_of_their_own(tmp_path: Path) -> Non
     assert found.duration_s == max(rank.duration_s for rank in found.ranks)
 
 
-def test_with_fewer_devices_than_ranks_a_rank_takes_the_device_that_is_free_first(tmp_path: Path) -> None:
+def test_with_fewer_devices_than_ranks_a_rank_uses_the_first_free_device(tmp_path: Path) -> None:
     found, workload = play(tmp_path, lambda rank: "4" if rank == 0 else "1", devices=2)
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
     assert workload.devices == {0: 0, 1: 1, 2: 1, 3: 1}
@@ -92,7 +92,7 @@ def test_with_fewer_devices_than_ranks_a_rank_takes_the_device_that_is_free_firs
     assert found.duration_s == pytest.approx(max(first, sum(others)))
 
 
-def test_a_rank_that_fails_ends_those_beside_it_and_is_what_is_reported(tmp_path: Path) -> None:
+def test_a_failing_rank_ends_the_others_and_is_reported(tmp_path: Path) -> None:
     found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
     assert [(rank.rank, rank.state) for rank in found.ranks] == [(1, TrialState.FAILED)]
     assert "no such luck" in (found.ranks[0].reason or "")
@@ -107,7 +107,7 @@ def test_the_reason_of_a_failed_probe_has_no_secrets(tmp_path: Path, monkeypatch
     assert "no such luck" not in (found.ranks[0].reason or "")
 
 
-def test_an_interrupt_ends_all_and_keeps_what_had_ended_well(tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path) -> None:
     def interrupt(rank: int) -> None:
         if rank == 3:
             raise KeyboardInterrupt
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_all_and_keeps_what_had_ended_well(tmp_path: Path) -> 
     assert [rank.state for rank in found.ranks] == [TrialState.MEASURED] * 4
 
 
-def test_devices_play_side_by_side_unless_they_share_or_somebody_chose_among_them() -> None:
+def test_probes_run_in_parallel_unless_devices_are_shared_or_selected() -> None:
     here = tuple(Device(index=at, chip="test-chip", memory_bytes=1) for at in range(3))
     other = Device(index=3, chip="another", memory_bytes=1)
     plain = small.platform(TASK)

@@ -70,7 +70,7 @@ class Rule:
         return columns["micro_batch_size"] < 4 if self.answer is None else self.answer  # type: ignore[return-value]
 
 
-def test_what_does_not_fit_is_removed_and_nothing_else() -> None:
+def test_only_candidates_that_do_not_fit_are_removed() -> None:
     need = predictions().device_used_bytes
     middle = float(np.median(need))
     found = pruned(of=predictions(middle))
@@ -86,7 +86,7 @@ def test_a_plugins_rule_is_counted_under_its_name() -> None:
     assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
 
 
-def test_a_rule_is_asked_in_pieces_and_reports_the_same_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_applied_in_blocks_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = pruned(rules=[Rule()])
     monkeypatch.setattr(prune_module, "CHUNK", 5)
     in_pieces = pruned(rules=[Rule()])
@@ -95,7 +95,7 @@ def test_a_rule_is_asked_in_pieces_and_reports_the_same_of_each_candidate(monkey
 
 
 @pytest.mark.parametrize("answer", [ValueError("no kernel table"), "text", np.ones(3, dtype=bool), int, True, [0, 1]])
-def test_a_rule_that_breaks_costs_only_itself_and_is_reported(answer: object) -> None:
+def test_a_failing_rule_is_skipped_and_reported(answer: object) -> None:
     found = pruned(rules=[Rule(answer), Rule()])
     assert rows_of(found, "no_small_batches")
     assert len(found.broken_rules) == 1
@@ -129,7 +129,7 @@ def test_more_work_than_a_measured_candidate_is_pruned() -> None:
     assert recomputed in rows_of(found, DOES_AS_MUCH_WORK)
 
 
-def test_more_work_is_no_reason_where_the_model_predicts_less_time() -> None:
+def test_more_work_does_not_prune_a_candidate_with_less_predicted_time() -> None:
     one = small.candidate(data_parallel_size=4, micro_batch_size=1)
     recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
     of = predictions()
@@ -139,7 +139,7 @@ def test_more_work_is_no_reason_where_the_model_predicts_less_time() -> None:
     assert recomputed in found.open_rows.tolist()
 
 
-def test_what_fits_after_all_comes_back_when_trials_need_less_than_predicted() -> None:
+def test_candidates_are_readmitted_when_trials_need_less_than_predicted() -> None:
     need = predictions().device_used_bytes
     capacity = 0.9 * float(need.min())
     of = predictions(capacity)
@@ -151,7 +151,7 @@ def test_what_fits_after_all_comes_back_when_trials_need_less_than_predicted() -
     assert after.open_rows.size
 
 
-def test_what_was_predicted_to_fit_goes_when_trials_need_more() -> None:
+def test_candidates_are_removed_when_trials_need_more_than_predicted() -> None:
     need = predictions().device_used_bytes
     of = predictions(1.01 * float(need.max()))
     ran = [used(row, 1.4 * float(need[row]), row) for row in (0, 1, 2)]
@@ -167,12 +167,12 @@ def used(row: int, memory: float, number: int) -> Trial:
 @pytest.mark.parametrize(
     "state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT, TrialState.INTERRUPTED, TrialState.STOPPED]
 )
-def test_other_ends_prove_nothing(state: TrialState) -> None:
+def test_other_trial_states_prove_nothing(state: TrialState) -> None:
     one = small.candidate(data_parallel_size=4, micro_batch_size=1)
     assert pruned([trial(one, state)]).open_rows.size == len(SPACE)
 
 
-def test_a_trial_is_applied_once_and_in_steps_as_at_once() -> None:
+def test_applying_trials_one_by_one_or_together_is_equivalent() -> None:
     trials = [
         trial(small.candidate(data_parallel_size=4, micro_batch_size=2), TrialState.OUT_OF_MEMORY, 0),
         trial(small.candidate(tensor_model_parallel_size=4, micro_batch_size=1), TrialState.MEASURED, 1),
@@ -186,7 +186,7 @@ def test_a_trial_is_applied_once_and_in_steps_as_at_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_books_balance_after_any_trials_and_untried_is_what_is_left(seed: int) -> None:
+def test_counts_add_up_after_any_trials_and_the_rest_is_untried(seed: int) -> None:
     draw = np.random.default_rng(seed)
     states = [state for state in TrialState if state not in (TrialState.RUNNING, TrialState.PREDICTED)]
     rows = draw.choice(len(SPACE), size=12, replace=False)

@@ -48,7 +48,7 @@ def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float) -> N
     assert {name for name in named if any(f" {name} " in reason for reason in reasons)} == named
 
 
-def test_a_baseline_is_known_from_the_start_and_not_tried_again() -> None:
+def test_a_baseline_is_not_tried_again() -> None:
     fits = np.ones(len(SPACE), dtype=np.bool_)
     last = walked(fits)[0][-1]
     rows, _ = walked(fits, baseline=last)

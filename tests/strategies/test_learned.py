@@ -13,8 +13,8 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.trials import (
     BEYOND,
-    FARTHEST,
     LEAST_NOISE,
+    MAX_EXCESS,
     PARTIAL_NOISE,
     PROBE_NOISE,
     observed_memory,
@@ -26,7 +26,7 @@ from tests.strategies.contexts import SPACE, distorted, predictions, ran, search
 
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
-    """Run the strategy to its end against made-up truth."""
+    """Run the strategy to its end against a made-up ground truth."""
     trials: list[Trial] = []
     while len(trials) < len(SPACE):
         row = STRATEGY.next(search_context(known, trials)).row
@@ -58,7 +58,7 @@ def test_a_model_three_times_off_still_ends_near_the_best() -> None:
     assert best_of(trials) <= 1.02 * real.min()
 
 
-def test_without_any_predicted_time_the_trials_alone_teach() -> None:
+def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     known = predictions()
     nothing = np.full(len(SPACE), np.nan)
     blind = replace(known, step_time_s=nothing, low_s=nothing, high_s=nothing)
@@ -72,7 +72,7 @@ def test_without_any_predicted_time_the_trials_alone_teach() -> None:
     assert best_of(trials) <= chance
 
 
-def test_trials_that_ran_out_of_memory_teach_to_avoid_their_like() -> None:
+def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
     known = predictions()
     capacity = float(np.quantile(known.device_used_bytes, 0.5))
     known = replace(known, capacity_bytes=capacity)
@@ -87,12 +87,12 @@ def test_trials_that_ran_out_of_memory_teach_to_avoid_their_like() -> None:
 def test_it_reports_how_likely_a_gain_is_left_when_it_ends() -> None:
     known = predictions()
     trials = search(known, known.step_time_s)
-    told = STRATEGY.next(search_context(known, trials))
-    assert told.row is None
-    assert "the chance that an untried candidate is more than 1% faster than the best is" in told.because
+    reported = STRATEGY.next(search_context(known, trials))
+    assert reported.row is None
+    assert "the chance that an untried candidate is more than 1% faster than the best is" in reported.because
 
 
-def test_a_choice_reports_what_is_believed_of_it() -> None:
+def test_a_choice_reports_its_corrected_prediction() -> None:
     known = predictions()
     first = int(np.argmin(known.step_time_s))
     chosen = STRATEGY.next(search_context(known, [ran(first, 2.0 * float(known.step_time_s[first]), 0)]))
@@ -107,7 +107,7 @@ def probed(row: int, seconds: float | None, number: int, used: float | None = No
     return replace(ran(row, seconds, number, used), fidelity=PROBE)
 
 
-def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
+def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     known = predictions()
     step, need = known.step_time_s, known.device_used_bytes
     probes = (probed(3, 1.5 * step[3], 0, 2 * need[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
@@ -121,7 +121,7 @@ def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
     assert memory.log_ratio[1] >= 0.5
 
 
-def test_a_trial_that_was_ended_early_or_whose_steps_spread_is_less_sure() -> None:
+def test_early_ended_and_noisy_trials_have_more_uncertainty() -> None:
     known = predictions()
     whole, cut, rough = (ran(row, float(known.step_time_s[row]), row) for row in range(3))
     assert cut.measurement is not None
@@ -133,14 +133,14 @@ def test_a_trial_that_was_ended_early_or_whose_steps_spread_is_less_sure() -> No
     assert noise.tolist() == pytest.approx([LEAST_NOISE, PARTIAL_NOISE, 0.4 / np.sqrt(4)])
 
 
-def test_a_trial_without_memory_needed_a_little_more_than_there_is_but_not_far_more_than_predicted() -> None:
+def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_slightly() -> None:
     known = predictions()
     row = int(np.argmax(known.device_used_bytes))
     bounds = []
     for share in (0.9, 0.01):
         tight = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
         bounds.append(observed_memory(search_context(tight, [ran(row, None, 0)])).log_ratio[0])
-    assert bounds == pytest.approx([BEYOND - np.log(0.9), FARTHEST])
+    assert bounds == pytest.approx([BEYOND - np.log(0.9), MAX_EXCESS])
 
 
 def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
@@ -153,7 +153,7 @@ def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
     assert slow.belief["step_time_s"]["value"] > 1.5 * known.step_time_s[slow.row]  # type: ignore[index]
 
 
-def test_all_probes_cost_the_same_however_long_the_step() -> None:
+def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
     known = predictions()
     seen = search_context(known, [ran(0, float(known.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
@@ -165,7 +165,7 @@ def test_all_probes_cost_the_same_however_long_the_step() -> None:
 
 
 @pytest.mark.parametrize("state", [TrialState.INVALID, TrialState.FAILED])
-def test_what_a_failed_trial_measured_reports_nothing_of_time(state: TrialState) -> None:
+def test_partial_measurements_of_a_failed_trial_do_not_bound_the_time(state: TrialState) -> None:
     known = predictions()
     first = ran(0, float(known.step_time_s[0]), 0)
     broken = replace(ran(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
@@ -187,7 +187,7 @@ def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int
 @pytest.mark.parametrize(
     ("knob", "value"), [("tensor_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
 )
-def test_a_value_that_always_fails_is_found_out_after_three_failures_at_the_most(knob: str, value: int) -> None:
+def test_a_value_that_always_fails_is_detected_after_at_most_three_failures(knob: str, value: int) -> None:
     known = predictions()
     real = distorted(known, 5, spread=0.01)
     fails = SPACE.columns()[knob] == value
@@ -196,7 +196,7 @@ def test_a_value_that_always_fails_is_found_out_after_three_failures_at_the_most
     assert best_of(trials) <= 1.05 * real[~fails].min()
 
 
-def test_where_failing_costs_the_whole_time_limit_what_may_not_fit_is_avoided_more() -> None:
+def test_expensive_failures_make_the_search_more_cautious() -> None:
     known = predictions()
     known = replace(known, capacity_bytes=float(np.quantile(known.device_used_bytes, 0.4)))
     tried = int(np.argmax(known.step_time_s))
@@ -210,7 +210,7 @@ def test_where_failing_costs_the_whole_time_limit_what_may_not_fit_is_avoided_mo
     assert chances[0] < 0.99 * chances[1]  # type: ignore[operator]
 
 
-def test_what_earlier_runs_teach_does_not_end_a_run_before_it_has_measured_a_few() -> None:
+def test_experience_does_not_end_a_run_before_a_few_measurements() -> None:
     known = predictions()
     rows = np.arange(len(SPACE))
     features = search_context(known).features(rows)
@@ -226,7 +226,7 @@ def test_what_earlier_runs_teach_does_not_end_a_run_before_it_has_measured_a_few
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None
 
 
-def test_nothing_that_fits_is_reported_without_a_figure_that_is_none() -> None:
+def test_no_fit_is_reported_without_an_empty_figure() -> None:
     known = replace(predictions(), capacity_bytes=1.0)
     trials = [ran(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
     assert "nan" not in STRATEGY.next(search_context(known, trials)).because
@@ -237,6 +237,6 @@ def test_no_trial_starts_that_takes_longer_than_what_is_left() -> None:
     first = int(np.argmax(known.step_time_s))
     seen = search_context(known, [ran(first, float(known.step_time_s[first]), 0)])
     assert STRATEGY.next(replace(seen, seconds_left=1e6)).row is not None
-    told = STRATEGY.next(replace(seen, seconds_left=1e-6))
-    assert told.row is None
-    assert told.because.startswith("no trial fits in the remaining 0 s")
+    reported = STRATEGY.next(replace(seen, seconds_left=1e-6))
+    assert reported.row is None
+    assert reported.because.startswith("no trial fits in the remaining 0 s")

@@ -44,7 +44,7 @@ def measured(row: int, number: int, times: float) -> Trial:
     )
 
 
-def test_what_is_predicted_to_break_a_limit_is_not_tried_first() -> None:
+def test_candidates_predicted_to_break_a_limit_are_not_tried_first() -> None:
     choice = STRATEGY.next(under_limits())
     assert choice.row is not None
     assert known().figures["ttft_s.p99"][choice.row] < 1.2

@@ -17,7 +17,7 @@ def test_the_fastest_predicted_comes_first() -> None:
     assert seen.predictions.step_time_s[chosen] == seen.predictions.step_time_s[seen.open_rows].min()
 
 
-def test_of_equal_times_the_one_that_needs_less_memory_goes_first() -> None:
+def test_ties_in_time_are_ordered_by_memory() -> None:
     known = search_context().predictions
     seen = search_context(replace(known, step_time_s=np.ones_like(known.step_time_s)))
     chosen = predicted.STRATEGY.next(seen).row
@@ -30,7 +30,7 @@ def test_unknown_times_are_tried_last() -> None:
     assert predicted.STRATEGY.next(search_context(replace(search_context().predictions, step_time_s=unknown))).row == 3
 
 
-def test_chance_draws_open_rows_and_the_same_again() -> None:
+def test_random_search_draws_open_rows_reproducibly() -> None:
     seen = search_context(open_rows=np.arange(3, len(SPACE), 7))
     rows = [chance.STRATEGY.next(seen).row for _ in range(2)]
     assert rows[0] == rows[1]

@@ -34,7 +34,7 @@ def test_a_gaussian_process_suggests_once_its_random_trials_are_over() -> None:
     assert len({trial.candidate for trial in search(GP, 12)}) == 12
 
 
-def test_a_sampler_without_what_it_needs_reports_it() -> None:
+def test_a_sampler_without_its_dependency_reports_it() -> None:
     def missing(seed: int) -> BaseSampler:
         raise ImportError("no module named torch")
 
@@ -42,7 +42,7 @@ def test_a_sampler_without_what_it_needs_reports_it() -> None:
         Sampled("gp", missing).next(search_context(KNOWN))
 
 
-def test_tpe_tries_open_rows_and_learns_from_what_they_took() -> None:
+def test_tpe_tries_open_rows_and_learns_from_their_times() -> None:
     trials = search(TPE, 24)
     assert len({trial.candidate for trial in trials}) == 24
     chance = np.random.default_rng(0)
@@ -50,16 +50,16 @@ def test_tpe_tries_open_rows_and_learns_from_what_they_took() -> None:
     assert best_of(trials) <= by_chance
 
 
-def test_a_run_that_continues_chooses_as_if_it_had_not_stopped() -> None:
+def test_a_resumed_run_chooses_as_an_uninterrupted_one() -> None:
     trials = search(TPE, 14)
     again = importlib.reload(importlib.import_module("flagcore.strategies.sampled")).TPE
     assert again.next(search_context(KNOWN, trials[:12])).row == SPACE.find(trials[12].candidate)
 
 
-def test_what_is_not_open_is_never_chosen() -> None:
+def test_closed_candidates_are_never_chosen() -> None:
     only = np.array([5])
-    told = TPE.next(search_context(KNOWN, open_rows=only))
-    assert told.row == 5
+    reported = TPE.next(search_context(KNOWN, open_rows=only))
+    assert reported.row == 5
 
 
 def test_a_trial_that_ran_out_of_memory_counts_as_slow() -> None:

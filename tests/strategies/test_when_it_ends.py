@@ -53,7 +53,7 @@ def lost_by_ending(real: FloatArray, rows: IntArray, past: Past) -> bool:
         pytest.param(0.2, True, marks=pytest.mark.long),
     ],
 )
-def test_little_is_left_when_it_ends(rough: float, misled: bool) -> None:
+def test_little_gain_is_left_when_the_search_ends(rough: float, misled: bool) -> None:
     lost = 0
     for seed in range(8):
         rows = rows_of(seed)

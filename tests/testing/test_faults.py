@@ -32,7 +32,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return healthy(tmp_path_factory.mktemp("healthy"))
 
 
-def test_healthy_plugin_passes_all_checks(acme: Path) -> None:
+def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     with imported(acme) as plugin:
         results = list(run_all(CHECKS, plugin))
     assert [result for result in results if result.state == "failed"] == []
@@ -56,7 +56,7 @@ def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monke
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
-def test_a_fault_fails_no_other_check(
+def test_a_fault_fails_only_its_check(
     tmp_path: Path, acme: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

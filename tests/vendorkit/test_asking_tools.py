@@ -1,4 +1,4 @@
-"""What is told of a management tool that fails, hangs, or prints what nobody understands."""
+"""Reports about a management tool that fails, hangs, or prints unknown text."""
 
 from pathlib import Path
 
@@ -22,34 +22,34 @@ def asked(tmp_path: Path, script: str, listing: Listing = TWO, seconds: float = 
     return query_tool(lambda text: listing if "table" in text else Listing(), "acme-smi", timeout_seconds=seconds)
 
 
-def test_a_tool_that_is_not_there_reports_nothing() -> None:
+def test_a_missing_tool_lists_no_devices() -> None:
     assert query_tool(lambda _: TWO, "no-such-tool-anywhere") is None
 
 
-def test_devices_are_reported_without_further_words(tmp_path: Path) -> None:
+def test_devices_are_listed_without_other_output(tmp_path: Path) -> None:
     assert asked(tmp_path, "echo table") == TWO
 
 
 @pytest.mark.parametrize("to", ["", " >&2"])
-def test_a_tool_that_fails_is_quoted_with_its_status(tmp_path: Path, to: str) -> None:
-    said = asked(tmp_path, f"echo 'Failed to initialize: version mismatch'{to}; exit 18")
-    assert said == Listing(left_out=("acme-smi failed with exit status 18: Failed to initialize: version mismatch",))
+def test_the_error_of_a_failing_tool_is_reported_with_its_exit_status(tmp_path: Path, to: str) -> None:
+    message = asked(tmp_path, f"echo 'Failed to initialize: version mismatch'{to}; exit 18")
+    assert message == Listing(left_out=("acme-smi failed with exit status 18: Failed to initialize: version mismatch",))
 
 
 def test_a_tool_that_fails_after_it_listed_devices_is_believed(tmp_path: Path) -> None:
     assert asked(tmp_path, "echo table; exit 14") == TWO
 
 
-def test_what_is_not_understood_is_quoted_by_its_first_words(tmp_path: Path) -> None:
-    said = asked(tmp_path, "printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'")
-    assert said == Listing(left_out=("acme-smi lists no device in a known format; it prints: a new layout",))
+def test_unknown_text_is_quoted_by_its_first_words(tmp_path: Path) -> None:
+    message = asked(tmp_path, "printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'")
+    assert message == Listing(left_out=("acme-smi lists no device in a known format; it prints: a new layout",))
 
 
 def test_a_tool_that_hangs_is_reported(tmp_path: Path) -> None:
-    said = asked(tmp_path, "sleep 30", seconds=0.3)
-    assert said == Listing(left_out=("acme-smi did not answer within 0.3 s and was killed",))
+    message = asked(tmp_path, "sleep 30", seconds=0.3)
+    assert message == Listing(left_out=("acme-smi did not answer within 0.3 s and was killed",))
 
 
-def test_what_a_table_leaves_out_is_reported_with_the_tools_name(tmp_path: Path) -> None:
-    said = asked(tmp_path, "echo table", Listing(TWO.rows, ("device 2 is lost",)))
-    assert said == Listing(TWO.rows, ("acme-smi: device 2 is lost",))
+def test_omissions_of_a_table_are_reported_with_the_tools_name(tmp_path: Path) -> None:
+    message = asked(tmp_path, "echo table", Listing(TWO.rows, ("device 2 is lost",)))
+    assert message == Listing(TWO.rows, ("acme-smi: device 2 is lost",))

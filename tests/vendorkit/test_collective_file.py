@@ -21,7 +21,7 @@ curves:
 """
 
 
-def test_a_file_of_curves_is_read_with_its_source() -> None:
+def test_curves_are_read_with_their_source() -> None:
     table = read_collectives(GOOD, "collectives.yaml")
     assert isinstance(table, CollectiveTable)
     assert (table.level, table.source) == ("node", "measured: accl-tests, software accl 1.2")
@@ -52,7 +52,7 @@ def test_a_file_of_curves_is_read_with_its_source() -> None:
         (("level: node", "levels: node"), "levels"),
     ],
 )
-def test_a_mistake_is_reported_with_its_key(change: tuple[str, str], key: str) -> None:
+def test_an_error_is_reported_with_its_key(change: tuple[str, str], key: str) -> None:
     with pytest.raises(SpecError) as caught:
         read_collectives(GOOD.replace(*change), "collectives.yaml")
     assert caught.value.key == key
@@ -81,7 +81,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "curves_of_acme"
 
 
-def test_a_chip_with_the_links_of_another_takes_its_curves(package: str) -> None:
+def test_chips_with_equal_links_share_curves(package: str) -> None:
     own, other = (collective_table(package, Chip(name=name, vendor="acme")) for name in ("A1", "A1-Lite"))
     assert own is not None
     assert other == own

@@ -51,11 +51,11 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_chip_without_files_is_left_to_the_core(costs: Path) -> None:
+def test_a_chip_without_files_uses_the_core_model(costs: Path) -> None:
     assert kernel_costs("shipped", CHIP) is None
 
 
-def test_a_curve_overrides_what_it_names_and_nothing_else(costs: Path) -> None:
+def test_a_curve_overrides_only_its_own_constants(costs: Path) -> None:
     (costs / "curve.yaml").write_text(CURVE)
     made = kernel_costs("shipped", CHIP)
     assert isinstance(made, Roofline)

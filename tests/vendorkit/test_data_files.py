@@ -76,7 +76,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         ("maturity", "from_documents: [{what: a}]\ncolour: red", ["from_documents[0].chips", "colour"]),
     ],
 )
-def test_a_mistake_is_reported_with_its_key(read: Read, file: str, text: str, keys: list[str]) -> None:
+def test_an_error_is_reported_with_its_key(read: Read, file: str, text: str, keys: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         read(file, text)
     assert [each.key for each in caught.value.problems] == keys

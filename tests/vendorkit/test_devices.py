@@ -38,5 +38,5 @@ def test_an_old_answer_is_requested_again_and_a_lost_device_is_an_error() -> Non
 @pytest.mark.parametrize(
     "printed", ["", "{", "{}", '{"version": 1}', "[1, 2]", '{"version": "2", "attributes": 3}', "\x00"]
 )
-def test_what_torch_did_not_print_is_not_read(printed: str) -> None:
+def test_missing_torch_output_is_not_read(printed: str) -> None:
     assert machine.read_torch(printed) is None

@@ -24,7 +24,7 @@ def test_an_underlined_header_and_carriage_returns_do_not_matter() -> None:
 @pytest.mark.parametrize(
     "names", [("mlx5_0", "mlx5_bond_0"), ("bnxt_re0", "bnxt_re1"), ("roceo1", "irdma0"), ("ib0", "NIC9")]
 )
-def test_adapters_may_have_names_of_their_own(names: tuple[str, str]) -> None:
+def test_adapters_may_have_custom_names(names: tuple[str, str]) -> None:
     matrix = read_matrix(PLAIN.replace("NIC0", names[0]).replace("NIC1", names[1]))
     assert matrix is not None
     assert near_adapters(matrix) == {0: (names[0],), 1: (names[1],)}
@@ -63,5 +63,5 @@ def test_devices_called_mlu_are_joined_by_their_own_links() -> None:
         "GPU0\tGPU0\n",
     ],
 )
-def test_a_matrix_that_does_not_agree_with_itself_is_refused(text: str) -> None:
+def test_an_inconsistent_matrix_is_refused(text: str) -> None:
     assert read_matrix(text) is None

@@ -35,7 +35,7 @@ def test_tool_that_cannot_be_executed_gives_nothing(tmp_path: Path, monkeypatch:
     assert tool_output("brokensmi") is None
 
 
-def test_bytes_that_are_no_text_are_replaced() -> None:
+def test_invalid_bytes_are_replaced() -> None:
     assert tool_output(sys.executable, "-c", "import os; os.write(1, b'ok \\xff')") == "ok \ufffd"
 
 

@@ -20,30 +20,30 @@ VARIABLE = Variable(
 )
 
 
-def test_a_variable_of_several_nodes_is_not_given_on_one() -> None:
+def test_multi_node_variables_are_not_set_on_one_node() -> None:
     one = small.task()
     two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
     several = replace(VARIABLE, several_nodes=True)
-    assert [several.suits(task) for task in (None, one, two)] == [False, False, True]
+    assert [several.applies_to(task) for task in (None, one, two)] == [False, False, True]
 
 
-def test_a_variable_is_left_out_beside_a_setting_that_it_does_not_go_with() -> None:
+def test_a_variable_is_left_out_with_a_conflicting_setting() -> None:
     limited = replace(VARIABLE, unless="use_megatron_fsdp")
-    assert limited.suits(small.task())
-    assert not limited.suits(small.task(settings={"use_megatron_fsdp": True}))
+    assert limited.applies_to(small.task())
+    assert not limited.applies_to(small.task(settings={"use_megatron_fsdp": True}))
 
 
 @pytest.mark.parametrize(
     ("versions", "release", "holds"),
     [("", "0.1", True), (">=0.11,<0.13", "0.12.0+corex", True), (">=0.11,<0.13", "0.13", False), ("<1", None, True)],
 )
-def test_a_range_of_releases_holds_where_the_release_is_in_it_or_not_known(
+def test_a_release_range_matches_a_release_inside_it_or_unknown(
     versions: str, release: str | None, holds: bool
 ) -> None:
     assert in_versions(versions, release) == holds
 
 
-def test_network_of_the_machine_is_filled_in_or_the_variable_is_not_given(tmp_path: Path) -> None:
+def test_the_machines_network_is_filled_in_or_the_variable_is_unset(tmp_path: Path) -> None:
     assert fill("{interface}", tmp_path) == ""
     route = tmp_path / "proc/net/route"
     route.parent.mkdir(parents=True)

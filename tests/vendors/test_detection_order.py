@@ -65,13 +65,13 @@ def listed(root: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_torch_reports_whose_devices_they_are(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_identifies_the_vendor_of_devices(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node(tmp_path, monkeypatch, vendor, vendor)
     assert listed(tmp_path) == {vendor: [NAMES[vendor]] * 2}
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_device_files_of_all_vendors_do_not_make_one_device_everybodys(
+def test_with_device_files_of_all_vendors_a_device_has_one_plugin(
     vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node(tmp_path, monkeypatch, vendor, *VENDORS)
@@ -100,7 +100,7 @@ def test_the_users_environment_goes_before_all(vendor: str, tmp_path: Path, monk
     assert list(listed(tmp_path)) == [vendor]
 
 
-def test_a_torch_whose_native_library_crashes_ends_no_other_process(
+def test_a_crash_in_torchs_native_library_ends_no_other_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node(tmp_path, monkeypatch, "metax", *VENDORS)
@@ -108,7 +108,7 @@ def test_a_torch_whose_native_library_crashes_ends_no_other_process(
     assert listed(tmp_path) == {}
 
 
-def test_names_of_older_nvidia_drivers_are_believed_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_older_nvidia_drivers_are_accepted_from_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NAMES, "nvidia", "Tesla V100-SXM2-32GB")
     node(tmp_path, monkeypatch, "nvidia", "nvidia")
     assert listed(tmp_path) == {"nvidia": ["Tesla V100-SXM2-32GB"] * 2}

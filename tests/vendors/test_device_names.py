@@ -51,7 +51,7 @@ def loaded() -> LoadedPlugins:
         ("Cambricon MLU580", "MLU580"),
     ],
 )
-def test_a_name_means_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> None:
+def test_a_name_identifies_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> None:
     found = loaded.find_chip(name)
     assert found is not None
     assert found.name == chip
@@ -69,6 +69,6 @@ def test_a_name_means_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> N
         *("MLU590", "MLU370", "MLU270-S4", "MLU370-X9", "MLU590-M9X", "MLUXXX-XX", "", "ERR!", "AMD Instinct MI300X"),
     ],
 )
-def test_a_name_that_is_not_in_a_catalogue_means_no_chip(loaded: LoadedPlugins, name: str) -> None:
+def test_a_name_outside_the_catalogue_identifies_no_chip(loaded: LoadedPlugins, name: str) -> None:
     assert loaded.find_chip(name) is None
     assert not [each.name for each in loaded.chips() if each.has_name(name)]

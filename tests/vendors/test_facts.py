@@ -20,7 +20,7 @@ def facts(chip: Chip) -> Iterator[Fact]:
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_each_figure_reports_where_it_is_from(chip: Chip) -> None:
+def test_each_figure_has_a_source(chip: Chip) -> None:
     for fact in facts(chip):
         assert fact.source.kind in ("measured", "published", "datasheet", "estimated")
         assert len(fact.source.detail) > 10
@@ -59,7 +59,7 @@ def test_a_card_of_two_devices_is_reported_and_its_figures_are_of_one(name: str,
         *("MLU580", "MLU580-H5", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
     ],
 )
-def test_peaks_that_no_one_published_are_empty(name: str) -> None:
+def test_unpublished_peaks_are_empty(name: str) -> None:
     assert not BY_NAME[name].dense_flops_per_second
 
 

@@ -26,7 +26,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_page_reports_what_the_tool_reports_now(example: ModuleType) -> None:
+def test_the_page_shows_the_current_tool_output(example: ModuleType) -> None:
     text = (ROOT / "docs" / "portability.md").read_text("utf-8")
     assert example.page(text) == text, "run `python examples/portability.py --write`, and read the page again"
 
@@ -42,7 +42,7 @@ def test_tensor_parallelism_over_both_islands_of_a_c500_costs_more_than_on_a_ful
     assert exchange("C550", 8) < 2.5 * exchange("C550", 4)
 
 
-def test_tensor_parallelism_over_both_islands_of_a_c500_is_not_tried() -> None:
+def test_c500_candidates_with_tensor_parallelism_over_both_islands_are_pruned() -> None:
     wide, narrow = (api.explain_candidate(SPEC, f"tp={size}, mbs=1, sp", chip="C500") for size in (8, 4))
     assert wide.state == "removed"
     assert "metax_c500_island" in wide.because[0]
@@ -51,7 +51,7 @@ def test_tensor_parallelism_over_both_islands_of_a_c500_is_not_tried() -> None:
 
 
 @pytest.mark.parametrize("chip", UNKNOWN)
-def test_where_a_rate_is_unpublished_the_estimate_asks_for_calibration(chip: str) -> None:
+def test_with_an_unpublished_rate_the_estimate_suggests_calibration(chip: str) -> None:
     found = api.estimate(SPEC, chip=chip, top=1)
     assert found.candidates[0].get("step_time_s", {}).get("value") is None
     assert found.untimed == found.counts.untried

@@ -156,14 +156,14 @@ def test_a_node_is_detected_pruned_launched_and_tuned(vendor: str, tmp_path: Pat
     assert launch["environment"].items() >= {"GEMS_VENDOR": vendor, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items()
 
 
-def test_two_vendors_tools_of_which_one_answers_for_the_others_devices_list_each_device_once(tmp_path: Path) -> None:
+def test_with_two_vendors_tools_each_device_is_listed_once(tmp_path: Path) -> None:
     environment = node(tmp_path, NODES["metax"][1])
     listed = flag(environment, tmp_path, "devices", "--json", "--no-plugin", "cpu")
     assert [(each["index"], each["chip"]) for each in json.loads(listed.stdout)] == [(n, "C500") for n in range(4)]
     assert "nvidia-smi" in listed.stderr
 
 
-def test_a_tool_that_fails_is_quoted_where_devices_are_listed(tmp_path: Path) -> None:
+def test_the_error_of_a_failing_tool_is_shown_in_the_device_list(tmp_path: Path) -> None:
     environment = node(tmp_path, {"mx-smi": ""})
     (tmp_path / "bin" / "mx-smi").write_text("#!/bin/sh\necho 'failed to open /dev/mxcd'; exit 3\n")
     listed = flag(environment, tmp_path, "devices", "--no-plugin", "cpu")

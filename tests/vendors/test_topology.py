@@ -41,12 +41,12 @@ def test_a_machines_own_adapters_are_the_network_of_its_cluster(tmp_path: Path, 
 
 
 def test_the_users_network_settings_are_kept(tmp_path: Path, two_nodes: NodeGroup) -> None:
-    said = NodeGroup(chip=with_network(two_nodes.chip, 1e9), nodes=2, devices_per_node=8)
-    assert with_own_adapters(said, H200, adapters(tmp_path, 200)) is None
+    message = NodeGroup(chip=with_network(two_nodes.chip, 1e9), nodes=2, devices_per_node=8)
+    assert with_own_adapters(message, H200, adapters(tmp_path, 200)) is None
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(1, 8), (2, 4)])
-def test_another_kind_of_node_keeps_the_chips_own_figure(
+def test_an_unknown_node_type_uses_the_chips_figure(
     nodes: int, devices: int, tmp_path: Path, two_nodes: NodeGroup
 ) -> None:
     other = NodeGroup(chip=two_nodes.chip, nodes=nodes, devices_per_node=devices)

@@ -100,7 +100,7 @@ def test_only_reports_of_the_vendors_own_torch_are_trusted(vendor: Vendor) -> No
     assert vendor.detector.torch_devices(None) == ()
 
 
-def test_devices_on_the_pci_bus_alone_are_none(vendor: Vendor, tmp_path: Path) -> None:
+def test_devices_only_on_the_pci_bus_are_not_listed(vendor: Vendor, tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:0e:00.0"
     folder.mkdir(parents=True)
     for name, value in {"vendor": f"{vendor.pci_vendor:#06x}", "class": "0x030200", "device": "0x4001"}.items():

@@ -30,7 +30,7 @@ from flagcore.plugins.loader import Plugin
 from flagcore.vendorkit.smi import tool_output
 
 CALIBRATED = "calibration"
-"""Name of the source of a chip that only a calibration knows."""
+"""Source name of a chip that is only in a calibration."""
 
 
 class CalibratedPlugins(LoadedPlugins):
@@ -73,7 +73,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer; of a chip that only a calibration knows, what torch reported."""
+        """Return the plugins' answer; for a chip that is only in a calibration, what torch reported."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 
@@ -86,7 +86,7 @@ class CalibratedPlugins(LoadedPlugins):
         return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *below))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
+        """Return measured times inside a node, and the topology's times beyond it. Raises RunError."""
         known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
         if calibration is not None:
             self._warn_about_few(group, calibration)
@@ -135,7 +135,7 @@ def _installed_torch() -> str | None:
 
 
 SECONDS = 60.0
-"""What importing torch with a vendor's driver may take."""
+"""Timeout of importing torch with a vendor's driver."""
 
 VENDOR = "uncatalogued"
 
@@ -164,7 +164,7 @@ class Torch:
 
 
 def ask_torch() -> Torch | None:
-    """Return what torch reports, in a separate process; None without torch or without an accelerator."""
+    """Return torch's report of the device, from a separate process; None without torch or without an accelerator."""
     if (_installed_torch() or "").endswith("+cpu"):
         return None
     for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):
@@ -197,7 +197,7 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
         raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
     here = tuple(device for device in unlisted if device.chip == name)
     memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
-    source = Source(kind="measured", detail="what torch says of the device")
+    source = Source(kind="measured", detail="reported by torch")
     known = Fact(value=float(memory), source=source) if memory else None
     chip = Chip(name=name, vendor=VENDOR, memory_bytes=known, devices_per_node=len(here))
     return chip, support_of(reported.kind, reported.backend, name), here

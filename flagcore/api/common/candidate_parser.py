@@ -29,7 +29,7 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
     with commas or blanks between.
 
     A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, if that
-    does anything beside the named ones, else what the engine does without it; a data-parallel size is what the devices
+    has an effect with the named ones, else the engine's default; a data-parallel size is what the devices
     leave. Raises UsageError.
     """
     task, axes = problem.platform.task, problem.legality.axes
@@ -138,6 +138,6 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
 
 
 def values_of(axis: Axis) -> str:
-    """Return what the space has of a knob, the first of many."""
+    """Return the space's value of a knob, the first of several."""
     few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
     return _("the space has {values}", values=few + (", ..." if len(axis.values) > 12 else ""))

@@ -46,7 +46,7 @@ class Snapshot:
 
     @property
     def task(self) -> Task:
-        """What is to be done, and on what."""
+        """The job of the spec and its cluster."""
         return self.problem.platform.task
 
     def pruned_by(self, columns: Columns) -> list[str]:
@@ -113,7 +113,7 @@ def run_home(run: Run) -> Path:
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with the hardware and the baseline that it had, whatever is on this machine."""
+    """Return the spec of a run with the hardware and the baseline that it had, regardless of this machine."""
     spec = replace(spec, baseline=stored["fixed"].get("baseline"))
     hardware = stored["task"].get("hardware") or {}
     if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
@@ -151,8 +151,8 @@ def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
     space, predictions = problem.space, problem.predictions
-    taught = search_state.trials, problem.pruned, search_state.probes
-    pruned = prune(space, predictions, workload, problem.rules, *taught)
+    trials_and_probes = search_state.trials, problem.pruned, search_state.probes
+    pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)
     context = search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past)
     return Snapshot(
         where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context

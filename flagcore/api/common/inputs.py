@@ -13,20 +13,20 @@ from typing import Any, TypeAlias
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import InstalledVersion, KeyWarnings, Workload, labels_of, untested_reason
-from flagcore.domain.chip import Support
+from flagcore.domain.chip import Support, unknown_chip_hint
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import Spec
-from flagcore.errors import FlagError, SpecError
+from flagcore.domain.spec import AUTO, Spec
+from flagcore.errors import FlagError, SpecError, joined
 from flagcore.i18n import _
 from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
-from flagcore.problem import Problem, sizes_held_at_one
+from flagcore.problem import Problem, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.convert import check_engines
-from flagcore.spec.plain_data import plain, spec_error
+from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.serving import engines_of, only
 from flagcore.spec.validate import gathered
 from flagcore.store.directory import write
@@ -173,8 +173,30 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         name = tuner.get(key) if isinstance(tuner, Mapping) else None
         if isinstance(name, str) and name not in names(group):
             parts[key] = partial(_require_installed, named_object, name, file)
-    found: Spec = gathered(parts)["spec"]
+    with _with_unknown_chips(data.get("cluster"), file, without):
+        found: Spec = gathered(parts)["spec"]
     return found
+
+
+@contextmanager
+def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
+    """Add the errors of unknown chips to a SpecError. Without any, `discover` finds them."""
+    try:
+        yield
+    except SpecError as error:
+        raise joined([*error.problems, *_unknown_chips(cluster, file, without)]) from None
+
+
+def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[SpecError]:
+    sections: list[tuple[KeyPath, Any]] = [(("cluster",), cluster)]
+    if isinstance(cluster, Mapping) and isinstance(cluster.get("groups"), list):
+        sections = [(("cluster", "groups", place), group) for place, group in enumerate(cluster["groups"])]
+    chips = load_plugins(without).chips()
+    for at, section in sections:
+        name = section.get("chip") if isinstance(section, Mapping) else None
+        if isinstance(name, str) and name != AUTO and not any(chip.has_name(name) for chip in chips):
+            problem, fix = _("is not known to any installed plugin"), unknown_chip_hint(name, chips)
+            yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
 
 
 def _require_installed(named_object: Callable[[str], object], name: str, file: str) -> None:
@@ -193,7 +215,8 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
     if len(several) < 2:
         parsed(data, file=str(file), base=base, without=without)
         return
-    check_engines(data, file=str(file), engines=engines())
+    with _with_unknown_chips(data.get("cluster"), str(file), without):
+        check_engines(data, file=str(file), engines=engines())
     for name in several:
         try:
             parsed(only(data, name), file=str(file), base=base, without=without)
@@ -214,7 +237,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if reasons := [reason for reason in (unknown, untested_reason(workload)) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
-    lines += [*problem.platform.conflicts, *sizes_held_at_one(problem), *problem.pruned.broken_rules]
+    lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):

@@ -1,4 +1,4 @@
-"""How busy others keep the machine's processors while something is measured."""
+"""CPU load of other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def busy(others: float) -> list[str]:
 
 
 class Load:
-    """What others use of the processors from now on: all that they do, less what this process and its children do.
+    """CPU use of other processes from now on: the total without this process and its children.
 
     Children count when they have ended and were waited for.
     """

@@ -32,11 +32,12 @@ RESULT, SPEC = "result.json", "spec.yaml"
 class Run(Notebook):
     """What a run's folder holds: finished, interrupted, or still going on.
 
-    `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
-    written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best and its rivals
-    at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes, as in
-    `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of each
-    engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials teach.
+    `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
+    before it was written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best
+    and its rivals at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes,
+    as in `flagcore.domain.trial`. `gains` is best over baseline minus one, per round. `engines` are the runs of
+    each engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials
+    teach.
     """
 
     folder: Path
@@ -55,7 +56,7 @@ class Run(Notebook):
 
     @property
     def gain(self) -> float | None:
-        """The lowest gain of the rounds: 0.25 is a quarter more tokens a second. None if unknown."""
+        """The lowest gain of the rounds: 0.25 is a quarter more tokens per second. None if unknown."""
         return min(self.gains, default=None)
 
     @property
@@ -105,7 +106,7 @@ def read_run(path: Path) -> Run:
     """Read a run's folder as `load_run` does, even if its journal has fewer trials than its result."""
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
-        return _of_several(path, data)
+        return _run_of_several_engines(path, data)
     known = RunDirectory(path).identity()
     if known is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
@@ -152,7 +153,7 @@ def _result(path: Path) -> Mapping[str, Any]:
         raise unreadable_error(file, error) from None
 
 
-def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
+def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
     try:
         names = [name for name, each in data["engines"].items() if "error" not in each]
         won = str(data["engine"])

@@ -33,12 +33,12 @@ from flagcore.stages.predict import predict_columns
 GIB = 2**30
 MOST = 300
 """Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
-FARTHEST = 3.0
+MAX_LOG_RATIO = 3.0
 """A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> Past:
-    """Return what runs other than `run` measured on the chip of a problem; empty if the spec does not want it."""
+    """Return the measurements of runs other than `run` on the chip of a problem; empty if the spec does not want it."""
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
         return Past.empty()
@@ -54,8 +54,9 @@ def past(
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> Past:
-    """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
-    one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may have."""
+    """Return observations from measured records of `chip`. A record that cannot be read or predicted is skipped, and so
+    is one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may
+    have."""
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     known = engines()
     for record in islice(records, MOST):
@@ -65,18 +66,18 @@ def past(
             command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for it
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
-            beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
-            for knob, value in beside.items():
+            plugin_values = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
+            for knob, value in plugin_values.items():
                 knob.parse(value, knob.name)
-            names = {knob.name for knob in beside}
+            names = {knob.name for knob in plugin_values}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
             job = read_job({**record, kind: work_data, "candidate": own}, known)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
-            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(beside))
-            candidate = {**job.candidate, **{knob.name: value for knob, value in beside.items()}}
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(plugin_values))
+            candidate = {**job.candidate, **{knob.name: value for knob, value in plugin_values.items()}}
             tasks[repr((job.model, work, group, sorted(names)))].append((task, candidate, record["measured"]))
     found = []
     for number, members in enumerate(tasks.values(), start=1):
@@ -107,7 +108,7 @@ def _observed(
         measured = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.log(measured) - np.log(expected)
-        rows = np.flatnonzero(np.abs(ratio) < FARTHEST)
+        rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
         least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
         both.append(Observed(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
     return both[0], both[1]

@@ -41,8 +41,8 @@ class CandidateReport(Notebook):
     """Report on one candidate, as plain data: GiB and seconds, knobs by name.
 
     `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
-    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` says it in words, with the numbers, and `rules` which
-    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` that taught it). `predicted` is
+    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, with the numbers, and `rules` which
+    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` behind it). `predicted` is
     None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
     the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
     predicted. `changes` have `differs`, `candidate`, `predicted`, `expected_s`, its `trial`, and whether that
@@ -91,18 +91,18 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     columns, named = named_columns(snapshot, name)
     space = snapshot.problem.space
     rules = broken_rules_of(snapshot.problem, columns)
-    meant = columns if rules else canonical(columns, snapshot.problem.legality.merges)
-    same, asked = as_candidate(space.axes, meant), as_candidate(space.axes, columns)
+    canonical_columns = columns if rules else canonical(columns, snapshot.problem.legality.merges)
+    same, asked = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
-    predicted = None if rules else snapshot.record(meant)
+    predicted = None if rules else snapshot.record(canonical_columns)
     tried = [trial for trial in all_trials(snapshot) if trial.candidate == same]
     state, because, taught = state_of(snapshot, same, row, tried, rules, predicted)
     if state == OUTSIDE:
-        because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(meant)]
+        because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(canonical_columns)]
     believed_of = _believed(snapshot, row)
     step = None if predicted is None else _scaled(snapshot, row, predicted)
-    near = nearest_measured(snapshot, meant, same)
-    to_change = changes(snapshot, meant, step, row)
+    near = nearest_measured(snapshot, canonical_columns, same)
+    to_change = changes(snapshot, canonical_columns, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
     task, asked_for, kind = snapshot.task, name.strip().casefold(), "trial" if snapshot.run else "candidate"
@@ -174,7 +174,7 @@ def _no_best(snapshot: Snapshot) -> str:
 
 
 def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
-    """Return what trials, of this run and of earlier ones, made of a prediction; None for a spec, or without any."""
+    """Return the prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
     taught = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
     if snapshot.run is None or row is None or not taught:
         return None

@@ -28,7 +28,7 @@ from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
-"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; not both were measured,
+"""Certainty of a comparison: all runs of one are faster, by more than their noise; not so; not both were measured,
 and trials of both their runs taught what to believe, or did not; no times."""
 MOST_DIFFERENCES = 12
 
@@ -133,8 +133,9 @@ def compare(
     where, name = _place(a) if spec is None else (spec, a)
     there, other = _place(b, where) if spec is None else (spec, b)
     found = load_snapshot(where, chip, without)
-    beside = found if where == there else load_snapshot(there, chip, without)
-    first, second = _Side(found, candidate_report(found, name)), _Side(beside, candidate_report(beside, other))
+    other_snapshot = found if where == there else load_snapshot(there, chip, without)
+    first = _Side(found, candidate_report(found, name))
+    second = _Side(other_snapshot, candidate_report(other_snapshot, other))
     return _compared(first, second)
 
 
@@ -172,7 +173,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         figures=_pairs(*figures),
         gap=gap,
         sure=sure,
-        because=tuple(_because(a, b, time, gap, sure)),
+        because=tuple(_reasons(a, b, time, gap, sure)),
         knobs={**b.snapshot.problem.knobs, **a.snapshot.problem.knobs},
     )
 
@@ -223,7 +224,7 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
 
-def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
+def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
     illegal = [
         _("{name} is illegal: {reason}", name=name, reason=side.report.because[0])
         for name, side in (("A", a), ("B", b))

@@ -1,4 +1,4 @@
-"""What became of combinations and of single candidates, and why."""
+"""States of combinations and of single candidates, with reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flagcore.problem import Problem, fastest, require_candidate
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
-from flagcore.report.text import funnel, repeats_text, role_text, state_name
+from flagcore.report.text import funnel, repeats_text, role_text, state_name, stop_reason
 from flagcore.stages.prune import needed_share
 
 ILLEGAL, OUTSIDE, REMOVED = N_("illegal"), N_("not in the space"), N_("removed")
@@ -66,7 +66,7 @@ def state_of(
     broken: Sequence[Mapping[str, Any]],
     predicted: Mapping[str, Any] | None,
 ) -> tuple[str, list[str], list[Mapping[str, Any]]]:
-    """Return what became of a candidate, why in words, and the rules of this stage behind it."""
+    """Return the state of a candidate, the reasons, and the pruning rules behind it."""
     if broken:
         lines = []
         for rule in broken:
@@ -77,18 +77,22 @@ def state_of(
         unlisted = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
         return OUTSIDE, [*(_outside(snapshot, candidate) or unlisted), legal, *_needs(predicted)], []
-    taught = _taught(snapshot, row)
+    pruned_by = _pruning_rule(snapshot, row)
     wanted = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
         return (
             RAN,
-            [*(_termination_reason(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
-            taught,
+            [
+                *(_termination_reason(snapshot, trial) for trial in tried),
+                *_of_all_runs(snapshot, candidate),
+                *_why_best(snapshot, candidate),
+            ],
+            pruned_by,
         )
     probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
-    if taught:
-        return REMOVED, [*probed, *(_why_removed(snapshot, each, row, predicted) for each in taught)], taught
-    return OPEN, [*probed, *_why_open(snapshot, row)], []
+    if pruned_by:
+        return REMOVED, [*probed, *(_reason_removed(snapshot, each, row, predicted) for each in pruned_by)], pruned_by
+    return OPEN, [*probed, *_reasons_open(snapshot, row)], []
 
 
 def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
@@ -146,7 +150,31 @@ def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return lines
 
 
-def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
+def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+    """Return how the best compares to the second of those that keep the limits, and to the baseline."""
+    state = snapshot.search_state
+    measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
+    others = [each for each in measured if each.candidate != candidate and state.keeps_limits(each.candidate)]
+    if state.best is None or state.best.candidate != candidate or not others:
+        return []
+
+    def share(other: Trial) -> float:
+        return state.speed_of(other.candidate) / state.speed_of(candidate) - 1.0
+
+    second, compared = max(others, key=share), []
+    if second != state.baseline:
+        text = N_("{share:+.1%} in time vs the second (trial {number})")
+        compared.append(_(text, share=share(second), number=second.number))
+    if state.baseline in others:
+        text = N_("{share:+.1%} in time vs the baseline (trial {number})")
+        compared.append(_(text, share=share(state.baseline), number=state.baseline.number))
+    text = N_("the fastest of {count} measured candidates")
+    if snapshot.task.spec.limits:
+        text = N_("the fastest of {count} measured candidates within the limits")
+    return [f"{_(text, count=len(others) + 1)}: {', '.join(compared)}"]
+
+
+def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     """Return the rule of the stage `prune` that removed a row, none if none did."""
     code, pruned = int(snapshot.pruned.rule[row]), snapshot.pruned
     if not code:
@@ -156,7 +184,7 @@ def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     return [{"rule": name, "says": says, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
-def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
+def _reason_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
     state, predictions = snapshot.search_state, snapshot.problem.predictions
     if rule["rule"] == DOES_NOT_FIT:
         least = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
@@ -172,14 +200,14 @@ def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicte
     return f"{line}: {_('trial')} {trial.number} ({differs}) {state_name(trial.state.value)}"
 
 
-def _why_open(snapshot: Snapshot, row: int) -> list[str]:
+def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
     order, run = fastest(snapshot.problem), snapshot.run
     places = (np.flatnonzero(order == row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
     if run is None:
         return lines or [_("no rule removed it")]
     if run.stopped_because:
-        return [_("untried: the search stopped: {reason}", reason=run.stopped_because), *lines]
+        return [_("untried: the search stopped: {reason}", reason=stop_reason(run.data)), *lines]
     return [_("untried: the run has not ended"), *lines]
 
 
@@ -189,11 +217,11 @@ def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation(Notebook):
-    """Where all combinations went, the message of each rule by name, and why the run stopped.
+    """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
 
-    `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
+    `nothing_fits` reports, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
-    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are numbers of candidates.
     `fidelity` is that of a run's trials.
     """
 
@@ -214,7 +242,7 @@ class Explanation(Notebook):
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
-    """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
+    """Report the outcome of every combination of a spec file, or of a run with its trials.
 
     Raises the errors of `flagcore.errors`.
     """
@@ -225,7 +253,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         lost = failed_repeats(found.run.repeats)
         counts, because = (
             _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
-            found.run.stopped_because,
+            found.run.stopped_because and stop_reason(found.run.data),
         )
     nothing_fits = None
     try:

@@ -1,4 +1,4 @@
-"""Which candidates are near to one: how far others are from it, and what would have to change."""
+"""Neighbors of a candidate: distances of others, and the changes between them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
     keeps = predictions.keeps(snapshot.task.spec.limits)
     failed = [t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
-    gone = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
+    excluded = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
     ran = {True: list[int](), False: list[int]()}
     for trial, row in _measured(snapshot):
         ran[snapshot.search_state.keeps_limits(trial.candidate)].append(row)
-    gone += ran[False]
+    excluded += ran[False]
     found = np.array(ran[True], dtype=np.int64)
     rows = snapshot.pruned.open_rows
-    left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(gone, dtype=np.int64))
+    left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(excluded, dtype=np.int64))
     return np.union1d(left, found)
 
 

@@ -163,16 +163,18 @@ def forget(chip: str) -> list[str]:
 
 
 def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
-    """Return the chip to measure, how torch runs on it, its devices, and the engine that says so.
+    """Return the chip to measure, how torch runs on it, its devices, and the engine that reports it.
 
-    One that no plugin catalogues goes before a plain CPU.
+    One that no plugin catalogues takes precedence over a plain CPU.
     """
     found = loaded.devices()
     known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
     engines = tuple(plugins.engines())  # those of flagcore first
     trains = next((name for name in engines if plugins.kind_of(name) == "train"), "")
-    if all(loaded.engine_support(chip, trains).shared_devices for chip in known) and (strange := uncatalogued(loaded)):
-        return (*strange, trains)
+    if all(loaded.engine_support(chip, trains).shared_devices for chip in known) and (
+        uncatalogued_chip := uncatalogued(loaded)
+    ):
+        return (*uncatalogued_chip, trains)
     reasons = []
     for engine in engines:
         chip = best_chip(found, loaded, engine)

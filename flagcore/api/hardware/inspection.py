@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -65,7 +66,10 @@ def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def doctor() -> list[dict[str, Any]]:
-    """Return one record per thing that flagcore may need: what for, its version or None, and the fix."""
+    """Return one record per thing that flagcore may need: what for, its version or None, and the fix.
+
+    `ok` is true, false, or "untested" for an engine that never ran, or not on the chip.
+    """
     records = [
         _part("flagcore", _("the tuner"), __version__, ""),
         _part("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
@@ -76,10 +80,10 @@ def doctor() -> list[dict[str, Any]]:
         except FlagError as error:
             records.append(_part(name, _("engine"), None, str(error)))
             continue
-        marks = ", " + _("untested") if untested_reason(engine) else ""
         for module, requirement in engine.modules.items():
-            purpose = _("engine {name} ({module}{marks})", name=name, module=module, marks=marks)
-            records.append(_requirement(Requirement(requirement), purpose, name))
+            purpose = _("engine {name} ({module})", name=name, module=module)
+            part = _requirement(Requirement(requirement), purpose, name)
+            records.append(_untested(part, untested_reason(engine)))
     records += _support()
     for record in plugin_table():
         name, found = record["distribution"] or record["name"], record["version"]
@@ -95,9 +99,15 @@ def _support() -> Iterator[dict[str, Any]]:
         found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
         for chip in found.values():
             for engine in plugins.names(plugins.WORKLOADS):
-                answer = loaded.engine_support(chip, engine)
-                fix = "" if answer.support is Support.YES else f"{answer.support.value}: {answer.reason}"
-                yield _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, not fix)
+                answer, reason = loaded.engine_support(chip, engine), ""
+                with suppress(FlagError):
+                    reason = untested_reason(plugins.workload(engine))
+                if answer.support is Support.UNKNOWN:
+                    reason = answer.reason
+                fix = f"{answer.support.value}: {answer.reason}"
+                runs = answer.support in (Support.YES, Support.UNKNOWN)
+                part = _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
+                yield _untested(part, reason)
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
@@ -149,6 +159,11 @@ def _part(name: str, purpose: str, found: str | None, fix: str, ok: bool | None 
     """Return a record of `doctor`; by default all is well if a version was found."""
     ok = found is not None if ok is None else ok
     return {"name": name, "for": purpose, "version": found, "ok": ok, "mend": "" if ok else fix}
+
+
+def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Return a record of `doctor` of which nothing is missing as untested, if there is a reason."""
+    return {**part, "ok": _("untested"), "mend": reason} if part["ok"] and reason else part
 
 
 def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
 from flagcore.store import OptunaStore, RunDirectory
 
-FARTHEST = 20.0
+MAX_FACTOR = 20.0
 """A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
 
 
@@ -248,7 +248,7 @@ def _doubts(trials: list[Trial]) -> list[str]:
     """Return a line if what was measured is far from everything that is predicted."""
     ratios = [ratio for trial in trials if (ratio := measured_over(trial, "predicted"))]
     middle = float(np.median(ratios)) if ratios else 1.0
-    if 1.0 / FARTHEST < middle < FARTHEST:
+    if 1.0 / MAX_FACTOR < middle < MAX_FACTOR:
         return []
     return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=middle)]
 
@@ -273,4 +273,4 @@ def check_tree(found: ImportedSpec) -> None:
     except SpecError as error:
         problems = [each for each in error.problems if each.key != "model" or not isinstance(each.value, str)]
         if problems:
-            raise found.in_its_words(SpecErrors(problems)) from None
+            raise found.translate_error(SpecErrors(problems)) from None

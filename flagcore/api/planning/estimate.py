@@ -32,7 +32,7 @@ class Estimate(Notebook):
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` says why; `runs` says what would run them, `notes` what
+    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `notes` what
     plugins say of engine and chip. `knobs` are those of the task, `labels` the engine's.
     """
 
@@ -71,8 +71,8 @@ def estimate(
 ) -> Estimate:
     """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
 
-    `chip` names a chip to plan for instead of the spec's, `data` is what the file says if it was imported. Raises the
-    errors of `flagcore.errors`.
+    `chip` names a chip to plan for instead of the spec's, `data` is the content of the file if it was imported. Raises
+    the errors of `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data)
     require_candidate(problem)
@@ -100,7 +100,7 @@ def estimate(
 
 
 def _runs(task: Task) -> str:
-    """Return what runs the job that a prediction is of: the user's own command, the engine, or the trial program."""
+    """Return the runner of a predicted job: the user's command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
         return _("as {engine} serves the load of serve.profile", engine=task.spec.work.engine)
     train = task.spec.train
@@ -115,7 +115,7 @@ def _runs(task: Task) -> str:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return where every combination went before anything ran."""
+    """Return the counts of combinations by outcome before anything ran."""
     nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
     return count(problem.space, problem.pruned, nothing)
 
@@ -129,7 +129,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
-    """Return what plugins set for all candidates, and their notes on engine and chip."""
+    """Return the plugins' settings for all candidates, and their notes on engine and chip."""
     forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in platform.support.forced)
     return (*forced, *platform.support.notes)
 

@@ -164,7 +164,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)
     answers = {
-        row.place: {"status": "invalid", "reason": _why(rules, row.values, columns, number)}
+        row.place: {"status": "invalid", "reason": _illegal_reason(rules, row.values, columns, number)}
         for number, (row, rules) in enumerate(zip(rows, broken, strict=True))
         if rules
     }
@@ -174,7 +174,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     return answers
 
 
-def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
+def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
     found: dict[str, KnobValue] = {}
     named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]

@@ -89,7 +89,7 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
 
 
 def _data(folder: Path, without: Collection[str]) -> RunData:
-    """Return what the page of the run in a folder is made of."""
+    """Return the data for the page of the run in a folder."""
     run = read_run(folder)
     home, found, notes = run_home(run), run.data, list[str]()
     held = json_file(home / INSIGHT)

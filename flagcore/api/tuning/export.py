@@ -1,4 +1,4 @@
-"""What a tune leaves behind: the result, and the best configuration as a spec, a launch and a script."""
+"""The files of a tune: the result, and the best configuration as a spec, a launch and a script."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from flagcore.domain.secrets import (
 )
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.files import read_regular
 from flagcore.i18n import _
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
@@ -39,9 +40,9 @@ from flagcore.store.directory import writable, write
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome(Notebook):
-    """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
+    """The outcome of a tune: the plan, its folder, and the same as plain data (`result.json`) and text.
 
-    `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
+    `run_best`: the spec asks to start the winner at the end, `can_start`: the winner can be started as it
     stands, `reported` that the run's page was written.
     """
 
@@ -59,11 +60,22 @@ class Outcome(Notebook):
         return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.gain, self.plan.knobs)}>"
 
 
+def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
+    """Keep the translatable form of the stop reason of a finished run that was started again: trials have its text."""
+    try:
+        before = json.loads(read_regular(run_dir / "result.json"))
+    except (OSError, ValueError):
+        return data
+    same = isinstance(before, dict) and before.get("stopped_because") == data["stopped_because"]
+    return {**data, "stopped_message": before["stopped_message"]} if same and "stopped_message" in before else data
+
+
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
+    data = _with_stop_message(data, run_dir)
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -73,7 +85,7 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
             folder.mkdir(exist_ok=True)
             if cannot:
                 (folder / "launch.json").unlink(missing_ok=True)
-                write(run_dir / "best.sh", excuse(plan, cannot))
+                write(run_dir / "best.sh", no_start_script(plan, cannot))
             else:
                 best = plan.best.candidate
                 planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
@@ -120,7 +132,7 @@ def run_best(
         os.dup2(stdout, 1)
     try:
         os.chdir(folder)
-        program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
+        program, variables = argv[0], {**RENDEZVOUS, **os.environ, **environment}
         warn([_("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
@@ -156,7 +168,7 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
     )
 
 
-MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
 SECRETS = "secrets.sh"
 """Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
@@ -166,7 +178,7 @@ SECRETS = "secrets.sh"
 class Hidden:
     """The secrets of a launch. `inherited` are variables that have the same value in this shell.
 
-    `kept` are the others by name; a secret in the command line that no variable has gets a name of its own.
+    `kept` are the others by name; a secret in the command line that no variable has gets its own name.
     """
 
     inherited: tuple[str, ...]
@@ -198,7 +210,7 @@ class Hidden:
 
 def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in RENDEZVOUS.items()]
     exports += [
         f"export {name}={shlex.quote(value)}"
         for name, value in launch.environment.items()
@@ -212,7 +224,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,
         *needs,
-        f"exec {' '.join(quoted(word, hidden.variables) for word in launch.argv)}",
+        f"exec {' '.join(shell_quoted(word, hidden.variables) for word in launch.argv)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -223,17 +235,17 @@ def secrets_script(hidden: Hidden) -> str:
     return "\n".join(["# Secrets of the best configuration: not to be handed on.", *lines]) + "\n"
 
 
-def quoted(word: str, variables: Mapping[str, str]) -> str:
+def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
     """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
     for value, name in variables.items():
         before, found, after = word.partition(value)
         if found:
-            ends: Sequence[str] = [quoted(each, variables) if each else "" for each in (before, after)]
+            ends: Sequence[str] = [shell_quoted(each, variables) if each else "" for each in (before, after)]
             return f'{ends[0]}"${name}"{ends[1]}'
     return shlex.quote(word)
 
 
-def excuse(plan: Plan, why: str) -> str:
+def no_start_script(plan: Plan, why: str) -> str:
     """Return a shell script that prints why the best cannot be started."""
     message = f"echo {shlex.quote(f'this cannot be started: {why}')} >&2"
     return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"

@@ -28,7 +28,7 @@ from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
-from flagcore.contracts import OnEvent, TrialStore, Workload, require_prober
+from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
@@ -73,9 +73,13 @@ def tune(
     file, data = spec_data(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
-    def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
-        run = _EngineRun(some, file, folder, new, without, storage, fidelity)
-        return run.tune(on_event or (lambda event: None))
+    def tune_one(some: Mapping[str, Any], folder: Path, on_start: Callable[[], None] = lambda: None) -> Outcome:
+        def on_each(event: Event) -> None:
+            on_start()
+            if on_event:
+                on_event(event)
+
+        return _EngineRun(some, file, folder, new, without, storage, fidelity).tune(on_each)
 
     if len(engines) < 2:
         return tune_one(data, directory)
@@ -224,25 +228,36 @@ def each_engine(
     data: Mapping[str, Any],
     engines: tuple[str, ...],
     run_dir: Path,
-    tune_one: Callable[[dict[str, Any], Path], Any],
+    tune_one: Callable[[dict[str, Any], Path, Callable[[], None]], Any],
 ) -> Any:
-    """Tune `data` with each of `engines` in a folder of its own below `run_dir`, and return the outcome of the best.
+    """Tune `data` with each of `engines` in its own folder below `run_dir`, and return the outcome of the best.
 
-    Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
-    warning; if none can, the error of the first is raised.
+    Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a warning;
+    if none can, the error of the first is raised. `tune_one` calls its last argument once a trial starts.
     """
     done: dict[str, Any] = {}
     failed: dict[str, FlagError] = {}
+    skipped: dict[str, list[str]] = {}
+    """Engines that failed and are not warned of yet, by the error."""
+
+    def warn_of_skipped() -> None:
+        warn(f"{', '.join(skipped[text])}: {text}" for text in skipped)
+        skipped.clear()
+
     for engine in engines:
         try:
-            done[engine] = tune_one(_share(only(data, engine), len(engines)), run_dir / engine)
+            done[engine] = tune_one(_share(only(data, engine), len(engines)), run_dir / engine, warn_of_skipped)
         except Interrupted:
             raise
         except FlagError as error:
-            warn([f"{engine}: {error}"])
             failed[engine] = error
+            skipped.setdefault(str(error), []).append(engine)
     if not done:
-        raise next(iter(failed.values()))
+        first = next(iter(failed.values()))
+        skipped.pop(str(first), None)
+        warn_of_skipped()
+        raise first
+    warn_of_skipped()
     sign = -1.0 if is_rate(next(iter(done.values())).plan.objective) else 1.0
     order = sorted(done, key=lambda engine: sign * _best_figure(done[engine].data))
     winner = done[order[0]]

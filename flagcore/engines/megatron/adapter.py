@@ -1,6 +1,6 @@
 """Megatron as a workload of the core.
 
-Memory is ordered whatever the model: a larger micro-batch stores more activations, an unsharded gradient buffer or
+Memory is ordered for any model: a larger micro-batch stores more activations, an unsharded gradient buffer or
 optimizer takes more. Sequence parallelism adds a buffer, which may exceed its saving if layers are recomputed in full.
 """
 
@@ -41,7 +41,7 @@ from flagcore.engines.megatron.stages import LAYOUT
 
 
 class UselessSelectiveRecompute:
-    """Selective recompute drops the attention core, which flash attention recomputes by itself."""
+    """Selective recompute drops the attention core, which flash attention always recomputes."""
 
     name = "selective_recompute_with_flash_attention"
     message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"

@@ -25,7 +25,8 @@ DEFAULTS: Mapping[str, Settings] = {
 
 
 def runs(train: TrainSpec) -> str:
-    """Return what runs a job: flagcore's trial program, or a command of Megatron-LM, the user's or one imagined."""
+    """Return the runner of a job: flagcore's trial program, or a Megatron-LM command, the user's or a hypothetical
+    one."""
     return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
 
 
@@ -96,7 +97,7 @@ def options(task: Task) -> Options:
 
 
 def check(task: Task, settings: Settings) -> None:
-    """Raise SpecError for a setting that Megatron refuses beside the others, whatever the candidate.
+    """Raise SpecError for a setting that Megatron refuses together with the others, for any candidate.
 
     Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """

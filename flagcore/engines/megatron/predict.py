@@ -129,7 +129,7 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-    """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
+    """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
     train, layout = inputs(task, {knob: values[:1] for knob, values in columns.items()}, costs)
     costs = costs.groups[sum(rank >= first for first in costs.further)]
     memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
@@ -153,7 +153,7 @@ def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
 
 
 def training(task: Task) -> Training:
-    """Return what all candidates of `task` share.
+    """Return the data that all candidates of `task` share.
 
     Without a named implementation flagcore's own trial program runs megatron-core's local layers with plain
     activation functions, and a user's own command runs Megatron-LM, by default with transformer-engine.

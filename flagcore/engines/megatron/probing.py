@@ -15,7 +15,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import columns
 from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import inputs, rank_figures
-from flagcore.engines.megatron.reading import NOT_AS_AGREED
+from flagcore.engines.megatron.reading import INVALID_JSON
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 
 
@@ -50,7 +50,7 @@ def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ..
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:
-    """Return what the trial program measured as one rank. Raises NoMetrics."""
+    """Return the trial program's measurement of one rank. Raises NoMetrics."""
     data = read_metrics(folder)
     try:
         steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
@@ -76,5 +76,5 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
             microbatches_run=int(data["microbatches_run"]),
             versions={name: str(version) for name, version in data["versions"].items()},
         )
-    except NOT_AS_AGREED as error:
+    except INVALID_JSON as error:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None

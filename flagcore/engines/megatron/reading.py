@@ -28,7 +28,7 @@ from flagcore.files import open_regular, read_regular
 
 STEPS = "steps.jsonl"
 LOGS = ("stdout.log", "stderr.log")
-NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+INVALID_JSON = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading JSON of another program may raise."""
 
 
@@ -40,7 +40,7 @@ def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
 
 
 def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-    """Return what a trial measured. Raises NoMetrics."""
+    """Return the measurement of a trial. Raises NoMetrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
     return _read_program(task, folder, partial=partial)
@@ -86,7 +86,7 @@ def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
                 if rank.get(SPEED_TEST) is not None
             ),
         )
-    except NOT_AS_AGREED as error:
+    except INVALID_JSON as error:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
 
 
@@ -139,7 +139,7 @@ def _steps(file: Path) -> list[dict[str, Any]]:
         try:
             step = json.loads(line)
             steps.append({"step_time_s": float(step["step_time_s"]), "loss": _loss(step)})
-        except NOT_AS_AGREED:
+        except INVALID_JSON:
             break
     return steps
 

@@ -1,4 +1,4 @@
-"""What Megatron refuses, and which candidates are the same to it.
+"""Megatron's rules, and the candidates that it treats as equal.
 
 Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
 `pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
@@ -188,9 +188,9 @@ def _split_message(split: Split) -> str:
     if split.layout_layers:
         stages = len(split.layout_layers)
         return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
-    beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
     return (
-        f"{PP} must divide num_layers = {split.layers}{beside}, or what {FIRST} and {LAST} leave of them "
+        f"{PP} must divide num_layers = {split.layers}{extra}, or what {FIRST} and {LAST} leave of them "
         f"(train.settings; {LAYOUT} there splits them freely)"
     )
 
@@ -225,7 +225,9 @@ def _recompute(task: Task) -> Sequence[Rule]:
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
                 & np.where(
-                    balanced(c), c[RECOMPUTE_LAYERS] > 1, _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+                    balanced(c),
+                    c[RECOMPUTE_LAYERS] > 1,
+                    _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c)),
                 )
             ),
         ),
@@ -247,7 +249,8 @@ def _recompute(task: Task) -> Sequence[Rule]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
+    """Return the merges of values that Megatron treats as equal: knobs without effect, two spellings of one
+    schedule."""
     split, dense, derives = Split.of(task), task.spec.model.num_moe_experts is None, derived(task)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
@@ -311,7 +314,7 @@ def _recomputes(c: Columns, granularity: int) -> BoolArray:
     return does
 
 
-def _divides_none(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
+def _leaves_remainder(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
     """Return where `number` does not divide one of the other numbers."""
     leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
     return leaves

@@ -1,4 +1,4 @@
-"""What Megatron refuses of a candidate because of the task's settings. Each rule has the name of its setting.
+"""Rules of Megatron that follow from the task's settings. Each rule has the name of its setting.
 
 Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Megatron-LM core_v0.16 `arguments.py`.
 """

@@ -181,7 +181,7 @@ the shared experts; the whole MoE layer. `router` and `moe_fc1` are no modules o
 
 
 def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
-    """Return what selective recompute drops: the modules that are given, and those of the level for experts."""
+    """Return the modules that selective recompute drops: the named ones, and those of the level for experts."""
     level = str(settings.get("moe_recompute_level") or "")
     given = settings.get("recompute_modules") or ("" if level else "core_attn")
     return words(given) | EXPERT_LEVELS.get(level, frozenset())

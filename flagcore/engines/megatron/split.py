@@ -68,7 +68,7 @@ class Split:
         return np.where(number > 0, number, from_each)
 
     def ends(self, c: Columns) -> tuple[IntArray, IntArray]:
-        """Return the layers of the first and of the last stage where they are given, else 0."""
+        """Return the layers of the first and of the last stage if they are set, else 0."""
         none = np.zeros_like(c[PIPELINE])
         first, last = c.get(FIRST, none), c.get(LAST, none)
         return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)

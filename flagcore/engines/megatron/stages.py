@@ -23,7 +23,7 @@ _FIX = "write e.g. Et*4|(t*4|)*14tL: E, then every t, then L, with a | between s
 
 @lru_cache(maxsize=1024)
 def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[StageLayers, ...]:
-    """Return what each (virtual) stage holds, in order of the model. Raises SpecError.
+    """Return the layers of each (virtual) stage, in order of the model. Raises SpecError.
 
     The grammar and the rules are megatron-core 0.16's (`pipeline_parallel_layer_layout.py`): E embedding, t
     layer, m multi-token prediction, L loss; `|` ends a stage, `x*n` repeats a letter and `(...)*n` a part.
@@ -109,11 +109,11 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
         return {LOSS: True}
     if layers < stages - 2:
         return {}
-    text = "|".join("t" * number for number in most_even(layers, stages))
+    text = "|".join("t" * number for number in even_split(layers, stages))
     return {LAYOUT: f"E{text}{'m' * model.mtp_num_layers}L"}
 
 
-def most_even(layers: int, stages: int) -> list[int]:
+def even_split(layers: int, stages: int) -> list[int]:
     """Return the layers of each stage: as many on each, and what is missing taken from the last, then the first."""
     most = -(-layers // stages)
     missing = most * stages - layers

@@ -158,7 +158,7 @@ class Engine:
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
         for name, column in columns.items():
             value, order = values.get(name), orders.get(name, 0)
-            if isinstance(value, str):  # only its axis knows the code of a word
+            if isinstance(value, str):  # only its axis has the code of a word
                 return np.zeros_like(result)
             code = 0 if value is None else int(value)
             if order > 0 and code > 0:

@@ -80,7 +80,7 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
 
 
 def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:
-    """Return one server with its devices. Variables of the user go before those of the engine."""
+    """Return one server with its devices. Variables of the user override those of the engine."""
     task, variable = platform.task, platform.support.visible_devices
     cores = Hardware.of(task).cores(placement.first, placement.width)
     started = engine.server(task, placement.values, cores)

@@ -88,7 +88,7 @@ def predict(
 
 
 def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
-    """Return what all candidates share. A format that the chip does not compute in is only stored.
+    """Return the data that all candidates share. A format that the chip does not compute in is only stored.
 
     For weights in one file (GGUF), the file has the stored size, and `precision` is that of computing.
     """
@@ -128,7 +128,7 @@ def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
 
 
 def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
-    """Return what a device holds. Driver and libraries reduce what an engine can use."""
+    """Return the memory of a device. Driver and libraries reduce what an engine can use."""
     capacity = costs.memory.capacity_bytes()
     none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
     budget = (
@@ -146,7 +146,7 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
 
 
 def _offloaded(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
-    """Return what a device holds if the host has some layers, the tables and their cache."""
+    """Return the memory of a device if the host has some layers, the tables and their cache."""
     model = serving.model
     part = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * part
@@ -171,8 +171,8 @@ def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Cos
     reserved = np.where(np.isnan(settings.cache_bytes), needed, costs.memory.reserved_bytes(needed))
     used = costs.memory.device_used_bytes(reserved)
     if capacity is not None:  # an engine does not start without room for one request
-        beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
-        used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
+        outside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        used = np.where(memory.cache < one, np.maximum(used + outside, capacity * (1.0 + 1e-9)), used)
     fullest, cache = context.kinds.worst(used), np.maximum(cache, 0.0)
     figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest] / 2**30
     return Predictions(

@@ -23,7 +23,7 @@ LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 
 
 def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> Measurement:
-    """Return what the trial program measured. `each` has the devices of each instance.
+    """Return the measurement of the trial program. `each` has the devices of each instance.
 
     A figure is the median of its repeats. Of several load points one counts: for a rate the best among those that keep
     the SLO, or, if none does, the nearest to it; for a latency, which the lightest load would always win, the one that
@@ -73,7 +73,9 @@ class _Point:
         name = figure_name(objective)
         if name not in self.figures:
             raise KeyError(f"{name} was not measured")
-        graded = [each[name] or _of_none(name, each, count) for each, count in zip(repeats, counts, strict=True)]
+        graded = [
+            each[name] or _without_good_requests(name, each, count) for each, count in zip(repeats, counts, strict=True)
+        ]
         if name.startswith(("tpot_s", "itl_s")) and not all(graded):
             why = "all its tokens arrived together: the client was late, or the answers are too short"
             raise NoMetrics(f"{name} is 0; {why}")
@@ -90,7 +92,7 @@ class _Point:
         return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
 
 
-def _of_none(name: str, figures: Mapping[str, float], answered: object) -> float:
+def _without_good_requests(name: str, figures: Mapping[str, float], answered: object) -> float:
     """Return a goodput for a load without good requests, so that it can be compared: half a request in all."""
     if name != GOODPUT or not isinstance(answered, int) or answered < 1:
         return 0.0

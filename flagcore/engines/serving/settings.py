@@ -1,4 +1,4 @@
-"""What an engine does with candidates, how one of its servers is started, and what published runs leave out."""
+"""Effective settings of an engine, the launch of one of its servers, and defaults of published runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Fetch = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an engine does with candidates, by columns, with the engine's own defaults for knobs that are not set.
+    """Effective settings of candidates, by columns, with the engine's own defaults for knobs that are not set.
 
     Sizes count devices, sequences and tokens. `devices` are those of one instance: tensor x pipeline x data, or, where
     devices are CPU cores, its threads. `graphs` False is eager mode. `memory_fraction` is the share of a device's
-    memory for weights, activations and cache; NaN if the cache has `cache_bytes` of its own on each device, which are
+    memory for weights, activations and cache; NaN if the cache has its own `cache_bytes` on each device, which are
     NaN otherwise. `max_batched_tokens` bounds the prompt tokens of one iteration, and all its tokens if the engine
     counts both; `max_running` bounds its sequences; both are of one attention DP group. `context_len` bounds one
     sequence. `pass_tokens` is what one pass through the model takes: a larger iteration has several. If `chunked` is

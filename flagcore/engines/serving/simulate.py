@@ -114,13 +114,13 @@ def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
     ranks, block = float(context.split.data[row]), float(settings.block_size[row])
     flight, longest = load.flight(int(context.split.instances[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
-    roomy = tokens >= flight * (longest + block) or tokens < longest + block
+    never_full = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
         running=min(running, float(flight)),
-        cache_tokens=ENDLESS if roomy else tokens,
-        block=1.0 if roomy else block,
+        cache_tokens=ENDLESS if never_full else tokens,
+        block=1.0 if never_full else block,
         ranks=ranks,
         stages=stages,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.contracts import History, Importer
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.importers.flagscale import compose, serving, training
 from flagcore.importers.flagscale.experiment import check_experiment, drop_launcher_keys, environment
 from flagcore.importers.flagscale.history import read_history
@@ -54,11 +54,13 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     if not tree.get(kind):
         problem, fix = f"is missing, but experiment.task.type is {kind}", f"add a file of the folder {kind} to defaults"
         raise spec_error(kind, problem, fix=fix, file=file)
-    check_experiment(source)
     try:
+        check_experiment(source)
         data = training.training(source) if kind == "train" else serving.serving(source)
     except SpecError as error:
-        raise _with_reason(error, unresolved) from None
+        source.problems += error.problems
+    if source.problems:
+        raise joined([_with_reason(each, unresolved) for each in source.problems])
     if envs := environment(source):
         data["envs"] = envs
     drop_launcher_keys(source)

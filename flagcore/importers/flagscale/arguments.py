@@ -14,11 +14,11 @@ from flagcore.importers.flagscale.source import Source
 _AT = "serve.engine_args"
 _TIMES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-Given = dict[str, tuple[str, Any]]
+Arguments = dict[str, tuple[str, Any]]
 """Arguments by the engine's names, each with its key in the tree and its value."""
 
 
-def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Given]:
+def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Arguments]:
     """Take the arguments of a model and return those of each engine. Engine-specific arguments override common ones."""
     common, specific = (
         source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ("engine_args", "engine_args_specific")
@@ -30,9 +30,9 @@ def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -
             "dropped: it is not tuned",
             _AT,
         )
-    found: dict[str, Given] = {}
+    found: dict[str, Arguments] = {}
     for engine in engines:
-        made: Given = {}
+        made: Arguments = {}
         for key, value in common.items():
             _add(source, engine, f"engine_args.{key}", value, COMMON[engine], made)
         for key, value in own.get(engine, {}).items():
@@ -41,7 +41,7 @@ def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -
     return found
 
 
-def add_to_spaces(source: Source, given: dict[str, Given], spaces: dict[str, dict[str, Any]]) -> None:
+def add_to_spaces(source: Source, given: dict[str, Arguments], spaces: dict[str, dict[str, Any]]) -> None:
     """Add the arguments of several engines to their spaces as knobs with one value: `serve.engine_args` is for all."""
     for engine, arguments in given.items():
         for key, (at, value) in arguments.items():
@@ -56,7 +56,7 @@ def add_to_spaces(source: Source, given: dict[str, Given], spaces: dict[str, dic
                 spaces[engine][knob] = value
 
 
-def _add(source: Source, engine: str, key: str, value: Any, names: dict[str, str] | None, made: Given) -> None:
+def _add(source: Source, engine: str, key: str, value: Any, names: dict[str, str] | None, made: Arguments) -> None:
     """Add one argument by the engine's name. Without `names` of the common arguments it has the same one."""
     at, name = f"serve[0].{key}", key.rpartition(".")[2].lstrip("-").replace("-", "_")
     called = name if names is None or engine == "vllm" else names.get(name)

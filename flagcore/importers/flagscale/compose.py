@@ -51,8 +51,8 @@ def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) 
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         raise _compose_error(error, directory, name, overrides, file) from None
     assert isinstance(raw, dict)
-    if hydras := _of_hydra(own, overrides):
-        raw["hydra"] = hydras
+    if hydra_settings := _of_hydra(own, overrides):
+        raw["hydra"] = hydra_settings
     unresolved: Unresolved = []
     tree = OmegaConf.create(_plain_references(raw))
     assert isinstance(tree, DictConfig)

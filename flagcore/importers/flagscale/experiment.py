@@ -101,7 +101,7 @@ def control(source: Source, *, seconds: float) -> dict[str, Any]:
         found["max_time"] = most
     run_best = source.take(f"{at}.run_best")
     if not isinstance(run_best, (bool, type(None))):
-        raise source.error(f"{at}.run_best", "must be true or false", value=run_best)
+        source.report(f"{at}.run_best", "must be true or false", value=run_best)
     found["run_best"] = bool(run_best)
     if run_best is None:
         text = "unless this is false FlagScale runs the best at the end; in flagcore set it to true, or use `flag run`"
@@ -116,7 +116,8 @@ def _first_number(source: Source, key: str, default: int) -> int:
     given = source.take(key, default)
     first = str(given).partition(":")[0]
     if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
-        raise source.error(key, "must be a whole number from 1", value=given, fix=f"use {default}")
+        source.report(key, "must be a whole number from 1", value=given, fix=f"use {default}")
+        return default
     if first != str(given):
         source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
     return int(first)

@@ -30,7 +30,7 @@ class Grid:
         ran = {context.space.find(trial.candidate): trial for trial in context.trials if trial.state in _FINISHED}
         histories, skipped = defaultdict[tuple[KnobValue, ...], History](History), dict[str, int]()
         for trial in ran.values():
-            if trial.role is Role.BASELINE:  # it runs first, wherever it is in the grid
+            if trial.role is Role.BASELINE:  # it runs first, at any place of the grid
                 histories[_other_knobs(context, trial.candidate)].add(_entry(context, trial))
         for row in _walk(
             context, np.union1d(context.open_rows, np.array([row for row in ran if row is not None], dtype=np.int64))

@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 
 from flagcore.contracts import ImportNote
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, joined
 from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
 from flagcore.spec.plain_data import spec_error
-from flagcore.spec.validate import joined
 
 _MOVED: dict[str, str] = TABLES["keys_of_spec"]
 _RENAMED: dict[str, list[str]] = TABLES["names_of_spec"]
@@ -36,7 +35,7 @@ class Imported:
     tree: dict[str, Any] = field(repr=False, default_factory=dict)
     file: str = ""
 
-    def in_its_words(self, error: SpecError) -> SpecError:
+    def translate_error(self, error: SpecError) -> SpecError:
         return joined([_renamed(self.tree, each, self.file) for each in error.problems])
 
     def as_yaml(self) -> str:

@@ -94,11 +94,11 @@ def normalize_specific_arguments(source: Source, item: dict[str, Any], engines: 
         if isinstance(specific.get(key), dict):
             item.setdefault(key, specific.pop(key))
             source.note(f"serve[0].engine_args_specific.{key}", f"read as serve[0].{key}")
-    loose = [key for key, value in specific.items() if not isinstance(value, (dict, type(None)))]
-    if not loose:
+    ungrouped = [key for key, value in specific.items() if not isinstance(value, (dict, type(None)))]
+    if not ungrouped:
         return
-    arguments = {key: specific.pop(key) for key in loose}
+    arguments = {key: specific.pop(key) for key in ungrouped}
     engine = engines[0]
     specific[engine] = {**arguments, **(specific.get(engine) or {})}
     text = f"read as arguments of {engine}: FlagScale expects them in a section of the engine"
-    source.note(f"serve[0].engine_args_specific ({', '.join(loose)})", text, "serve.engine_args")
+    source.note(f"serve[0].engine_args_specific ({', '.join(ungrouped)})", text, "serve.engine_args")

@@ -27,7 +27,7 @@ NO_INFLUENCE = frozenset(TABLES["no_influence"])
 
 
 def options(flags: Flags, *, nodes: int) -> dict[str, Any]:
-    """Return the keys of `train` besides engine and sizes. Settings that trials cannot apply are dropped on one node.
+    """Return the keys of `train` except engine and sizes. Settings that trials cannot apply are dropped on one node.
 
     On one node flagcore's own trial program trains, with layers of megatron-core and without overlap. On more nodes it
     cannot start trials, and predictions use all settings.
@@ -66,7 +66,7 @@ def _precision(flags: Flags, runs: bool) -> str:
     wide, given = "fp32", {name: flags.take(name) for name in ("fp16", "bf16")}
     for name, value in given.items():
         if not isinstance(value, (bool, type(None))):
-            raise flags.source.error(flags.key(name), "must be true or false", value=value)
+            flags.source.report(flags.key(name), "must be true or false", value=value)
         wide = name if value else wide
     key = "fp8" if flags.has("fp8") else "fp8_format"
     narrow, recipe = flags.take("fp8", flags.take("fp8_format")), flags.take("fp8_recipe")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcore.errors import SpecError, joined
 from flagcore.importers.flagscale import arguments, layouts
 from flagcore.importers.flagscale.engines import (
     DEFAULT_ENGINES,
@@ -86,15 +87,19 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
         wanted = own or list(DEFAULT_ENGINES)
         text = f"is missing: {wanted} is tuned; FlagScale's default is {' and '.join(DEFAULT_ENGINES)}"
         source.note(key, text, at)
-    found = []
+    found, wrong = list[str](), list[SpecError]()
     for name in wanted if isinstance(wanted, list) else [wanted]:
         if not isinstance(name, str) or name not in ENGINES:
             fix = f"use {', '.join(list(ENGINES)[:3])}"
             key = key if name != own else "serve[0].engine"
-            raise source.error(key, "is not a supported engine", value=name, fix=fix)
+            wrong.append(source.error(key, "is not a supported engine", value=name, fix=fix))
+            continue
         if name != ENGINES[name]:
             source.note(key, f"{name} is {ENGINES[name]} in flagcore", at)
         found.append(ENGINES[name])
+    if not found:
+        raise joined(wrong)
+    source.problems += wrong
     if own is not None and not quiet:
         source.note("serve[0].engine", f"auto_tuner.engines is used instead of {own}", at)
     return list(dict.fromkeys(found))
@@ -219,7 +224,8 @@ def _objective(source: Source) -> str:
     key, at = f"{_PERFORMANCE}.metric", "auto_tuner.objective"
     if not isinstance(metric, str) or metric not in _OBJECTIVES:
         fix = f"use {', '.join(list(_OBJECTIVES)[:6])}"
-        raise source.error(key, "is not a metric of FlagScale's", value=metric, fix=fix)
+        source.report(key, "is not a metric of FlagScale's", value=metric, fix=fix)
+        return ""
     found = _OBJECTIVES[metric]
     best = "descend" if found.endswith("per_s") else "ascend"
     note = ": a typo for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import math
-import re
+from contextlib import suppress
 from typing import Any
 
+from flagcore.errors import joined
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
 
 OTHER_LAYERS: tuple[str, ...] = tuple(TABLES["other_layers"])
 """Prefixes of flags of layers other than attention and feed-forward networks."""
-_LISTED = r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?"
-"""Layers as Megatron lists them: `[0,1]*12`."""
+MAX_PATTERN = 10_000
+"""The longest text, list and factor of an expression for a pattern of layers."""
 
 
 def shape(flags: Flags, vocabulary: object) -> dict[str, Any]:
     """Return the section `model`. Raises SpecError where a size is missing or a pattern of layers is not supported."""
     if vocabulary is None:
         fix = "give the number of tokens, also as an override: +train.data.tokenizer.vocab_size=32000"
-        raise flags.source.error("train.data.tokenizer.vocab_size", "is missing", fix=fix)
+        flags.source.report("train.data.tokenizer.vocab_size", "is missing", fix=fix)
     found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.take(key)) is not None}
+    wrong = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
-            raise flags.source.error(f"train.model.{key}", "is missing", fix="give it")
-        if not isinstance(found[key], int):
-            raise flags.source.error(f"train.model.{key}", "must be a number", value=found[key])
+            wrong.append(flags.source.error(f"train.model.{key}", "is missing", fix="give it"))
+        elif not isinstance(found[key], int):
+            wrong.append(flags.source.error(f"train.model.{key}", "must be a number", value=found[key]))
+    if wrong:
+        raise joined(wrong)
     found["vocab_size"] = vocabulary
     gated = bool(flags.take("swiglu"))
     found["gated_linear_unit"] = gated
@@ -82,7 +87,8 @@ def _width(flags: Flags, hidden: int, gated: bool) -> Any:
     numbers = [each for each in (multiple, factor) if each is not None]
     if any(isinstance(each, (bool, str, list)) or each <= 0 for each in numbers):
         value = {"multiple_of": multiple, "hidden_dim_multiplier": factor}
-        raise flags.source.error(flags.key("multiple_of"), "must be a positive number", value=value)
+        flags.source.report(flags.key("multiple_of"), "must be a positive number", value=value)
+        return None
     if multiple is None:
         if factor is not None:
             flags.note("hidden_dim_multiplier", f"dropped ({factor}): it needs multiple_of", "model.ffn_hidden_size")
@@ -103,7 +109,7 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     dense = _dense_layers(frequency, layers)
     if dense is None:
         key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
-        raise flags.source.error(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
+        flags.source.report(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
     return {**found, "moe_first_dense_layers": dense} if dense else found
 
 
@@ -115,11 +121,30 @@ def _dense_layers(frequency: object, layers: int) -> int | None:
 
 
 def _pattern(frequency: object, layers: int) -> list[Any]:
-    """Return 1 for each layer with experts and 0 for others, from a list or an expression such as `[0]+[1]*26`."""
-    text = "".join(frequency.split()) if isinstance(frequency, str) else str(frequency)
-    if text.isdecimal() and int(text):
-        return [0 if layer % int(text) else 1 for layer in range(layers)]
-    if isinstance(frequency, str) and re.fullmatch(rf"\(?{_LISTED}(\+{_LISTED})*\)?", text):
-        terms = re.findall(_LISTED, text)
-        return [int(each) for listed, times in terms for each in listed.split(",") * int(times or 1)]
-    return frequency if isinstance(frequency, list) else []
+    """Return 1 for each layer with experts and 0 for others, as Megatron's `moe_freq_type`; empty if it is invalid."""
+    value: Any = frequency
+    if isinstance(frequency, str) and len(frequency) <= MAX_PATTERN:
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            value = _evaluated(ast.parse(frequency.strip(), mode="eval").body)
+    if type(value) is int and value > 0:
+        return [0 if layer % value else 1 for layer in range(layers)]
+    return value if isinstance(value, list) else []
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Return a whole number, or a list made of lists by `+` and `*`. Raises ValueError for anything else."""
+    match node:
+        case ast.Constant(value=int(number)) if number <= MAX_PATTERN:
+            return number
+        case ast.List(elts=items):
+            return [_evaluated(each) for each in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            one, two = _evaluated(left), _evaluated(right)
+            if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= MAX_PATTERN:
+                return one + two
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            factors = (_evaluated(left), _evaluated(right))
+            size = math.prod(len(each) if isinstance(each, list) else each for each in factors)
+            if not all(isinstance(each, list) for each in factors) and size <= MAX_PATTERN:
+                return factors[0] * factors[1]
+    raise ValueError(f"not a pattern of layers: {ast.dump(node)[:80]}")

@@ -17,6 +17,7 @@ class Source:
     def __init__(self, tree: Mapping[str, Any], *, file: str) -> None:
         self.left, self.file = deepcopy(dict(tree)), file
         self.notes: list[ImportNote] = []
+        self.problems: list[SpecError] = []
 
     def note(self, key: str, text: str, at: str = "") -> None:
         """Add a note on a key, once."""
@@ -26,6 +27,10 @@ class Source:
     def error(self, key: str, problem: str, *, value: object = None, fix: str = "") -> SpecError:
         """Return an error of the tree."""
         return spec_error(key, problem, value=value, fix=fix, file=self.file)
+
+    def report(self, key: str, problem: str, *, value: object = None, fix: str = "") -> None:
+        """Add an error of the tree: `translate` raises all of them at its end."""
+        self.problems.append(self.error(key, problem, value=value, fix=fix))
 
     def at(self, path: str) -> Any:
         """Return the value at `path` without taking it; an empty mapping if there is none."""

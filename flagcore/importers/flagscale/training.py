@@ -36,12 +36,12 @@ def training(source: Source) -> dict[str, Any]:
     flags = Flags(source, ("train.system", "train.model"), before)
     _drop_backend(source, flags)
     machines, nodes, devices = cluster(source)
-    model = shape(flags, flags.take("vocab_size", vocabulary))
-    baseline = _baseline(flags, bool(model.get("num_moe_experts")))
     sizes = {key: flags.take(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
-            raise source.error(f"train.model.{key}", "is missing", fix="give it")
+            source.report(f"train.model.{key}", "is missing", fix="give it")
+    model = shape(flags, flags.take("vocab_size", vocabulary))
+    baseline = _baseline(flags, bool(model.get("num_moe_experts")))
     train = {"engine": "megatron", **sizes, **options(flags, nodes=nodes)}
     tuner: dict[str, Any] = {}
     if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
@@ -168,10 +168,11 @@ def _memory(source: Source, machines: dict[str, Any]) -> None:
     name = given.pop("model_name", None)
     low, high = share if isinstance(share, list) and _shares(share) else (0.2, 0.8)
     if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
-        raise source.error(f"{at}.gpu_memory", "must be a number above 0, of MB", value=size, fix="use 80000 for 80 GB")
+        source.report(f"{at}.gpu_memory", "must be a number above 0, of MB", value=size, fix="use 80000 for 80 GB")
+        size = None
     if share is not None and not _shares(share):
         problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
-        raise source.error(f"{at}.gpu_utilization", problem, value=share, fix=fix)
+        source.report(f"{at}.gpu_utilization", problem, value=share, fix=fix)
     if size is not None:
         machines["memory_per_device"] = int(size * high) * _MIB
         text = f"{size} MB x {high}: the limit of a trial; FlagScale's lower bound {low} for pruning is not used"

@@ -67,7 +67,7 @@ class Correction:
 
 
 def learned(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
-    """Learn from `residuals` (log of measured over modelled, one a row) at `sizes` (rows of three).
+    """Learn from `residuals` (log of measured over modelled, one per row) at `sizes` (rows of three).
 
     Simple kriging: a Gaussian process of mean 0 whose covariance falls exponentially along each axis. Near the
     points it repeats them but for noise; far away the factor is 1.

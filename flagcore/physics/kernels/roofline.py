@@ -69,7 +69,7 @@ class Curve:
     half_head: NotNegative = 76.0
     """Width of a head that reaches half of what a very wide one would; nothing is gained beyond 128."""
     launch_seconds: NotNegative = 11e-6
-    """What the host needs to launch one kernel, framework included."""
+    """Host time to launch one kernel, including the framework."""
     run_slowdown: NotNegative = 1.0
     """Slowdown of kernels in a run on many devices against the curve: 1 if it was fitted to such runs."""
     host_bytes_per_second: Positive = 25e9
@@ -134,11 +134,11 @@ class Roofline:
         return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
     def run_slowdown(self) -> float:
-        """Return that of the curve."""
+        """Return the value of the curve."""
         return self.curve.run_slowdown
 
     def launch_seconds(self) -> float:
-        """Return what the host needs to launch one kernel."""
+        """Return the host time to launch one kernel."""
         return self.curve.launch_seconds
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
@@ -176,7 +176,8 @@ class Roofline:
 
 
 def cast_bytes(m: FloatArray, k: FloatArray, precision: str) -> FloatArray | None:
-    """Return what a product moves to cast A[m,k] from 16 bits, see `Roofline.gemm_seconds`; None for no cast."""
+    """Return the bytes that a product moves to cast A[m,k] from 16 bits, see `Roofline.gemm_seconds`; None for no
+    cast."""
     narrow = BYTES.get(precision, 2.0)
     return m * k * (2.0 + 2.0 * narrow) if narrow < 2.0 else None
 

@@ -159,7 +159,7 @@ def _with_sends(times: StageTimes, v: FloatArray | float, *, fused: bool = True)
 def _edge(
     pass_: FloatArray, other: FloatArray, latency: FloatArray, extra: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return when each stage ends its first passes, with and without the way back from the last stage.
+    """Return the time at which each stage ends its first passes, with and without the way back from the last stage.
 
     `extra` is the time of the passes after the first one on the slowest stage so far. The end of the step is the
     same in reverse, with the passes exchanged.

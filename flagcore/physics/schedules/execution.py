@@ -31,7 +31,7 @@ class Pipe:
     latency: float = 0.0
     waits: float = 0.0
 
-    def lasts(self, step: tuple[Pass, ...]) -> float:
+    def duration(self, step: tuple[Pass, ...]) -> float:
         """Return the seconds of a step without waiting."""
         if len(step) == 1:
             ((kind, part, _),) = step
@@ -47,7 +47,7 @@ class Pipe:
         return self.devices[part] != self.devices[part + 1 if kind == "F" else part - 1]
 
     def ready(self, one: Pass, end: Mapping[Pass, float]) -> float | None:
-        """Return when the input of a pass is available, or None if it is not known yet. `end` lists BW as B."""
+        """Return the time at which the input of a pass is available, or None if unknown yet. `end` lists BW as B."""
         kind, part, batch = one
         place, source = part % self.length, part
         if kind == "F":
@@ -68,7 +68,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedPass:
-    """A pass with its times. `beside` is -1 or 1 for the first or second of two overlapping passes, else 0."""
+    """A pass with its times. `lane` is -1 or 1 for the first or second of two overlapping passes, else 0."""
 
     device: int
     kind: str
@@ -76,7 +76,7 @@ class ExecutedPass:
     microbatch: int
     start_s: float
     end_s: float
-    beside: int = 0
+    lane: int = 0
 
 
 def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
@@ -97,12 +97,12 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
                         break
                     start = max(start, ready)
                 else:
-                    over = start + pipe.lasts(step)
+                    over = start + pipe.duration(step)
                     free[device] = over + (pipe.waits if len(step) == 1 and pipe.sends(step[0]) else 0.0)
                     for number, (kind, part, batch) in enumerate(step):
                         end["B" if kind == "BW" else kind, part, batch] = free[device]
-                        beside = 2 * number - 1 if len(step) > 1 else 0
-                        done[device].append(ExecutedPass(device, kind, part, batch, start, over, beside))
+                        lane = 2 * number - 1 if len(step) > 1 else 0
+                        done[device].append(ExecutedPass(device, kind, part, batch, start, over, lane))
                     place[device] += 1
                     left -= 1
                     continue

@@ -25,7 +25,7 @@ def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
     done = run(orders_of(passes, microbatches), pipe)
     if passes.schedule != "dualpipe":
         return done
-    return [_counting_on(each, pipe.length, microbatches) for each in done]
+    return [_renumbered(each, pipe.length, microbatches) for each in done]
 
 
 def pipe_of(passes: Passes) -> Pipe:
@@ -100,7 +100,7 @@ def predicted_seconds(passes: Passes) -> float:
     return float(makespan(passes.schedule, times, *counts)[0])
 
 
-def _counting_on(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
+def _renumbered(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
     """Return a pass of DualPipe's second copy with its micro-batch numbered after those of the first."""
     if one.part < length:
         return one

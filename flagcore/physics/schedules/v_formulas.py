@@ -121,7 +121,7 @@ def _with_gaps(work: FloatArray, each: FloatArray, gaps: FloatArray, covered: Fl
     """Return the longest work of a device with its gaps.
 
     A device slower than the mean (`each`: one micro-batch) has work in part of the gaps, the more the earlier it
-    stands: `covered` micro-batches' worth of the difference.
+    stands: the difference for `covered` micro-batches.
     """
     left = np.clip(gaps - covered * (each - each.mean(axis=0)), 0.0, gaps)
     longest: FloatArray = (work + left).max(axis=0)

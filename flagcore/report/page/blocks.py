@@ -29,7 +29,7 @@ class Table:
 
     @property
     def figures(self) -> tuple[bool, ...]:
-        """Whether each column has numbers, besides empty cells."""
+        """Whether each column has only numbers and empty cells."""
         return tuple(any(row[place].value is not None for row in self.rows) for place in range(len(self.headings)))
 
 

@@ -68,7 +68,7 @@ def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
 
 
 def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
-    """Return the candidates that reduce the bottleneck and differ from the best in the fewest knobs."""
+    """Return the faster candidates that reduce the bottleneck and differ from the best in one knob."""
     step, own = (float(lookup(best["predicted"], key) or 0.0) for key in ("step_time_s.value", limit.key))
     near = {
         _key(value["nearest"]["candidate"]): value["nearest"]
@@ -76,11 +76,16 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
         for value in knob["values"]
         if value["value"] != knob["best"]
     }
-    figures_of = {key: number(lookup(each["predicted"], limit.key)) for key, each in near.items()}
-    less = [each for key, each in near.items() if (figure := figures_of[key]) is not None and figure < own]
+    less = [
+        each
+        for each in near.values()
+        if _changes_one_knob(each, run)
+        and each["predicted"]["step_time_s"]["value"] < step
+        and (number(lookup(each["predicted"], limit.key)) or own) < own
+    ]
     less.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
     if not less:
-        return Text(_("No candidate with one knob changed is predicted to reduce the bottleneck and to fit."))
+        return Text(_("No change of one knob is predicted to be faster and to fit."))
     ran = {_key(trial["candidate"]): trial for trial in run.trials}
     rows = []
     for each in less[:MAX_CHANGES]:
@@ -94,7 +99,7 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
     own_heading = [limit.heading] if limit.name else []
     seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
     return table(
-        _("Changes of one knob that are predicted to reduce the bottleneck"),
+        _("Changes of one knob that are predicted to be faster"),
         [
             _("change"),
             *own_heading,
@@ -106,6 +111,12 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
         rows,
         sortable=True,
     )
+
+
+def _changes_one_knob(change: Record, run: RunData) -> bool:
+    """Return whether a candidate differs in one knob, and in others only where they detail that one."""
+    differs = change["differs"]
+    return sum(knob_of(knob, run.knobs).part_of not in differs for knob in differs) == 1
 
 
 def _ran(run: RunData, trial: Record | None) -> Cell:

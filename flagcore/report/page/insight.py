@@ -1,5 +1,5 @@
-"""The data of a report beside result.json. It needs the predictions of the whole space, which are available at the end
-of a run, but not later, on another machine, or with other plugins."""
+"""The data of a report that is not in result.json. It needs the predictions of the whole space, which are available at
+the end of a run, but not later, on another machine, or with other plugins."""
 
 from __future__ import annotations
 

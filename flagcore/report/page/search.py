@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from flagcore.domain.objective import is_rate
 from flagcore.domain.plan import Counts
@@ -18,25 +20,58 @@ def progress(run: RunData) -> Section | None:
     """Return the best so far over time; None if nothing ran."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
-    rows, spent, best = [], 0.0, None
+    course = _course(run)
+    data = table(
+        _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
+        [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
+        course.rows,
+    )
+    if not course.steps:
+        return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
+    summary = [
+        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(course.rows), seconds=course.spent_s),
+        _improvement(run, course.steps[0][1], course.steps[-1][1]),
+    ]
+    if "repeat" in course.ran:
+        summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
+    chart = Chart(
+        title=_("Best so far over time"),
+        summary=" ".join(summary),
+        traces=tuple(_progress_traces(course)),
+        layout=layout(_("total time of trials, s"), run.unit),
+        table=data,
+    )
+    return Section(anchor="progress", title=_("Search"), blocks=(chart,))
+
+
+@dataclass
+class _Course:
+    """Trials in their order: table rows, measured points by kind, failures, and the best so far, over seconds."""
+
+    rows: list[list[Any]] = field(default_factory=list)
+    ran: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict)
+    failed: list[tuple[float, str]] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    spent_s: float = 0.0
+
+
+def _course(run: RunData) -> _Course:
+    course, best = _Course(), None
     first = {trial["number"] for trial in run.trials}
-    ran: dict[str, list[tuple[float, float, str]]] = {}
-    failed: list[tuple[float, str]] = []
-    steps: list[tuple[float, float]] = []
     for trial in run.all_trials:
-        spent += float(trial["duration_s"])
-        figure = run.figure(trial)
+        course.spent_s += float(trial["duration_s"])
+        spent, figure = course.spent_s, run.figure(trial)
         if trial["number"] in first:
             if figure is not None and trial["state"] == "measured" and not trial["measured"].get("broken"):
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
             if best is not None:
-                steps.append((spent, best))
+                course.steps.append((spent, best))
         if figure is not None:
             kind = "stopped" if trial["state"] == "stopped" else "repeat" if trial["role"] == "repeat" else "trial"
-            ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
+            course.ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
         else:
-            failed.append((spent, name_of(run, trial)))
-        rows.append(
+            course.failed.append((spent, name_of(run, trial)))
+        course.rows.append(
             [
                 trial_cell(run, trial),
                 configuration(run, trial),
@@ -46,38 +81,22 @@ def progress(run: RunData) -> Section | None:
                 cell(best),
             ]
         )
-    data = table(
-        _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
-        [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
-        rows,
-    )
-    if not steps:
-        return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
-    traces = [line(_("best so far (first runs)"), 0, *zip(*steps, strict=True))]
-    traces[0]["line"] |= {"shape": "hv"}
+    return course
+
+
+def _progress_traces(course: _Course) -> Iterator[dict[str, Any]]:
+    best = line(_("best so far (first runs)"), 0, *zip(*course.steps, strict=True))
+    best["line"] |= {"shape": "hv"}
+    yield best
     names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
     for series, kind in enumerate(names, start=1):
-        if of_kind := ran.get(kind):
+        if of_kind := course.ran.get(kind):
             x, y, numbers = zip(*of_kind, strict=True)
-            traces.append(points(names[kind], series, x, y, text=list(numbers)))
-    if failed:
-        low = min(y for of_kind in ran.values() for _, y, _ in of_kind)
-        text = [name for _, name in failed]
-        traces.append(points(_("not measured"), 4, [x for x, _ in failed], [low] * len(failed), text=text))
-    summary = [
-        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(rows), seconds=spent),
-        _improvement(run, steps[0][1], steps[-1][1]),
-    ]
-    if "repeat" in ran:
-        summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
-    chart = Chart(
-        title=_("Best so far over time"),
-        summary=" ".join(summary),
-        traces=tuple(traces),
-        layout=layout(_("total time of trials, s"), run.unit),
-        table=data,
-    )
-    return Section(anchor="progress", title=_("Search"), blocks=(chart,))
+            yield points(names[kind], series, x, y, text=list(numbers))
+    if course.failed:
+        low = min(y for of_kind in course.ran.values() for _, y, _ in of_kind)
+        seconds, numbers = zip(*course.failed, strict=True)
+        yield points(_("not measured"), 4, seconds, [low] * len(seconds), text=list(numbers))
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
@@ -117,7 +136,7 @@ def _chart(
     counts = [count for _, count in drawn]
     left = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
     text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
-    beside = {"text": text, "textposition": "outside", "cliponaxis": False}
+    labels = {"text": text, "textposition": "outside", "cliponaxis": False}
     lines = max(label(name).count("<br>") + 1 for name in names)
     summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
     if drawn:
@@ -128,7 +147,7 @@ def _chart(
         summary=summary,
         traces=(
             bars(_("left"), 0, [*left, end[1]], names),
-            bars(_("removed"), 1, [0, *counts, 0], names, **beside),
+            bars(_("removed"), 1, [0, *counts, 0], names, **labels),
         ),
         layout=rows_layout(
             start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, max(start[1], 1)]}

@@ -46,9 +46,13 @@ def front_table(run: RunData) -> Table | None:
     return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
 
 
+_Point = tuple[Record, Record, float, float]
+"""A trial, one of its load points, the latency and the rate."""
+
+
 def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
     """Yield output tokens per second against a latency, a marker per load point."""
-    measured = [
+    measured: list[_Point] = [
         (trial, point, x, y)
         for trial in run.trials
         for point in points_of(trial)
@@ -70,17 +74,6 @@ def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]
         rows,
         sortable=True,
     )
-    traces = []
-    if len(front) > 1:
-        traces.append(line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front]))
-        traces[0]["line"] |= {"shape": "hv"}
-    best = run.best["number"] if run.best else None
-    for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
-        members = [each for each in measured if (each[0]["number"] == best) == (series == 1)]
-        if members:
-            text = [f"{_('trial')} {trial['number']}: {load_text(point)}" for trial, point, _x, _y in members]
-            trace = points(group, series, [x for *_, x, _ in members], [y for *_, y in members], text=text)
-            traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     top = max(measured, key=lambda each: each[3])
     summary = _(
         "{count} of {total} load points are Pareto-optimal; the maximum is {rate} {unit} at {seconds} s {latency}.",
@@ -95,7 +88,7 @@ def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]
     yield Chart(
         title=_("{rate} against {latency}", rate=short, latency=name),
         summary=summary,
-        traces=tuple(traces),
+        traces=tuple(_load_point_traces(run, measured, front)),
         layout=layout(
             f"{name}, s",
             short,
@@ -104,6 +97,22 @@ def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]
         ),
         table=data,
     )
+
+
+def _load_point_traces(
+    run: RunData, measured: Sequence[_Point], front: Sequence[tuple[float, float]]
+) -> Iterator[dict[str, Any]]:
+    if len(front) > 1:
+        trace = line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front])
+        trace["line"] |= {"shape": "hv"}
+        yield trace
+    best = run.best["number"] if run.best else None
+    for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
+        members = [each for each in measured if (each[0]["number"] == best) == (series == 1)]
+        if members:
+            text = [f"{_('trial')} {trial['number']}: {load_text(point)}" for trial, point, _x, _y in members]
+            trace = points(group, series, [x for *_, x, _ in members], [y for *_, y in members], text=text)
+            yield trace | {"marker": {**trace["marker"], "size": size}}
 
 
 def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -21,7 +21,16 @@ from flagcore.report.page.run import (
     text_file,
     trial_cell,
 )
-from flagcore.report.text import at_load, drift_text, figures_text, gain_text, limits_text, load_text, state_name
+from flagcore.report.text import (
+    at_load,
+    drift_text,
+    figures_text,
+    gain_text,
+    limits_text,
+    load_text,
+    state_name,
+    stop_reason,
+)
 
 MAX_RIVALS = 5
 """The most candidates to list that do not differ significantly from the best."""
@@ -48,8 +57,8 @@ def summary(run: RunData) -> Section:
 
 def stopped(run: RunData) -> list[Text]:
     """Return why the run stopped; nothing while it is in progress."""
-    because = run.result["stopped_because"]
-    return [Text(_("Stopped: {reason}.", reason=_(because)))] if because else []
+    because = stop_reason(run.result)
+    return [Text(_("Stopped: {reason}.", reason=because))] if because else []
 
 
 def no_best(run: RunData) -> str:
@@ -160,7 +169,7 @@ def _load_of(run: RunData, best: Record) -> str:
 
 
 def _without_limits(run: RunData, best: Record) -> str:
-    """Return what the fastest load point of all trials reached, and which limits it exceeded."""
+    """Return the figures of the fastest load point of all trials, and the limits that it exceeded."""
     name = figure_name(run.objective)
     free = [
         (seconds(run.objective, float(value)), trial, point)
@@ -230,5 +239,5 @@ def _engines(run: RunData) -> Block:
         link = f"{engine}/report.html" if "error" not in data else ""
         step = number(lookup(data, "best.measured.step_time_s.median"))
         figure = cell(None) if step is None else cell(1.0 / step if is_rate(run.objective) else step)
-        rows.append([Cell(engine, None, link), figure, data.get("error") or data.get("stopped_because")])
+        rows.append([Cell(engine, None, link), figure, data.get("error") or stop_reason(data)])
     return table(_("Tuned engines"), [_("engine"), run.unit, _("stopped")], rows)

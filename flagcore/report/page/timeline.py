@@ -75,7 +75,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     drawn, count = simulate(passes, number), len(passes.forward_s)
     counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
     played = simulate(passes, counted) if counted != number else drawn
-    step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
+    step, paired = step_seconds(passes, played), any(each.lane for each in drawn)
     seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
         _bars(passes, series, kind, of_kind, len(drawn), paired)
@@ -94,7 +94,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
         summary.append(_("Micro-batches from {number} on run from the last device to the first.", number=first))
     if len(drawn) <= MAX_NUMBERED:
         summary.append(_("Numbers are micro-batches."))
-        summary += [_("A prime, as in 1′, marks the second part of a stage.")] * _twofold(passes)
+        summary += [_("A prime, as in 1′, marks the second part of a stage.")] * _has_two_parts(passes)
     return Chart(
         title=_("Forward and backward passes of each stage (predicted)"),
         summary=" ".join(summary),
@@ -115,15 +115,15 @@ def _bars(
         base=[each.start_s for each in of_kind],
         hovertext=[_hover(passes, each) for each in of_kind],
         hoverinfo="text",
-        width=[HIGH / 2.0 if each.beside else HIGH for each in of_kind] if paired else HIGH,
+        width=[HIGH / 2.0 if each.lane else HIGH for each in of_kind] if paired else HIGH,
     )
     if paired:
-        trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in of_kind]
+        trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
     numbered = among <= MAX_NUMBERED
     trace["marker"] |= {"line": {"width": 1 if numbered else 0, "color": "#ffffff"}}
     if numbered:
-        twofold, count = _twofold(passes), len(passes.forward_s)
-        numbers = [f"{each.microbatch}{'′' * (twofold and each.part >= count)}" for each in of_kind]
+        two_parts, count = _has_two_parts(passes), len(passes.forward_s)
+        numbers = [f"{each.microbatch}{'′' * (two_parts and each.part >= count)}" for each in of_kind]
         trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
         trace |= {"textfont": {"color": "#000000", "size": 12}}
     return trace
@@ -166,7 +166,7 @@ def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), 
     if played:
         busy = [0.0] * len(busy)
         for each in played:
-            busy[each.device] += each.end_s - each.start_s if each.beside <= 0 else 0.0
+            busy[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
     columns[_("~busy, s")] = busy
     if played:
         columns[_("~idle, s")] = [step - each for each in busy]
@@ -199,7 +199,7 @@ def _row(passes: Passes, device: int) -> str:
     return _("device {number}", number=device) if _mirrored(passes) else _("stage {number}", number=device)
 
 
-def _twofold(passes: Passes) -> bool:
+def _has_two_parts(passes: Passes) -> bool:
     """Return whether a device has two parts of one copy of the model."""
     schedule = SCHEDULES[passes.schedule]
     return schedule.copies == 1 and (schedule.parts or passes.virtual) == 2

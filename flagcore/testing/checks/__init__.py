@@ -34,4 +34,4 @@ MODULES = (
     *(trials, detection, shipped, packaging),
 )
 CHECKS: tuple[Check, ...] = tuple(check for each in MODULES for check in _checks(each))
-"""The kit, in the order in which it is run. The first says whether the plugin loads."""
+"""The kit, in the order in which it is run. The first checks whether the plugin loads."""

@@ -158,7 +158,7 @@ def _folders(plugin: Subject) -> Iterable[tuple[str, set[str]]]:
 @check("add it with how, software and date of the measurement", each=_folders)
 def measured_kernels_have_provenance(name: str, files: set[str]) -> Problems:
     if "kernels.jsonl" in files and "provenance.yaml" not in files:
-        yield f"costs/{name}/provenance.yaml is missing beside kernels.jsonl"
+        yield f"costs/{name}/provenance.yaml is missing next to kernels.jsonl"
 
 
 def _powers_of_two(first: int, end: int) -> FloatArray:

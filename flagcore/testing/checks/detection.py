@@ -1,4 +1,5 @@
-"""Detection of devices: with the tool, without it, with a broken one, and from transcripts. Fake tools are programs."""
+"""Detection of devices: with the tool, without it, with a broken one, and from transcripts. Fake tools are
+executables."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from flagcore.testing.transcripts import FOLDER, SOURCES, Transcript
 SECONDS = 15.0
 TOTAL_SECONDS = 30.0
 """Time limit for all hanging tools of one command."""
+ENDLESS = "prints without end"
 BROKEN = {
     "crashes": "kill -SEGV $$",
     "fails": "echo 'failed to initialize' >&2; exit 139",
     "does not reach its driver": "echo 'No devices were found'; exit 0",
     "prints nothing": "exit 0",
     "prints binary data": r"head -c 20000 /bin/sh",
-    "prints without end": "exec yes '| 0  |'",
+    ENDLESS: "exec yes '| 0  |'",
     "prints half a line": "printf '| 0  '",
 }
 
@@ -49,7 +51,7 @@ def missing_tool_lists_no_devices(plugin: Subject) -> Problems:
 @check("use only lines in a known format; ignore the output of a failed tool")
 def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
     for how, script in BROKEN.items():
-        with fakes.impatient({}):
+        with fakes.with_short_timeouts({}, seconds=0.2 if how == ENDLESS else 10.0):
             yield from _extra(plugin, script, f"if {_tools(plugin)[0]} {how}")
 
 
@@ -57,7 +59,7 @@ def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
 def hanging_tool_is_stopped(plugin: Subject) -> Problems:
     tools = _tools(plugin)
     waited: dict[int, float] = {}
-    with fakes.impatient(waited):
+    with fakes.with_short_timeouts(waited):
         try:
             fakes.devices(plugin, dict.fromkeys(tools, "exec sleep 5"))
         except fakes.NoLimit:
@@ -75,7 +77,7 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
 
 @check("check the title, the PCI vendor or the devices' names before using a table")
 def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
-    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_transcripts_of_others(plugin)}
+    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
     for name, text in foreign.items():
         yield from _extra(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
@@ -134,7 +136,7 @@ def _extra(plugin: Subject, script: str, when: str) -> Problems:
         yield f"flagcore_devices returns {more[0].chip!r}, {when}"
 
 
-def _transcripts_of_others(plugin: Subject) -> dict[str, str]:
+def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
     found = {}
     for other in plugin.others.plugins:
         hooks = next(iter(other.manager.get_plugins()), None)
@@ -170,7 +172,7 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
     for each in (each for each in plugin.transcripts if each.tool):
         found = fakes.devices(plugin, fakes.printing(each))
         if each.devices == 0 and fakes.without_tools(plugin):
-            continue  # this machine has devices of its own
+            continue  # this machine has its own devices
         wanted = [listed for listed in each.lists for _ in range(listed.devices)]
         if len(found) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, found, strict=True)):
             yield f"{FOLDER / each.name}: flagcore_devices returns {_shown(found)}"
@@ -233,9 +235,9 @@ def _tried(
 
 
 def _garbled(text: str, seed: int) -> str:
-    dice, garbled = random.Random(seed), bytearray(text.encode())
+    rng, garbled = random.Random(seed), bytearray(text.encode())
     for _ in range((1, 20, 400)[seed % 3]):
-        garbled[dice.randrange(len(garbled))] = dice.randrange(1, 256)
+        garbled[rng.randrange(len(garbled))] = rng.randrange(1, 256)
     return garbled.decode("utf-8", "replace")
 
 

@@ -69,7 +69,7 @@ def documented_variables_are_set(plugin: Subject) -> Problems:
         raise Skip("flagcore_environment gives no usable answer")
     for chip, engine, variables in _environments(plugin):
         for each in _set_on(plugin, chip, engine):
-            always = each.suits(None) and not each.condition and "{" not in str(each.value)
+            always = each.applies_to(None) and not each.condition and "{" not in str(each.value)
             if always and each.name not in variables:
                 yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
 

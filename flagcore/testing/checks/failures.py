@@ -61,7 +61,7 @@ def failure_examples_match(plugin: Subject) -> Problems:
 def log_examples_match(plugin: Subject) -> Problems:
     patterns = _patterns(plugin)
     if not plugin.examples:
-        raise Skip("there are no log lines beside those of quirks.yaml: override the fixture failure_examples")
+        raise Skip("there are no log lines in addition to those of quirks.yaml: override the fixture failure_examples")
     _ready(plugin)
     ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
     for line, state in plugin.examples:

@@ -12,7 +12,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import group_of
 from flagcore.testing.kit import Problems, Skip, Subject, check
 
-ROOMS = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
+PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
 """Packages of flagcore that a plugin may import."""
 
 
@@ -23,7 +23,7 @@ def plugin_loads(plugin: Subject) -> Problems:
             yield f"{plugin.name}: {failure.reason}"
 
 
-@check(f"import only flagcore's {', '.join(ROOMS)}, and no other plugin")
+@check(f"import only flagcore's {', '.join(PUBLIC_PACKAGES)}, and no other plugin")
 def imports_only_public_modules(plugin: Subject) -> Problems:
     if not (plugin.package_folder / "__init__.py").is_file():
         raise Skip("the plugin is a module, not a package")
@@ -32,7 +32,7 @@ def imports_only_public_modules(plugin: Subject) -> Problems:
             root, _, inner = name.partition(".")
             room = inner.partition(".")[0]
             other = root.startswith("flagcore_") and root != plugin.package
-            if other or (root == "flagcore" and room and room not in ROOMS):
+            if other or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
                 yield f"{path.name}:{line} imports {name}"
 
 
@@ -69,7 +69,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
 
 
 def _stable(chip: Chip) -> object:
-    """Return what must not change; a figure may, such as this machine's clock."""
+    """Return the values that must not change; figures, such as this machine's clock, may."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
 
 

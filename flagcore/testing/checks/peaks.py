@@ -113,7 +113,7 @@ USUAL_OPERATIONS_PER_BYTE = 330.0
 OVER_FP32 = 40.0
 """Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
 SAME = (0.9, 1.25)
-"""8 bits are about twice 16 bits, or integers are slow; as fast as 16 bits is a dense peak beside a sparse one."""
+"""8 bits are about twice 16 bits, or integers are slow; if as fast as 16 bits, one of the peaks is sparse."""
 
 REACHED = 0.3
 """Minimum share of a dense peak that large products reach; of a peak that was doubled they reach half as much."""
@@ -132,7 +132,7 @@ def peaks_are_dense(chip: Chip) -> Problems:
                 f"give the dense peak of {narrow}: half of what is published with structured sparsity",
             )
     for name in ("bf16", "fp16"):
-        if name in peaks and not _is_dense(chip, peaks[name]) and (why := _too_fast(chip, name)):
+        if name in peaks and not _is_dense(chip, peaks[name]) and (why := _peak_problem(chip, name)):
             yield Problem(
                 f"{chip.name}: {name} = {peaks[name].value:g} {why}",
                 "give dense peaks, half of what is published with structured sparsity; if they are dense, add the "
@@ -162,7 +162,7 @@ def large_matmuls_reach_the_peak(chip: Chip, costs: KernelCosts) -> Problems:
             yield f"{chip.name}: a product of 8192 cubed reaches {rate / peak.value:.0%} of the peak in {name}"
 
 
-def _too_fast(chip: Chip, name: str) -> str:
+def _peak_problem(chip: Chip, name: str) -> str:
     """Return why a 16-bit peak looks sparse; empty if it does not."""
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value

@@ -105,12 +105,12 @@ def claimed_costs_are_shipped(plugin: Subject) -> Problems:
 
 @check()
 def no_placeholders_are_left(plugin: Subject) -> Problems:
-    if places := list(_to_fill_in(plugin)):
+    if places := list(_placeholders(plugin)):
         raise Skip(f"to fill in: {', '.join(places)}")
     yield from ()
 
 
-def _to_fill_in(plugin: Subject) -> Iterator[str]:
+def _placeholders(plugin: Subject) -> Iterator[str]:
     folder = plugin.packaged.folder or plugin.package_folder
     suffixes = {".yaml", ".py", ".md", ".toml", ".jsonl"}
     for path in sorted(folder.rglob("*")):

@@ -94,7 +94,7 @@ def _imported(plugin: Subject) -> list[Record]:
 
 
 def _records(plugin: Subject) -> tuple[list[Record], str]:
-    """Return what the import and each hook did in another process, and the one in which that ended or hung, if any."""
+    """Return the side effects of the import and of each hook in another process, and the call that crashed or hung."""
     return plugin.once("records", lambda: _asked(plugin))
 
 

@@ -142,7 +142,7 @@ def pruning_rules_leave_candidates(rule: PruningRule, space: Space, predictions:
         )
 
 
-@check("judge each row by itself: no mean, no minimum, no sorting", each=_rules)
+@check("judge each row independently: no mean, no minimum, no sorting", each=_rules)
 def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
     rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)
     try:

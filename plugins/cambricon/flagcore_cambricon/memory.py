@@ -1,4 +1,4 @@
-"""What a rank takes on an MLU beyond its tensors."""
+"""Memory of a rank on an MLU in addition to its tensors."""
 
 from __future__ import annotations
 

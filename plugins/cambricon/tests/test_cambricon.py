@@ -38,7 +38,7 @@ def test_unpublished_peaks_are_absent() -> None:
     assert all(not chip.dense_flops_per_second for chip in plugin.flagcore_chips() if chip.name.startswith("MLU590"))
 
 
-def test_an_engine_that_reports_that_it_does_not_run_on_a_chip_is_quoted() -> None:
+def test_the_reason_that_an_engine_does_not_run_on_a_chip_is_shown() -> None:
     reasons = {
         chip.name: support.reason
         for chip in plugin.flagcore_chips()

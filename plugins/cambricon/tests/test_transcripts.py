@@ -1,4 +1,4 @@
-"""What cnmon printed on real machines (tests/smi), beside what the kit asks of each: whole, cut and garbled."""
+"""What cnmon printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
 
 from pathlib import Path
 
@@ -28,11 +28,11 @@ def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
     assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
 
 
-def test_names_and_memory_that_were_crossed_out_are_no_devices() -> None:
+def test_unreadable_names_and_memory_are_not_devices() -> None:
     assert smi.read(text("cnmon-4.txt")).rows == ()
 
 
-def test_a_virtual_function_is_no_device_of_its_own() -> None:
+def test_a_virtual_function_is_not_a_separate_device() -> None:
     table = text("cnmon-1.txt").replace("| 1     /   MLU", "| 1     0   MLU")
     assert [row.device.index for row in smi.read(table).rows] == [0]
 
@@ -42,7 +42,7 @@ def test_a_chip_that_is_not_in_the_catalogue_keeps_its_name() -> None:
     assert {(row.device.chip, row.device.memory_bytes) for row in smi.read(table).rows} == {("MLU590-M9DG", 80 << 30)}
 
 
-def test_another_tool_of_this_name_is_not_believed() -> None:
+def test_another_tool_of_this_name_is_ignored() -> None:
     assert smi.read(text("cnmon-1.txt").replace("CNMON v", "CN Monitor ")).rows == ()
 
 

@@ -37,11 +37,11 @@ def test_colours_and_carriage_returns_do_not_matter() -> None:
     assert smi.read("\x1b[0;36m" + TABLE.replace("\n", "\x1b[0m\r\n")) == smi.read(TABLE)
 
 
-def test_another_tools_table_is_not_believed() -> None:
+def test_another_tools_table_is_ignored() -> None:
     assert smi.read(TABLE.replace("CNMON v6", "OTHER v6")).rows == ()
 
 
-def test_a_card_whose_memory_is_crossed_out_is_reported() -> None:
+def test_a_card_with_unreadable_memory_is_reported() -> None:
     listing = smi.read(TABLE.replace("98304 MiB", "xxxxx MiB"))
     assert [row.device.index for row in listing.rows] == [1]
     assert any("xxxxx MiB" in line for line in listing.left_out)

@@ -11,7 +11,7 @@ from flagcore_cpu import cgroup
 
 SHARE_OF_TOTAL = 0.75
 SHARE_OF_AVAILABLE = 0.9
-"""What trials may take together, so that the system and flagcore keep room. The smaller of the two counts."""
+"""What trials may take together, so that memory remains for the system and flagcore. The smaller value applies."""
 
 
 def cores() -> int:

@@ -1,4 +1,4 @@
-"""The peak rate of one core of this machine, estimated from what the processor says it can do."""
+"""The peak rate of one core of this machine, estimated from the features that the processor reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOST = 1.4
 class Processor:
     """What the operating system reports of a processor.
 
-    `double_pumped` says that it runs an AVX-512 instruction in two halves (AMD Zen 4); `threads_per_core` is above
+    `double_pumped`: it runs an AVX-512 instruction in two halves (AMD Zen 4); `threads_per_core` is above
     1 where siblings share a core.
     """
 

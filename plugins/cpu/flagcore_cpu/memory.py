@@ -22,7 +22,8 @@ filled)."""
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
-    """`flagcore.contracts.MemoryModel` of one core's share of the memory. `context` is what a process has at first."""
+    """`flagcore.contracts.MemoryModel` of one core's share of the memory. `context` is the memory of a process at its
+    start."""
 
     capacity: float | None
     context: float = CONTEXT_BYTES

@@ -22,7 +22,7 @@ flags\t\t: fpu sse {flags}
 """
 
 
-def test_there_is_a_device_for_each_core_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_available_core_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5}, raising=False)
     assert [device.index for device in discover.devices()] == list(range(discover.cores()))
     monkeypatch.setattr(cgroup, "quota_cores", lambda: 2.5)
@@ -99,7 +99,7 @@ def test_peak_follows_the_instruction_set(
     assert ("emulated" in chip.notes) == (bf16 < fp32)
 
 
-def test_threads_of_one_core_share_its_peak(tmp_path: Path) -> None:
+def test_threads_of_a_core_share_its_peak(tmp_path: Path) -> None:
     rows = [
         CPUINFO.format(row=row, core=row // 2, vendor="GenuineIntel", family=6, flags="avx2 fma") for row in range(4)
     ]
@@ -110,7 +110,7 @@ def test_threads_of_one_core_share_its_peak(tmp_path: Path) -> None:
     assert chip.dense_flops_per_second["fp32"].value == pytest.approx(32 * 2e9 * 1.4 / 2)
 
 
-def test_without_cpuinfo_the_catalogues_own_figures_stay(tmp_path: Path) -> None:
+def test_without_cpuinfo_the_figures_of_the_catalogue_are_used(tmp_path: Path) -> None:
     assert Processor.read(tmp_path) is None
     (chip,) = load_chips("flagcore_cpu")
     assert this_machine(chip, None).dense_flops_per_second["fp32"].source.kind == "measured"

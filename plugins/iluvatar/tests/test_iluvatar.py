@@ -38,17 +38,17 @@ def test_a_wider_table_and_a_name_of_two_words_are_read() -> None:
     assert any(chip.has_name(device.chip) for chip in plugin.flagcore_chips())
 
 
-def test_a_chip_that_only_begins_like_another_is_not_that_one() -> None:
+def test_a_chip_with_the_prefix_of_another_name_is_not_that_chip() -> None:
     assert [chip.name for chip in plugin.flagcore_chips() if chip.has_name("Iluvatar BI-V150S")] == ["BI-V150S"]
     assert not any(chip.has_name("Iluvatar BI-V150X") for chip in plugin.flagcore_chips())
 
 
-def test_a_disputed_figure_is_left_out() -> None:
+def test_a_contradictory_figure_is_left_out() -> None:
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "MR-V100")
     assert "int8" not in chip.dense_flops_per_second
 
 
-def test_chips_without_published_collectives_take_those_of_the_same_library_and_link() -> None:
+def test_chips_without_published_collectives_use_those_of_the_same_library_and_link() -> None:
     loaded = LoadedPlugins.of({"iluvatar": plugin})
     payload, ranks, stride = np.full(2, 2.0**24), np.array([2, 8]), np.ones(2, dtype=np.int64)
     times = []
@@ -59,7 +59,7 @@ def test_chips_without_published_collectives_take_those_of_the_same_library_and_
     assert times == [times[0]] * 4
 
 
-def test_published_collectives_of_two_devices_are_met_and_more_devices_take_longer() -> None:
+def test_published_collectives_of_two_devices_are_predicted_and_more_devices_take_longer() -> None:
     loaded = LoadedPlugins.of({"iluvatar": plugin})
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
     costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=16), "megatron")

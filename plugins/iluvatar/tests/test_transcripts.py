@@ -1,4 +1,4 @@
-"""What ixsmi printed on real machines (tests/smi), beside what the kit asks of each: whole, cut and garbled."""
+"""What ixsmi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def text(name: str) -> str:
     return (SMI / name).read_text("utf-8")
 
 
-def test_of_a_card_with_two_chips_only_the_second_reports_the_power() -> None:
+def test_only_the_second_chip_of_a_card_reports_power() -> None:
     rows = smi.read(text("ixsmi-1.txt")).rows
     assert [row.device.index for row in rows if "power_watts" in row.reading] == list(range(1, 16, 2))
     assert rows[1].reading == {

@@ -36,8 +36,8 @@ def island_size(group: NodeGroup, topo: str | None) -> int:
 def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:
     """Return island, node and, for several nodes, network; None where its rate is not known.
 
-    `adapters` is what a device has of this machine's adapters, which goes before what was published of another's, but
-    not before what the user says.
+    `adapters` is the share of this machine's adapters per device, which overrides published values of other machines,
+    but not the user's value.
 
     The rates within a node are what a collective reached, so they count in full; the way between the islands is
     shared by the devices of an island.

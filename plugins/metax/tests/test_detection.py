@@ -7,7 +7,7 @@ from flagcore_metax.discover import DETECTOR
 from flagcore.testing import fakes
 
 
-def test_uuids_are_requested_where_visible_devices_are_named_by_them() -> None:
+def test_uuids_are_queried_if_visible_devices_use_them() -> None:
     table = fakes.prints((Path(__file__).parent / "smi/mx-smi-1.txt").read_text("utf-8"))
     lines = "\n".join(f"GPU#{index}  MXC500  0000:2b:00.0  Available (UUID: GPU-{index}abc)" for index in range(8))
     script = f'if [ "$1" = -L ]; then\n{fakes.prints(lines)}\nelse\n{table}\nfi'

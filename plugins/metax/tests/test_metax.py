@@ -75,7 +75,7 @@ def test_a_dead_device_is_left_out() -> None:
     assert [device.index for device in parse(ONE_IS_DEAD)] == [1]
 
 
-def test_another_vendors_tool_of_the_same_name_is_not_believed() -> None:
+def test_another_vendors_tool_of_the_same_name_is_ignored() -> None:
     assert parse(BOARD_FIRST.replace("MetaX System", "Other System")) == []
 
 
@@ -113,11 +113,11 @@ def test_islands_are_those_of_the_machine_that_can_be_asked(tmp_path: Path, monk
     "matrix",
     ["", PAIRS.replace("MX", "SYS"), PAIRS.replace("NODE    MX      X", "NODE    ??      X")],
 )
-def test_a_matrix_that_shows_no_islands_leaves_the_published_ones(matrix: str) -> None:
+def test_without_islands_in_the_matrix_the_published_ones_are_used(matrix: str) -> None:
     assert island_size(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4), matrix) == 4
 
 
-def test_adapters_of_this_machine_go_before_published_ones_and_the_users_before_both(tmp_path: Path) -> None:
+def test_network_adapters_are_those_of_the_user_then_the_machine_then_published(tmp_path: Path) -> None:
     text = (Path(__file__).parent / "smi/mx-smi-3.txt").read_text("utf-8")
     matrix = read_matrix(text)
     assert matrix is not None
@@ -166,7 +166,7 @@ def test_a_c550_node_is_flat() -> None:
         ("C550", 1, 8, 64_000_000, 64e6 / 135e9, 0.01),
     ],
 )
-def test_published_all_reduces_are_met(
+def test_published_all_reduce_times_are_predicted(
     name: str, nodes: int, ranks: int, payload: int, measured: float, within: float
 ) -> None:
     costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
@@ -177,7 +177,7 @@ def test_published_all_reduces_are_met(
     assert found == pytest.approx(measured, rel=within)
 
 
-def test_the_network_that_a_user_gives_is_that_of_a_c500() -> None:
+def test_the_network_of_the_spec_overrides_that_of_a_c500() -> None:
     levels = [
         plugin.flagcore_topology(NodeGroup(chip=with_network(chip("C500"), rate), nodes=2, devices_per_node=8)).levels
         for rate in (None, 5e10)

@@ -1,4 +1,4 @@
-"""What mx-smi printed on real machines (tests/smi), beside what the kit asks of each: whole, cut and garbled."""
+"""What mx-smi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and garbled."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import ISLAND
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
+from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 OTHERS = ("mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt", "mccl-allreduce-1.txt", "moffett-mx-smi-1.txt")
@@ -34,7 +34,7 @@ def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_table_of_devices_gives_none(name: str) -> None:
+def test_text_without_a_device_table_gives_no_devices(name: str) -> None:
     assert smi.read(text(name)).rows == ()
 
 
@@ -42,12 +42,12 @@ def test_another_vendors_mx_smi_is_distinguished() -> None:
     assert not smi.is_metax(text("moffett-mx-smi-1.txt"))
 
 
-def test_a_rebranded_device_keeps_its_name_and_stays_unknown() -> None:
+def test_a_rebranded_device_stays_unknown() -> None:
     (row,) = smi.read(text("ht-smi-1.txt")).rows
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 
 
-def test_the_boards_number_is_not_the_gpus() -> None:
+def test_the_board_number_is_not_the_gpu_index() -> None:
     table = text("mx-smi-1.txt").replace("| 1     MetaX C500 | 1 ", "| 0     MetaX C500 | 1 ")
     assert [row.device.index for row in smi.read(table).rows] == list(range(8))
 
@@ -85,7 +85,7 @@ def test_output_that_counts_devices_but_lists_none_is_reported() -> None:
     assert smi.read(title + count).left_out == ("it counts 2 devices, but lists 0",)
 
 
-def test_a_device_is_read_however_its_name_is_written() -> None:
+def test_a_device_name_is_read_in_any_spelling() -> None:
     for name in ("MXC500", "metax c500", "C500", "MetaX-C500"):
         assert plugin.flagcore_telemetry(Device(index=0, chip=name)) is not None
     assert plugin.flagcore_telemetry(Device(index=0, chip="MetaX C700")) is None
@@ -108,7 +108,7 @@ def test_four_devices_share_two_adapters_and_the_storage_adapters_are_unassigned
     assert matrix is not None
     assert near_adapters(matrix)[0] == ("NIC0", "NIC1")
     assert near_adapters(matrix)[7] == ("NIC2", "NIC3")
-    assert sharers(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
+    assert devices_per_adapter(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
 
 
 @pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
@@ -120,11 +120,11 @@ def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> N
     assert read_matrix("\n".join(lines[: last + 1])) is not None
 
 
-def test_a_matrix_whose_halves_disagree_is_refused() -> None:
+def test_an_asymmetric_matrix_is_refused() -> None:
     assert read_matrix(text("mx-smi-2.txt").replace("GPU1    MX ", "GPU1    SYS", 1)) is None
 
 
-def test_another_detectors_findings_agree_with_the_catalogue() -> None:
+def test_devices_of_another_detector_match_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-1.json"))
     (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.has_name(each["name"])}
     assert chip == "C500"

@@ -19,22 +19,22 @@ def test_a_dead_device_is_left_out_and_reported() -> None:
         assert listing.left_out == ("GPU 0 (MetaX C500) is not to be used: Not Available(3)",)
 
 
-def test_a_line_that_is_not_understood_is_reported_whole() -> None:
+def test_an_unknown_line_is_reported_in_full() -> None:
     listing = smi.read(TABLE.replace("826/65536 MiB ", "much of it    ", 1))
     assert len(listing.rows) == 7
-    (told,) = listing.left_out
-    assert "0000:0e:00.0" in told
-    assert "much of it" in told
+    (message,) = listing.left_out
+    assert "0000:0e:00.0" in message
+    assert "much of it" in message
 
 
-def test_a_table_that_was_cut_is_reported_by_the_number_of_devices_that_it_announces() -> None:
+def test_a_truncated_table_is_detected_by_its_device_count() -> None:
     listing = smi.read("\n".join(TABLE.splitlines()[:19]))
     assert 0 < len(listing.rows) < 8
     assert listing.left_out == (f"it counts 8 devices, but lists {len(listing.rows)}",)
 
 
 @pytest.mark.parametrize("cap", ["97W / NA", "97W / N/A"])
-def test_a_cap_that_is_not_reported_is_no_cap(cap: str) -> None:
+def test_an_unreported_power_cap_is_none(cap: str) -> None:
     reading = smi.read(OLD.replace("31C         44W     ", f"34C         {cap}")).rows[0].reading
     assert (reading["power_watts"], reading["temperature_celsius"]) == (97, 34)
     assert "power_limit_watts" not in reading
@@ -45,7 +45,7 @@ def test_new_names_are_kept_as_they_are(name: str) -> None:
     assert smi.read(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |")).rows[0].device.chip == name
 
 
-def test_persistence_mode_may_stand_beside_the_name() -> None:
+def test_persistence_mode_may_follow_the_name() -> None:
     (row,) = smi.read(
         "=================== MetaX System Management Interface Log ===================\n"
         "| 0       MetaX N260             Off | 0000:01:00.0        | 0%            Native |\n"
@@ -73,5 +73,5 @@ def test_a_list_leaves_out_what_is_not_available() -> None:
     assert listing.left_out == ("GPU 1 (MXC500) is not to be used: Not Available(5)",)
 
 
-def test_no_device_at_all_is_none() -> None:
+def test_an_empty_device_list_gives_none() -> None:
     assert smi.read(TABLE[: TABLE.index("+--")].replace(": 8", ": 0") + "no device found\n").rows == ()

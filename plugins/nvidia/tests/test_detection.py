@@ -14,13 +14,13 @@ def test_devices_are_made_visible_by_uuid_too() -> None:
         assert [device.index for device in DETECTOR.devices()] == [3, 1]
 
 
-def test_the_table_is_read_where_the_query_is_not_known() -> None:
+def test_without_support_for_the_query_the_table_is_read() -> None:
     table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
     with fakes.machine({"nvidia-smi": f'[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\n{table}'}):
         assert len(DETECTOR.devices()) == 6
 
 
-def test_a_reading_has_what_the_query_reports() -> None:
+def test_a_reading_has_the_fields_of_the_query() -> None:
     line = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980\n"
     with fakes.machine({"nvidia-smi": fakes.prints(line)}):
         (row,) = DETECTOR.rows()

@@ -59,7 +59,7 @@ def errors(costs: KernelCosts, kind: str, rows: Rows) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["gemm", "attention", "attention_backward"])
-def test_the_h200_table_repeats_what_was_measured_and_keeps_bounds(kind: str) -> None:
+def test_the_h200_table_reproduces_its_measurements_and_bounds(kind: str) -> None:
     rows, costs = SHEET.rows(kind, "bf16"), costs_of("H200")
     assert errors(costs, kind, rows.exact).mean() < 0.015
     bounds = rows.select(rows.bound)
@@ -67,7 +67,7 @@ def test_the_h200_table_repeats_what_was_measured_and_keeps_bounds(kind: str) ->
 
 
 @pytest.mark.parametrize(("kind", "mean"), [("gemm", 0.05), ("attention", 0.02), ("attention_backward", 0.025)])
-def test_the_h200_table_is_close_on_kernels_that_it_never_saw(kind: str, mean: float) -> None:
+def test_the_h200_table_is_close_on_unseen_kernels(kind: str, mean: float) -> None:
     roofline = Roofline(chip=chip_named("H200"), curve=read_curve(read("curve.yaml"), "curve.yaml"))
     places = np.array([place for place, kernel in enumerate(SHEET.kernels) if kernel.name == kind and not kernel.bound])
     np.random.default_rng(1).shuffle(places)
@@ -106,7 +106,7 @@ def test_large_fp32_products_are_as_fast_as_measured(name: str, measured: float)
     assert 2 * 8192.0**3 / costs_of(name).gemm_seconds(large, large, large, "fp32")[0] == pytest.approx(measured, 0.05)
 
 
-def test_an_older_chip_of_no_higher_peak_and_bandwidth_is_never_clearly_faster() -> None:
+def test_a_slower_chip_is_never_predicted_clearly_faster() -> None:
     chips = plugin.flagcore_chips()
     known = {chip.name: plugin.flagcore_kernel_costs(chip, "megatron") for chip in chips}
     for old, new in permutations(chips, 2):
@@ -134,6 +134,6 @@ def seconds(costs: KernelCosts, kind: str, precision: str) -> np.ndarray:
     return getattr(costs, f"{kind}_seconds")(*(GRID if kind == "gemm" else (CORES,)), precision)
 
 
-def test_a_chip_without_a_table_or_a_curve_is_left_to_the_core() -> None:
+def test_a_chip_without_tables_or_curves_uses_the_core_model() -> None:
     assert plugin.flagcore_kernel_costs(Chip(name="unheard of", vendor="nvidia"), "megatron") is None
     assert plugin.flagcore_kernel_costs(Chip(name="H200", vendor="somebody else"), "megatron") is None

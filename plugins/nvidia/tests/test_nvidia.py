@@ -24,7 +24,7 @@ def test_memory_that_the_driver_does_not_report_stays_unknown() -> None:
     assert row.device.memory_bytes is None
 
 
-def test_an_error_message_is_no_device() -> None:
+def test_an_error_message_is_not_a_device() -> None:
     assert smi.read("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n").rows == ()
 
 
@@ -61,7 +61,7 @@ def test_an_error_message_is_no_device() -> None:
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
     ],
 )
-def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
+def test_a_driver_name_identifies_one_chip(driver: str, name: str) -> None:
     assert [chip.name for chip in plugin.flagcore_chips() if chip.has_name(driver)] == [name]
 
 
@@ -87,7 +87,7 @@ def seconds(costs: CollectiveCosts, kind: str, payload: float, ranks: int) -> fl
 
 
 @pytest.mark.parametrize(("mebibytes", "bus"), [(4, 135.58), (16, 244.4), (64, 359.49), (256, 402.56), (1024, 461.28)])
-def test_an_all_reduce_on_another_h100_node_is_met_within_a_tenth(mebibytes: int, bus: float) -> None:
+def test_an_all_reduce_on_another_h100_node_is_within_10_percent(mebibytes: int, bus: float) -> None:
     # a published report of a DGX H100 (all_reduce_perf), which the table is not made from
     payload = mebibytes * 2**20
     assert seconds(collectives("H100-SXM"), "all_reduce", payload, 8) == pytest.approx(
@@ -105,7 +105,7 @@ def test_an_all_reduce_on_another_h100_node_is_met_within_a_tenth(mebibytes: int
         ("B200", 2, "all_reduce", 16, 8, 55e-6),  # dstackai/dstack pull request 3961
     ],
 )
-def test_collectives_over_several_nodes_are_met_within_a_fifth(
+def test_collectives_over_several_nodes_are_within_20_percent(
     chip: str, nodes: int, kind: str, ranks: int, payload: float, measured: float
 ) -> None:
     assert seconds(collectives(chip, nodes), kind, payload, ranks) == pytest.approx(measured, rel=0.2)
@@ -119,7 +119,7 @@ def test_a_rack_of_gb300_is_one_domain_and_two_are_joined_by_the_network() -> No
     assert costs.compute_share(np.array([64, 2]), np.array([1, 72])).tolist() == [0.15, 0.02]
 
 
-def test_chips_with_the_links_of_another_take_its_times() -> None:
+def test_chips_with_equal_links_share_times() -> None:
     same = {"B300": "B200", "GB300": "GB200", "H20": "H200", "A100-40GB": "A100-80GB", "L20": "L40S"}
     for chip, other in same.items():
         assert seconds(collectives(chip), "all_gather", 2**26, 4) == seconds(collectives(other), "all_gather", 2**26, 4)

@@ -67,12 +67,12 @@ def test_throughput_of_a_server_is_as_measured() -> None:
 @pytest.mark.parametrize("load", ["burst", "waves"])
 def test_settings_of_a_server_are_in_the_measured_order(load: str) -> None:
     answers = list(estimate_jobs([record(setting, load) for setting in SETTINGS]))
-    told = [answer["output_tokens_per_s"] for answer in answers]
+    rates = [answer["output_tokens_per_s"] for answer in answers]
     measured = [MEASURED[setting, load][0] for setting in SETTINGS]
-    assert sorted(range(3), key=told.__getitem__) == sorted(range(3), key=measured.__getitem__)
+    assert sorted(range(3), key=rates.__getitem__) == sorted(range(3), key=measured.__getitem__)
 
 
-def test_a_burst_waits_as_measured() -> None:
+def test_queueing_of_a_burst_matches_measurements() -> None:
     for setting in SETTINGS:
         (answer,) = estimate_jobs([record(setting, "burst", concurrency=None, request_rate="inf")])
         rate, first = MEASURED[setting, "burst"]
@@ -83,9 +83,7 @@ def test_a_burst_waits_as_measured() -> None:
 @pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA B200"])
 @pytest.mark.parametrize(("prompt", "output"), [(32, 16), (128, 128), (2048, 256)])
 @pytest.mark.parametrize("tensor", [1, 4, 8])
-def test_8_bits_are_no_slower_than_16_however_little_is_computed(
-    chip: str, prompt: int, output: int, tensor: int
-) -> None:
+def test_8_bit_products_are_never_slower_than_16_bit_ones(chip: str, prompt: int, output: int, tensor: int) -> None:
     shape = {"input_len": prompt, "output_len": output, "concurrency": 2, "num_prompts": 8}
     jobs = [record("own", "alone", **{**shape, "precision": precision}) for precision in ("bf16", "fp8")]
     for job in jobs:

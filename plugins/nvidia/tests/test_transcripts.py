@@ -1,4 +1,5 @@
-"""What nvidia-smi printed on real machines (tests/smi), beside what the kit asks of each: whole, cut and garbled."""
+"""What nvidia-smi printed on real machines (tests/smi), in addition to the kit's checks: whole, truncated and
+garbled."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 from flagcore_nvidia import smi
 from flagcore_nvidia.hooks import plugin
 
-from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
+from flagcore.vendorkit.matrix import devices_per_adapter, islands, near_adapters, read_matrix
 
 SMI = Path(__file__).parent / "smi"
 TABLES = {
@@ -32,7 +33,7 @@ def test_a_table_is_read_whole(name: str) -> None:
     assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(rows[0].reading)
 
 
-def test_a_header_reports_what_the_columns_are() -> None:
+def test_a_header_names_the_columns() -> None:
     rows = smi.read(text("nvidia-smi-3.csv")).rows
     assert [(row.device.index, row.device.memory_bytes) for row in rows] == [(i, 143771 * 2**20) for i in range(8)]
     assert {(row.device.chip, row.device.driver) for row in rows} == {("NVIDIA H200", "570.211.01")}
@@ -46,7 +47,7 @@ def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requeste
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
-def test_a_reading_has_what_the_query_for_it_asks() -> None:
+def test_a_reading_has_the_fields_of_its_query() -> None:
     line = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980"
     (row,) = smi.read(line, smi.READING_FIELDS).rows
     assert row.reading == {
@@ -70,7 +71,7 @@ def test_another_vendors_nvidia_smi_is_distinguished_by_the_pci_id(foreign: str)
     assert smi.read(foreign).rows == ()
 
 
-def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
+def test_an_unknown_gpu_is_listed_by_its_name() -> None:
     (row,) = smi.read("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled").rows
     assert row.device.chip == "NVIDIA Z900 96GB"
     assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
@@ -89,11 +90,11 @@ def test_nvlink_joins_all_devices_and_each_has_an_adapter_of_its_own(name: str) 
     assert matrix is not None
     assert islands(matrix, r"NV\d+") == (tuple(range(8)),)
     assert all(len(near) == 1 for near in near_adapters(matrix).values())
-    assert set(sharers(matrix).values()) == {1}
+    assert set(devices_per_adapter(matrix).values()) == {1}
     assert matrix.numa == {device: device // 4 for device in range(8)}
 
 
-def test_pairs_of_bridged_devices_are_islands_and_a_ring_is_none() -> None:
+def test_pairs_of_bridged_devices_are_islands_and_a_ring_is_not() -> None:
     pairs = "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV4\tSYS\tSYS\nGPU1\tNV4\t X \tSYS\tSYS\n"
     pairs += "GPU2\tSYS\tSYS\t X \tNV4\nGPU3\tSYS\tSYS\tNV4\t X \n"
     ring = pairs.replace("NV4\tSYS\tSYS", "NV4\tSYS\tNV4").replace("SYS\tSYS\t X \tNV4", "SYS\tNV4\t X \tNV4")
@@ -113,7 +114,7 @@ def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> N
     assert read_matrix("\n".join(lines[:9])) is not None
 
 
-def test_another_detectors_findings_agree_with_the_catalogue() -> None:
+def test_devices_of_another_detector_match_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-h100.json"))
     (name,) = {each["name"] for each in found}
     (chip,) = (chip for chip in plugin.flagcore_chips() if chip.has_name(name))
@@ -143,7 +144,7 @@ def test_a_list_of_gpus_reports_names_without_memory() -> None:
         ("Device 4000", False),
     ],
 )
-def test_without_a_pci_id_the_name_decides_whose_a_device_is(name: str, ours: bool) -> None:
+def test_without_a_pci_id_the_name_determines_the_vendor(name: str, ours: bool) -> None:
     assert bool(smi.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
 
 

@@ -69,15 +69,15 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
 def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_reported(second: str, reason: str) -> None:
     listing = smi.read(HEAD + WELL + second + PROCESSES)
     assert [row.device.index for row in listing.rows] == [0]
-    (told,) = listing.left_out
-    assert reason in told
+    (message,) = listing.left_out
+    assert reason in message
 
 
-def test_processes_are_no_devices() -> None:
+def test_processes_are_not_devices() -> None:
     assert smi.read(HEAD + WELL + PROCESSES).left_out == ()
 
 
-def test_a_chip_that_shares_the_hosts_memory_has_none_of_its_own() -> None:
+def test_a_chip_that_shares_host_memory_has_no_memory_size() -> None:
     table = """\
 |   0  NVIDIA GB10                    On  |   0000000F:01:00.0 Off |                  N/A |
 | N/A   38C    P8              5W /  N/A  | Not Supported          |      0%      Default |
@@ -135,8 +135,8 @@ index, gpu_name, gpu_uuid, memory.total [MiB], power.draw [W], temperature.gpu, 
     listing = smi.read(text)
     assert listing.rows[0].reading == {"power_watts": 110.12, "temperature_celsius": 30}
     assert listing.rows[1].reading == {}
-    (told,) = listing.left_out
-    assert "device 2" in told
+    (message,) = listing.left_out
+    assert "device 2" in message
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ def test_a_list_reports_which_devices_are_cut() -> None:
         '<?xml version="1.0" ?>\n<nvidia_smi_log>\n',
     ],
 )
-def test_messages_and_other_pages_are_no_devices(text: str) -> None:
+def test_messages_and_other_pages_are_not_devices(text: str) -> None:
     assert smi.read(text).rows == ()

@@ -111,7 +111,7 @@ def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
 
 
 def run_ranks(jobs: list[dict[str, Any]]) -> list[Any]:
-    """Build or train ranks in a process of their own: torch stays out of this one."""
+    """Build or train ranks in a separate process: torch stays out of this one."""
     program = Path(__file__).with_name("meta_ranks.py")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(program)],

@@ -12,7 +12,7 @@ TOKENS = 4096
 
 
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_a_fused_core_keeps_one_fp32_number_a_row_and_another_the_probabilities(tensor: int) -> None:
+def test_a_fused_core_stores_one_fp32_number_a_row_and_an_unfused_one_the_probabilities(tensor: int) -> None:
     rows, split = TOKENS * LLAMA.num_attention_heads / tensor, layout(tensor=tensor)
     assert stored_scores(train(), split)[0] == 4 * rows
     assert stored_scores(train(flash=False), split)[0] == 2 * rows * TOKENS

@@ -34,7 +34,7 @@ MORE_MEMORY: dict[str, tuple[dict[str, KnobValue], dict[str, KnobValue]]] = {
 
 
 @pytest.mark.parametrize("name", MORE_MEMORY)
-def test_needs_at_least_as_much_memory(name: str) -> None:
+def test_candidates_that_need_at_least_as_much_memory_are_found(name: str) -> None:
     more, less = MORE_MEMORY[name]
     assert WORKLOAD.needs_at_least(candidate_columns(more), small.candidate(**less)).tolist() == [True]
     assert WORKLOAD.needs_at_least(candidate_columns(less), small.candidate(**more)).tolist() == [False]
@@ -59,7 +59,7 @@ def test_needs_at_least_as_much_memory(name: str) -> None:
         ({"micro_batch_size": 2}, {"use_distributed_optimizer": False, "micro_batch_size": 4, **UNIFORM}),
     ],
 )
-def test_of_other_differences_nothing_is_concluded(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
+def test_other_differences_give_no_conclusion(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
     for row, than in ((one, other), (other, one)):
         assert not WORKLOAD.needs_at_least(candidate_columns(row), small.candidate(**than)).any()
 
@@ -73,7 +73,7 @@ def test_more_recompute_takes_at_least_as_long_and_nothing_else_does() -> None:
     assert not WORKLOAD.takes_at_least(candidate_columns({"use_distributed_optimizer": True}), plain).any()
 
 
-def test_every_candidate_needs_and_takes_at_least_itself() -> None:
+def test_the_orders_of_memory_and_time_are_reflexive() -> None:
     for values in (UNIFORM, {**BLOCK, "recompute_num_layers": 2}, SELECTIVE, {}):
         columns, itself = candidate_columns(values), small.candidate(**values)
         assert WORKLOAD.needs_at_least(columns, itself).all()

@@ -42,7 +42,7 @@ def test_flags_are_megatrons_own() -> None:
     assert "True" not in given
 
 
-def test_what_is_off_has_no_flag_and_a_real_run_is_not_cut_short() -> None:
+def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
     given = flags(PLAIN.as_dict(), small.task().spec.train, None)
     assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(given)
     assert not {"--num-layers-per-virtual-pipeline-stage", "--data-parallel-size", "--train-iters"} & set(given)
@@ -55,7 +55,7 @@ def test_flags_go_where_the_command_wants_them_and_else_to_the_end() -> None:
     assert expand(["run", "--mine"], {}, given, "/f") == ("run", "--mine", "--a", "1")
 
 
-def test_placeholders_become_values_and_other_braces_stay() -> None:
+def test_placeholders_are_filled_and_other_braces_stay() -> None:
     command = ["t={tensor_model_parallel_size}", "{folder}/log", "m={recompute_method}", '{"json": 1}', "{unknown}"]
     expanded = expand(command, PLAIN.as_dict(), [], "/trial 1")
     assert expanded == ("t=1", "/trial 1/log", "m=", '{"json": 1}', "{unknown}")
@@ -70,7 +70,7 @@ def test_the_environment_has_every_knob_as_text() -> None:
     assert (plain["FLAGCORE_SEQUENCE_PARALLEL"], plain["FLAGCORE_RECOMPUTE_METHOD"]) == ("0", "")
 
 
-def test_a_users_command_runs_where_its_spec_lies(tmp_path: Path) -> None:
+def test_a_users_command_runs_in_the_folder_of_its_spec(tmp_path: Path) -> None:
     platform = small.platform(small.task(command=("bash", "pretrain.sh"), directory="/there"))
     planned = WORKLOAD.launch(platform, PLAIN, str(tmp_path))
     assert planned.argv[:2] == ("bash", "pretrain.sh")
@@ -95,7 +95,7 @@ def test_the_trial_program_gets_its_job_as_a_file(tmp_path: Path) -> None:
         ("train.implementation", "transformer_engine", {"implementation": "transformer_engine"}),
     ],
 )
-def test_what_the_trial_program_cannot_run_is_refused_before_any_trial(key: str, value: str, job: Any) -> None:
+def test_unsupported_settings_of_the_trial_program_are_refused_before_any_trial(key: str, value: str, job: Any) -> None:
     with pytest.raises(SpecError) as refused:
         WORKLOAD.ready(small.task(**job).spec)
     assert (refused.value.key, refused.value.value) == (key, value)
@@ -136,7 +136,7 @@ def test_settings_are_flags_once() -> None:
     ]
 
 
-def test_level_of_recompute_of_experts_is_passed_on_as_modules() -> None:
+def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
     settings = {"moe_recompute_level": "full", "recompute_modules": "layernorm"}
     train = small.task(settings=settings, command=("run",)).spec.train
     assert flags({}, train, None)[4:] == ["--recompute-modules", "layernorm", "moe"]
@@ -182,7 +182,8 @@ def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> Non
     assert "overlap_grad_reduce" not in job
 
 
-def test_the_trial_program_is_not_asked_to_play_several_nodes_on_one() -> None:
+def test_the_trial_program_does_not_emulate_several_nodes_on_one() -> None:
     spec = small.task().spec
-    with pytest.raises(SpecError, match=r"cluster\.nodes = 2"):
+    with pytest.raises(SpecError) as refused:
         WORKLOAD.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
+    assert "cluster.nodes" in refused.value.key

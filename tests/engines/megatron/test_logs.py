@@ -68,7 +68,7 @@ def test_arguments_behind_a_launchers_rank_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["nan", "NaN", "inf", "-inf", "+inf", "nan.", "-", "e", "1e999", "error", "--1"])
-def test_a_loss_that_is_no_finite_number_is_none(tmp_path: Path, loss: str) -> None:
+def test_a_loss_that_is_not_a_finite_number_is_none(tmp_path: Path, loss: str) -> None:
     assert read(tmp_path, iteration(1, "10.0", loss=loss)).losses == [None]
 
 
@@ -77,24 +77,24 @@ def test_a_nan_iteration_spoils_its_loss(tmp_path: Path) -> None:
     assert log.losses == [10.84, None]
 
 
-def test_a_line_without_a_loss_gives_none(tmp_path: Path) -> None:
+def test_a_line_without_a_loss_has_no_loss(tmp_path: Path) -> None:
     log = read(tmp_path, " iteration 1/ 5 | elapsed time per iteration (ms): 12.0 | learning rate: 1E-4 |\n")
     assert (log.step_times_s, log.losses) == ([0.012], [])
 
 
-def test_a_half_written_line_does_not_count(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_ignored(tmp_path: Path) -> None:
     whole = iteration(1, "1234.5")
     log = read(tmp_path, whole + whole[: whole.index("1234.5") + 2])
     assert log.step_times_s == [1.2345]
 
 
 @pytest.mark.parametrize("figure", ["1.2.3", "...", "9" * 400, "1" * 3000])
-def test_a_time_that_is_no_number_is_passed_over(tmp_path: Path, figure: str) -> None:
+def test_a_non_numeric_time_is_skipped(tmp_path: Path, figure: str) -> None:
     log = read(tmp_path, iteration(1, figure) + memory(0, figure, figure) + iteration(2, "20.0"))
     assert log.step_times_s == [0.02]
 
 
-def test_binary_and_other_programs_talk_are_passed_over(tmp_path: Path) -> None:
+def test_binary_and_unrelated_output_is_skipped(tmp_path: Path) -> None:
     noise = bytes(range(256)) * 50 + b"\niteration of the loop | done\nTheoretical memory footprints: total=1 MB\n"
     log = read(tmp_path, noise + iteration(1, "30.0").encode() + noise)
     assert log.step_times_s == [0.03]
@@ -106,9 +106,7 @@ def test_both_logs_are_read_and_a_missing_one_is_empty(tmp_path: Path) -> None:
     assert read_logs([tmp_path]).step_times_s == []
 
 
-def test_a_log_of_one_endless_line_is_read_in_pieces_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LARGEST_LOG", 1 << 20)
     file = tmp_path / "stdout.log"
     with file.open("wb") as endless:
@@ -118,13 +116,13 @@ def test_a_log_of_one_endless_line_is_read_in_pieces_and_not_for_ever(
     assert time.monotonic() - began < 5
 
 
-def test_lines_made_to_confuse_the_patterns_are_read_fast(tmp_path: Path) -> None:
+def test_adversarial_lines_are_matched_quickly(tmp_path: Path) -> None:
     began = time.monotonic()
     read(tmp_path, ("iteration 1/ 1 |" * 20_000 + "\n") * 3 + "a" * 300_000 + " ..." * 100_000)
     assert time.monotonic() - began < 5
 
 
-def test_a_memory_line_that_reports_nonsense_is_left_out(tmp_path: Path) -> None:
+def test_an_invalid_memory_line_is_left_out(tmp_path: Path) -> None:
     line = "[Rank 0] (after 2 iterations) memory (MB) | max allocated: 1{} | reserved: 1 | max reserved: 2"
     (tmp_path / "log").write_text(line.format("0" * 305) + "\n" + line.format("") + "\n")
     assert read_logs([tmp_path / "log"]).peak_allocated_bytes == 1 << 20

@@ -50,7 +50,7 @@ def test_parameters_of_a_latent_attention_mixture_are_exact() -> None:
     assert parameters(DEEPSEEK_16B, layout(), 0) == 15_911_223_296 + norms
 
 
-def test_a_tied_head_is_a_second_copy_only_on_another_stage() -> None:
+def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
     tied = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
     table = 32000 * 4096
     assert parameters(LLAMA, layout(), 0) - parameters(tied, layout(), 0) == table
@@ -73,7 +73,7 @@ def test_static_bytes_follow_precision_and_sharding() -> None:
     np.testing.assert_allclose(full, np.multiply([16, 8 + 8 / 16, 8 + 8 / 8], count) + angles)
 
 
-def test_a_distributed_optimizers_buffer_is_filled_up_to_a_multiple_of_128_and_of_its_ranks() -> None:
+def test_a_distributed_optimizers_buffer_is_padded_to_a_multiple_of_128_and_of_its_ranks() -> None:
     split = layout(data=[1, 8, 3], sharded_optimizer=[0, 1, 1])
     np.testing.assert_allclose(memory.padding(split, np.full(3, 1000.0), experts=False), [0, 24, 152])
 
@@ -91,12 +91,12 @@ def test_interleaving_holds_more_and_the_last_stage_holds_least() -> None:
     np.testing.assert_allclose(pipeline.in_flight(split, np.full(3, 3.0)), [1, 2.5, 1])
 
 
-def test_uneven_stages_are_followed_to_the_worst_one() -> None:
+def test_the_worst_of_uneven_stages_counts() -> None:
     split = layout(pipeline=4, first_layers=2, microbatches=32)
     assert training_memory(train(), split).worst_stage[0] == 1
 
 
-def test_measured_peak_of_one_rank_is_met() -> None:
+def test_the_measured_peak_of_one_rank_is_predicted() -> None:
     """One of 16 ranks without any split on an accelerator: 113.0 GiB static, 138.1 GiB at the optimizer step."""
     work = train(sequence=2048, fused_activation=True)
     found = training_memory(work, layout(data=16, micro_batch=2), workspace_bytes=2**25)
@@ -132,7 +132,7 @@ def kept_in_a_layer(model: Model, **work: Any) -> float:
     return float(Kinds.of(train(model, **work), layout()).dense.stored[0])
 
 
-def test_a_layer_of_the_time_before_keeps_what_its_paper_reports() -> None:
+def test_a_layer_stores_what_the_2022_paper_reports() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
     gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
     work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}
@@ -165,7 +165,7 @@ def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None
     assert ranks[8 * int(worst.worst_stage[0])].static[0] == worst.static[0]
 
 
-def test_a_layout_of_stages_is_followed_and_empty_stages_hold_little() -> None:
+def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
     given = [(1, 0, 0, 0), (0, 16, 0, 0), (0, 0, 0, 0), (0, 16, 0, 1)]
     stages = tuple(StageLayers(embedding=e, layers=n, mtp=m, loss=loss) for e, n, m, loss in given)
     split, options = pipeline.placed(LLAMA, layout(pipeline=4, sequence_parallel=1), Options(), stages)
@@ -218,7 +218,7 @@ def test_offload_empties_the_named_stages() -> None:
         ("fp32", Options(), 4 + 4 + 8 / 8),
     ],
 )
-def test_bytes_a_parameter(precision: str, options: Options, each: float) -> None:
+def test_bytes_per_parameter(precision: str, options: Options, each: float) -> None:
     split = layout(data=8, sharded_optimizer=1)
     work = train(precision=precision, options=options)
     table = memory.component_table(work, split, np.zeros(1))
@@ -244,7 +244,7 @@ def test_experts_out_of_balance_need_more() -> None:
     assert uneven.static[0] == even.static[0]
 
 
-def test_levels_of_recompute_of_experts_save_more_each() -> None:
+def test_each_recompute_level_of_experts_saves_more() -> None:
     levels: tuple[set[str], ...] = (
         set(),
         {"moe_act", "router"},

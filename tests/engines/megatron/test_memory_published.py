@@ -90,7 +90,7 @@ def engine(model: Model, sequence: int, **options: Any) -> Training:
 @pytest.mark.parametrize(
     ("model", "split", "sequence", "measured"), MEASURED, ids=lambda value: getattr(value, "name", str(value))
 )
-def test_measured_peaks_of_transformer_engine_are_met(
+def test_measured_peaks_with_transformer_engine_are_predicted(
     model: Model, split: dict[str, Any], sequence: int, measured: float
 ) -> None:
     work = engine(model, sequence, cross_entropy_fusion=True, cp_comm="a2a")

@@ -173,7 +173,7 @@ def test_fully_sharded_never_needs_more(model: Model) -> None:
 
 
 @each_model
-def test_more_at_once_never_needs_less(model: Model) -> None:
+def test_a_larger_batch_never_needs_less(model: Model) -> None:
     draw = np.random.default_rng(6)
     for _ in range(PAIRS):
         job, split = work(draw, model), layouts(draw, model)
@@ -186,7 +186,7 @@ def test_more_at_once_never_needs_less(model: Model) -> None:
         never_more((dataclasses.replace(job, sequence=2 * job.sequence), saved), (job, saved))
 
 
-def test_overlapped_experts_hold_one_more_pass_before_the_first_backward_and_part_of_a_layer_besides() -> None:
+def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:
     """Forward passes of an exchange that is overlapped run layer by layer beside backward (megatron-core 0.16)."""
     split = layout(data=8, expert=8, microbatches=[1, 8, 8], pipeline=[1, 1, 4], virtual=[1, 1, 2])
     job = train(dataclasses.replace(MOE, vocab_size=1024), transformer_engine=True)
@@ -208,7 +208,7 @@ def test_fully_sharded_on_one_rank_adds_nothing() -> None:
     assert rank_memory(sharded, split, 0).peak == rank_memory(job, split, 0).peak
 
 
-def test_fully_sharded_layers_are_whole_one_after_another() -> None:
+def test_fully_sharded_layers_are_gathered_one_at_a_time() -> None:
     job, split = train(LLAMA, options=Options(fsdp=True)), layout(data=64)
     adapters = changed(job, adapters=True)
     layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096

@@ -81,5 +81,5 @@ def test_notes_report_settings_and_the_rest_is_ignored(notes: str) -> None:
     assert read_notes(notes) == SAYS[notes]
 
 
-def test_names_with_values_count_before_phrases() -> None:
+def test_names_with_values_take_precedence_over_phrases() -> None:
     assert read_notes("alltoall; dispatcher=DeepEP")[DISPATCHER] == "flex"

@@ -158,14 +158,14 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], 
     assert refused.value.key == f"train.settings.{key}"
 
 
-def test_latent_attentions_own_module_needs_latent_attention() -> None:
+def test_the_latent_attention_module_needs_latent_attention() -> None:
     settings = {"recompute_modules": "mla_up_proj"}
     assert of(settings).recompute_modules == {"mla_up_proj"}
     with pytest.raises(SpecError):
         options(small.task(settings=settings))
 
 
-def test_schedule_that_no_one_models_is_reported_as_unknown() -> None:
+def test_an_unmodelled_schedule_is_reported_as_unknown() -> None:
     with pytest.raises(NotModelled, match="zigzag"):
         of({"pipeline_schedule": "zigzag"})
 
@@ -176,7 +176,7 @@ def test_gradients_are_as_wide_as_megatron_keeps_them(precision: str, width: int
     assert of({"accumulate_allreduce_grads_in_fp32": True}, precision=precision).grad_bytes == 4
 
 
-def test_defaults_are_those_of_what_runs() -> None:
+def test_defaults_match_the_runner() -> None:
     trial, command = of(), of(command=COMMAND)
     assert (trial.dispatcher, command.dispatcher) == ("alltoall", "allgather")
     for each in (trial, command):
@@ -184,7 +184,7 @@ def test_defaults_are_those_of_what_runs() -> None:
         assert not each.grouped_gemm
 
 
-def test_flags_of_a_users_own_command_count_as_settings() -> None:
+def test_flags_of_a_custom_command_are_settings() -> None:
     flags = ("--overlap-grad-reduce", "--recompute-modules", "mlp", "layernorm", "--exp-avg-dtype=bf16")
     more = ("--use-precision-aware-optimizer", "--no-overlap-p2p-communication", "--moe-grouped-gemm", "--lr", "1e-4")
     found = of(command=(*COMMAND, *flags, *more))
@@ -216,7 +216,7 @@ def test_published_run_without_overlap_of_gradients_has_none_of_weights() -> Non
     assert overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
 
 
-def test_published_run_overlaps_tensor_parallelism_only_where_all_of_a_tuned_run_is_there() -> None:
+def test_published_run_overlaps_tensor_parallelism_only_in_a_fully_tuned_run() -> None:
     tuned = {**SHARDED, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     assert published(tuned, model=small.DENSE).tp_comm_overlap
     assert not published(tuned, "tp-comm-overlap off", model=small.DENSE).tp_comm_overlap
@@ -233,7 +233,7 @@ def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
     assert not published({}, model=dataclasses.replace(small.DENSE, name="flora-7b")).adapters
 
 
-def test_notes_on_schedules_report_of_unfused_attention_and_of_waiting_for_messages() -> None:
+def test_notes_on_schedules_mention_unfused_attention_and_waits_for_messages() -> None:
     task, _, _ = WORKLOAD.published(small.task(), {}, "schedule=ZB-H1")
     assert not training(task).flash
     assert not options(task).overlap_p2p_comm
@@ -241,10 +241,10 @@ def test_notes_on_schedules_report_of_unfused_attention_and_of_waiting_for_messa
     assert training(task).flash
 
 
-def test_record_counts_before_its_notes_and_these_before_defaults() -> None:
+def test_a_record_overrides_its_notes_and_these_override_defaults() -> None:
     notes = "DeepEP; cross-entropy fusion"
-    told = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
-    assert (told.dispatcher, told.cross_entropy_fusion) == ("allgather", True)
+    reported = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
+    assert (reported.dispatcher, reported.cross_entropy_fusion) == ("allgather", True)
     assert published({}, notes).dispatcher == "flex"
 
 
@@ -347,7 +347,7 @@ def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) ->
     assert not broken[1]
 
 
-def test_embedding_and_loss_that_count_as_layers_let_others_divide() -> None:
+def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
     model = dataclasses.replace(small.DENSE, num_layers=6)
     settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     for given, legal in (({}, False), (settings, True)):
@@ -356,7 +356,7 @@ def test_embedding_and_loss_that_count_as_layers_let_others_divide() -> None:
         assert broken is not legal
 
 
-def test_settings_of_all_candidates_stand_for_knobs_that_are_not_given() -> None:
+def test_settings_of_all_candidates_replace_missing_knobs() -> None:
     settings = {"num_layers_in_first_pipeline_stage": 1, "expert_tensor_parallel_size": 1}
     task = small.task(small.EXPERTS, settings=settings)
     values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}

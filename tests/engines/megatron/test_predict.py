@@ -132,7 +132,7 @@ def test_an_unknown_rate_leaves_the_time_out_and_keeps_the_memory() -> None:
     assert row.peak_allocated_bytes > row.static_bytes > 0
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_rows_are_independent() -> None:
     many = {knob: np.tile(values, 3000) for knob, values in MANY.items()}
     found, few = predict(task(), many, costs()), predict(task(), MANY, costs())
     np.testing.assert_array_equal(found.step_time_s[-7:], few.step_time_s)

@@ -104,7 +104,7 @@ def test_rank_holds_its_part_of_the_model(found: dict[str, Any], name: str, rank
 
 
 @pytest.mark.parametrize(("name", "rank"), CASES)
-def test_phases_are_measured_apart(found: dict[str, Any], name: str, rank: int) -> None:
+def test_phases_are_measured_separately(found: dict[str, Any], name: str, rank: int) -> None:
     probed = found[f"{name} {rank}"]
     peaks = probed["peak_forward_backward_bytes"], probed["peak_optimizer_bytes"]
     assert 0 < probed["static_bytes"] <= min(peaks)

@@ -40,7 +40,7 @@ def ranks(model: Model, devices: int, **knobs: int) -> tuple[int, ...]:
     return WORKLOAD.probe_ranks(task, Candidate.of(knobs), small.costs(task))
 
 
-def test_world_of_one_stage_is_reported_by_its_first_rank() -> None:
+def test_a_world_of_one_stage_is_probed_by_its_first_rank() -> None:
     assert ranks(DEEP, 8, data_parallel_size=8) == (0,)
 
 
@@ -80,13 +80,13 @@ def test_figures_are_medians_of_the_steps_after_the_warm_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("missing", ["stage", "steps", "static_bytes", "versions"])
-def test_what_is_missing_is_reported(tmp_path: Path, missing: str) -> None:
+def test_missing_parts_are_reported(tmp_path: Path, missing: str) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps({k: v for k, v in METRICS.items() if k != missing}))
     with pytest.raises(NoMetrics, match=missing):
         WORKLOAD.read_probe(small.task(), str(tmp_path))
 
 
-def test_steps_that_are_all_warm_up_are_no_measurement(tmp_path: Path) -> None:
+def test_warm_up_steps_alone_are_not_a_measurement(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps({**METRICS, "steps": METRICS["steps"][:1]}))
     with pytest.raises(NoMetrics, match="warm-up"):
         WORKLOAD.read_probe(small.task(), str(tmp_path))

@@ -43,7 +43,7 @@ def refusal(folder: Path, **how: bool) -> str:
     return str(caught.value)
 
 
-def test_warm_up_is_dropped_and_the_rest_summed_up(tmp_path: Path) -> None:
+def test_warm_up_is_dropped_and_the_rest_summarized(tmp_path: Path) -> None:
     write(tmp_path, METRICS)
     measured = WORKLOAD.read(TASK, ONE, str(tmp_path))
     assert measured.step_times_s == (2.0, 1.0, 4.0, 3.0)
@@ -91,7 +91,7 @@ HOSTILE: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_metrics_that_are_not_as_agreed_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+def test_malformed_metrics_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     write(tmp_path, HOSTILE[name])
     assert len(refusal(tmp_path)) < 300
 
@@ -116,12 +116,12 @@ def test_steps_so_far_are_read_up_to_a_half_written_line(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("line", ["null", "[]", "[" * 100_000, '{"step_time_s": [1]}', "1" + "0" * 400, "\x00"])
-def test_steps_that_make_no_sense_end_the_progress(tmp_path: Path, line: str) -> None:
+def test_invalid_steps_end_the_progress(tmp_path: Path, line: str) -> None:
     (tmp_path / "steps.jsonl").write_text(json.dumps(STEPS[0]) + "\n" + line + "\n" + json.dumps(STEPS[1]))
     assert program_progress(str(tmp_path)) == (9.0,)
 
 
-def test_no_step_yet_is_no_progress(tmp_path: Path) -> None:
+def test_without_steps_there_is_no_progress(tmp_path: Path) -> None:
     assert program_progress(str(tmp_path)) == ()
     assert program_progress(str(tmp_path / "missing")) == ()
     assert "0 step times" in refusal(tmp_path, partial=True)
@@ -170,7 +170,7 @@ def test_effective_values_are_what_megatron_printed_in_our_types(tmp_path: Path)
     }
 
 
-def test_progress_reads_on_where_it_was(tmp_path: Path) -> None:
+def test_progress_continues_reading_at_the_last_position(tmp_path: Path) -> None:
     progress = WORKLOAD.progress(COMMAND, str(tmp_path))
     line = " iteration 1/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
     file = tmp_path / "stdout.log"
@@ -186,7 +186,7 @@ def test_progress_reads_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "metrics.json", "stdout.log"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     assert program_progress(str(tmp_path)) == ()
     assert CommandProgress(str(tmp_path))() == ()
@@ -198,7 +198,7 @@ def test_a_device_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     assert program_progress(str(tmp_path)) == ()
 
 
-def test_a_step_time_too_short_to_be_one_is_refused(tmp_path: Path) -> None:
+def test_an_implausibly_short_step_time_is_refused(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text(
         "".join(json.dumps({**STEPS[0], "step_time_s": 5e-324}) + "\n" for _ in "abc")
     )

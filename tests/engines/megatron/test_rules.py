@@ -263,13 +263,13 @@ def canonical(values: dict[str, KnobValue], of_task: dict[str, Any]) -> dict[str
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_candidates_that_mean_the_same_are_merged(name: str) -> None:
+def test_equivalent_candidates_are_merged(name: str) -> None:
     one, other, of_task = MERGED[name]
     assert canonical(one, of_task) == canonical(other, of_task)
 
 
 @pytest.mark.parametrize("name", DISTINCT)
-def test_candidates_that_differ_are_kept_apart(name: str) -> None:
+def test_different_candidates_are_distinguished(name: str) -> None:
     one, other, of_task = DISTINCT[name]
     assert canonical(one, of_task) != canonical(other, of_task)
 
@@ -282,7 +282,7 @@ def test_layers_per_virtual_stage_exclude_a_first_stage_of_its_own() -> None:
     assert rule.broken(candidate_columns(values)).tolist() == [False]
 
 
-def test_a_stage_lies_on_chips_of_one_kind() -> None:
+def test_a_stage_uses_one_kind_of_chip() -> None:
     def refused(*devices: int) -> list[int]:
         groups = tuple(NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=count) for count in devices)
         task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))

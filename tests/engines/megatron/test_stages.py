@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, most_even, parse_layout, published_split
+from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, even_split, parse_layout, published_split
 from flagcore.errors import SpecError
 from tests import small
 
@@ -49,7 +49,7 @@ def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
         ("Et*99999999999999999999L", 1, 0, "too long"),
     ],
 )
-def test_layout_that_is_none_is_refused(text: str, layers: int, mtp: int, problem: str) -> None:
+def test_an_invalid_layout_is_refused(text: str, layers: int, mtp: int, problem: str) -> None:
     with pytest.raises(SpecError, match=problem) as refused:
         parse_layout(text, layers, mtp)
     assert refused.value.key == f"train.settings.{LAYOUT}"
@@ -87,7 +87,7 @@ def test_split_puts_multi_token_prediction_on_the_last_stage() -> None:
 @pytest.mark.parametrize("stages", range(2, 70))
 @pytest.mark.parametrize("layers", [5, 33, 61, 94])
 def test_most_even_split_is_complete_and_no_stage_is_larger_than_it_must_be(layers: int, stages: int) -> None:
-    split = most_even(layers, stages)
+    split = even_split(layers, stages)
     assert sum(split) == layers
     assert len(split) == stages
     assert max(split) == -(-layers // stages)

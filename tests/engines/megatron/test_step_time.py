@@ -102,7 +102,7 @@ def test_compute_stays_above_the_peak_rate_and_near_it() -> None:
     assert 1.1 < parts()["compute_s"] / (flops / 900e12) < 1.8
 
 
-def test_a_candidate_takes_the_same_time_alone_and_among_others() -> None:
+def test_predictions_do_not_depend_on_other_candidates() -> None:
     rng = np.random.default_rng(0)
     rows = 500
     values = {name: np.full(rows, value) for name, value in ONE.items()}
@@ -127,7 +127,7 @@ def test_selective_recompute_costs_something_and_less_than_full(module: str) -> 
     assert total() < total(chosen, selective=1.0) < total(uniform=1.0)
 
 
-def test_tensor_parallelism_waits_more_without_overlap_and_across_nodes() -> None:
+def test_tensor_parallelism_waits_longer_without_overlap_and_across_nodes() -> None:
     inside = parts(tensor=8.0, sequence_parallel=1.0, data=1.0)["tp_comm_s"]
     assert inside > 0
     overlapped = parts(with_options(tp_comm_overlap=True), tensor=8.0, sequence_parallel=1.0, data=1.0)["tp_comm_s"]
@@ -135,7 +135,7 @@ def test_tensor_parallelism_waits_more_without_overlap_and_across_nodes() -> Non
     assert parts(tensor=16.0, sequence_parallel=1.0, data=1.0)["tp_comm_s"] > 1.5 * inside
 
 
-def test_gradients_hide_behind_the_backward_pass_and_slow_it_down_a_little() -> None:
+def test_gradient_reduction_overlaps_backward_and_slows_it_slightly() -> None:
     plain = parts(microbatches=4.0)["dp_comm_exposed_s"]
     hidden = parts(with_options(overlap_grad_reduce=True, overlap_param_gather=True), microbatches=4.0)
     assert 0 < hidden["dp_comm_exposed_s"] < 0.5 * plain
@@ -184,7 +184,7 @@ def test_narrow_formats_speed_up_products_and_not_attention() -> None:
     assert 0.5 < ratio < 0.9
 
 
-def test_experts_exchange_tokens_unless_they_are_at_home_or_hide_it() -> None:
+def test_experts_exchange_tokens_unless_local_or_overlapped() -> None:
     train = replace(TRAIN, model=SPARSE)
     exposed = parts(train, expert=8.0)["ep_comm_s"]
     assert exposed > 0
@@ -195,7 +195,7 @@ def test_experts_exchange_tokens_unless_they_are_at_home_or_hide_it() -> None:
     assert parts(once, expert=8.0)["ep_comm_s"] < exposed
 
 
-def test_a_busy_expert_makes_all_wait() -> None:
+def test_the_busiest_expert_determines_the_time() -> None:
     train = replace(TRAIN, model=SPARSE)
     assert total(replace(train, options=Options(expert_imbalance=1.5)), expert=8.0) > 1.1 * total(train, expert=8.0)
 
@@ -212,7 +212,7 @@ def test_adapters_need_neither_weight_gradients_nor_their_exchange() -> None:
     assert found["compute_s"] < 0.75 * parts()["compute_s"]
 
 
-def test_adapters_leave_weights_alone_between_steps() -> None:
+def test_adapters_freeze_the_base_weights() -> None:
     static = [training_memory(train, layout()).static[0] for train in (with_options(adapters=True), TRAIN)]
     assert static[0] < 0.4 * static[1]
 
@@ -222,7 +222,7 @@ def test_the_optimizer_takes_less_where_more_ranks_share_its_state() -> None:
     assert shared < parts(data=8.0)["optimizer_s"] < parts(sharded_optimizer=0.0)["optimizer_s"]
 
 
-def test_a_single_rank_waits_for_none() -> None:
+def test_a_single_rank_has_no_wait_time() -> None:
     counts = {"tensor": 4.0, "sequence_parallel": 1.0, "pipeline": 4.0, "data": 2.0}
     compute, optimizer = rank_time(TRAIN, layout(**counts), costs(), np.array([1.0]))
     step = parts(**counts)
@@ -253,7 +253,7 @@ def test_a_stage_that_recomputes_more_layers_than_the_others_sets_the_pace() -> 
     assert total(pipeline=4.0) < total(one, pipeline=4.0) < total(uniform=1.0, pipeline=4.0)
 
 
-def test_fully_sharded_weights_travel_for_each_micro_batch() -> None:
+def test_fully_sharded_weights_are_gathered_for_each_micro_batch() -> None:
     sharded = with_options(fsdp=True)
     few, many = (parts(sharded, data=64.0, microbatches=count)["dp_comm_exposed_s"] for count in (4.0, 16.0))
     assert many == pytest.approx(4 * few)
@@ -274,12 +274,12 @@ def test_a_pipeline_of_a_hundred_stages_with_one_layer_each_is_reported() -> Non
     assert np.isfinite(total(deep, pipeline=128.0, microbatches=256.0))
 
 
-def test_stages_without_layers_take_their_time() -> None:
+def test_stages_without_layers_have_their_time() -> None:
     few = replace(TRAIN, model=replace(DENSE, num_layers=2))
     assert np.isfinite(total(few, pipeline=4.0, microbatches=8.0))
 
 
-def test_groups_without_a_topology_take_no_share_of_compute() -> None:
+def test_groups_without_a_topology_do_not_slow_compute() -> None:
     bare = replace(costs(), collectives=Collectives(topology=Topology(levels=())))
     overlapping = with_options(overlap_grad_reduce=True)
     assert np.isnan(total(overlapping, bare))
@@ -297,7 +297,7 @@ def test_model_flops_of_weights_that_adapters_leave_alone_need_no_gradients_of_w
     )
 
 
-def test_a_slow_network_is_felt_where_several_stages_share_a_node() -> None:
+def test_a_slow_network_delays_stages_that_share_a_node() -> None:
     def step(rate: float) -> float:
         network = replace(TOPOLOGY.levels[1], bytes_per_second=rate)
         slow = Collectives(topology=Topology(levels=(TOPOLOGY.levels[0], network)))
@@ -312,7 +312,7 @@ def test_a_ring_of_context_ranks_costs_more_than_the_same_tokens_on_one() -> Non
     assert one < eight < 1.2 * one
 
 
-def test_kernels_measured_alone_take_longer_in_a_step_and_not_in_a_rank() -> None:
+def test_isolated_kernel_times_are_scaled_in_a_step_but_not_in_a_rank() -> None:
     alone = replace(costs(), run_slowdown=1.25)
     assert parts(made=alone)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
     first, second = (rank_time(TRAIN, layout(), made, np.zeros(1)) for made in (costs(), alone))

@@ -200,6 +200,6 @@ def test_layout_trains_like_one_process(steps: dict[str, list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("model", [case(model, short=model in SHORT) for model in MODELS])
-def test_one_process_learns(steps: dict[str, list[dict[str, Any]]], model: str) -> None:
+def test_a_single_process_learns(steps: dict[str, list[dict[str, Any]]], model: str) -> None:
     losses = [step["loss"] for step in steps[f"{model} / one process"]]
     assert losses[-1] < losses[0]

@@ -151,7 +151,7 @@ def test_effective_knobs_are_read_back(metrics: dict[str, Any]) -> None:
     }
 
 
-def test_flags_that_mean_nothing_here_are_read_back_as_off(metrics: dict[str, Any]) -> None:
+def test_flags_without_effect_are_read_back_as_off(metrics: dict[str, Any]) -> None:
     effective = metrics["expert"]["effective"]
     assert effective["expert_model_parallel_size"] == 2
     assert effective["sequence_parallel"] is False

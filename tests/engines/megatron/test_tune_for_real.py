@@ -44,7 +44,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> api.Outcome:
     return api.tune(folder / "spec.yaml", run_dir=folder / "run")
 
 
-def test_trials_train_what_was_requested(tuned: api.Outcome) -> None:
+def test_trials_train_the_requested_model(tuned: api.Outcome) -> None:
     for trial in tuned.data["trials"]:
         assert trial["state"] in ("measured", "stopped"), trial["reason"]
         if trial["state"] == "measured":
@@ -58,7 +58,7 @@ def test_every_layout_trains_the_same_model(tuned: api.Outcome) -> None:
         assert other == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_figures_are_those_of_the_trials_own_files(tuned: api.Outcome) -> None:
+def test_figures_come_from_the_files_of_the_trial(tuned: api.Outcome) -> None:
     best = tuned.data["best"]
     metrics = json.loads((tuned.run_dir / "trials" / str(best["number"]) / "metrics.json").read_text())
     times = [step["step_time_s"] for step in metrics["steps"]][1:]
@@ -68,13 +68,13 @@ def test_figures_are_those_of_the_trials_own_files(tuned: api.Outcome) -> None:
     assert best["measured"]["device_used_gib"] == pytest.approx(used / 2**30)
 
 
-def test_books_balance_and_the_gain_is_the_least_of_the_rounds(tuned: api.Outcome) -> None:
+def test_counts_add_up_and_the_gain_is_the_lowest_of_the_rounds(tuned: api.Outcome) -> None:
     assert tuned.plan.counts.balanced
     assert tuned.plan.counts.measured + tuned.plan.counts.stopped == 3
     assert tuned.data["gain"] == min(tuned.data["gains"])
 
 
-def test_going_on_runs_nothing_again(tuned: api.Outcome) -> None:
+def test_resuming_repeats_no_finished_trial(tuned: api.Outcome) -> None:
     folder: Path = tuned.run_dir.parent
     started: list[object] = []
     again = api.tune(folder / "spec.yaml", run_dir=tuned.run_dir, on_event=started.append)

@@ -46,7 +46,7 @@ def test_open_connections_are_spread_evenly_and_answers_pass_at_once() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_is_gone_is_left_out_and_without_any_the_client_is_let_go() -> None:
+def test_the_balancer_skips_dead_servers_and_closes_the_connection_if_all_are_dead() -> None:
     async def run() -> None:
         gone, nobody = await listening(echo(b"x"))
         gone.close()

@@ -53,12 +53,12 @@ def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, .
         (1, 1, ["0"]),
     ],
 )
-def test_each_instance_sees_devices_of_its_own(count: int, layers: int, seen: list[str], tmp_path: Path) -> None:
+def test_each_instance_sees_only_its_devices(count: int, layers: int, seen: list[str], tmp_path: Path) -> None:
     made = instances(on_cards(tmp_path), tmp_path, instances=count, pipeline_model_parallel_size=layers)
     assert [each.environment[VISIBLE] for each in made] == seen
 
 
-def test_unequal_instances_have_devices_and_parallelism_of_their_own(tmp_path: Path) -> None:
+def test_unequal_instances_have_separate_devices_and_parallelism(tmp_path: Path) -> None:
     made = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
     assert [each.environment[VISIBLE] for each in made] == ["0,1,2,3", "4,5", "6"]
     assert [each.asked.get("tensor_model_parallel_size") for each in made] == [4, 2, None]
@@ -93,7 +93,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_job(tmp_path) == job
 
 
-def test_only_what_the_engine_is_given_must_be_read_back(tmp_path: Path) -> None:
+def test_only_requested_values_must_be_read_back(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
     assert read_job(tmp_path).instances[0].asked == {"parallel": 4}
     launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
@@ -101,19 +101,20 @@ def test_only_what_the_engine_is_given_must_be_read_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])
-def test_a_job_that_is_not_one_is_reported(text: str, tmp_path: Path) -> None:
+def test_an_invalid_job_is_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "serve.json").write_text(text)
     with pytest.raises(ValueError, match=r"serve\.json is invalid"):
         read_job(tmp_path)
 
 
-def test_a_load_without_end_is_not_run(tmp_path: Path) -> None:
+def test_an_endless_load_is_refused(tmp_path: Path) -> None:
     where = on_cards(tmp_path, loads=(Load(num_prompts=None, concurrency=1),))
-    with pytest.raises(SpecError, match="num_prompts"):
+    with pytest.raises(SpecError) as refused:
         LLAMACPP.ready(where.task.spec)
+    assert "num_prompts" in refused.value.key
 
 
-def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_be_read_is_reported(
+def test_a_trace_without_times_uses_the_default_clients_and_an_unreadable_one_is_reported(
     tmp_path: Path,
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -126,20 +127,22 @@ def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_
     assert [load.concurrency for load in read_job(tmp_path).loads] == [64]
 
 
-def test_a_folder_of_the_command_that_is_not_there_is_reported_before_anything_runs(tmp_path: Path) -> None:
+def test_a_missing_folder_of_the_command_is_reported_before_anything_runs(tmp_path: Path) -> None:
     spec = on_cards(tmp_path).task.spec
     spec = dataclasses.replace(spec, work=dataclasses.replace(spec.serve, directory=str(tmp_path / "none")))
-    with pytest.raises(SpecError, match=r"serve\.directory = "):
+    with pytest.raises(SpecError) as refused:
         LLAMACPP.ready(spec)
+    assert "serve.directory" in refused.value.key
 
 
 def test_goodput_without_limits_is_reported_before_anything_runs(tmp_path: Path) -> None:
     spec = dataclasses.replace(on_cards(tmp_path).task.spec, objective="goodput_requests_per_s")
-    with pytest.raises(SpecError, match=r"serve\.slo"):
+    with pytest.raises(SpecError) as refused:
         LLAMACPP.ready(spec)
+    assert refused.value.key == "auto_tuner.objective"
 
 
-def test_one_winner_is_the_engines_own_command(tmp_path: Path) -> None:
+def test_a_single_winner_is_started_with_the_engines_command(tmp_path: Path) -> None:
     best = launched(on_cards(tmp_path), tmp_path, for_real=True, parallel=4)
     assert best.argv[:2] == ("/bin/echo", "serve")
     assert best.argv[best.argv.index("--port") + 1] == str(export.FRONT_PORT)
@@ -167,7 +170,7 @@ def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
         assert f":{export.FRONT_PORT + 1 + number} " in conf
 
 
-def test_unequal_winners_are_started_each_as_wide_as_it_was_tried(tmp_path: Path) -> None:
+def test_unequal_winners_are_started_with_their_tested_sizes(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, for_real=True, instance_sizes="2+1+1")
     services = yaml.safe_load((tmp_path / export.COMPOSE).read_text())["services"]
     seen = [services[f"instance-{number}"]["environment"][VISIBLE] for number in range(3)]

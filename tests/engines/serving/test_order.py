@@ -35,7 +35,7 @@ def predictions(ttft: list[float], low: float) -> Predictions:
     )
 
 
-def test_more_sequences_need_at_least_as_much_memory_all_else_being_equal() -> None:
+def test_more_sequences_never_need_less_memory() -> None:
     failed = Candidate.of({"max_num_seqs": 64, "instances": 1})
     assert WORKLOAD.needs_at_least(
         columns(max_num_seqs=[32, 64, 128, 128], instances=[1, 1, 1, 2]), failed
@@ -55,7 +55,7 @@ def test_graphs_need_at_least_as_much_memory_as_eager_mode() -> None:
     ]
 
 
-def test_a_knob_that_is_left_to_the_engine_has_no_order() -> None:
+def test_an_unset_knob_has_no_order() -> None:
     failed = Candidate.of({"max_num_seqs": None})
     assert WORKLOAD.needs_at_least(columns(max_num_seqs=[0, 64]), failed).tolist() == [True, False]
     assert not WORKLOAD.needs_at_least(columns(max_num_seqs=[0]), Candidate.of({"max_num_seqs": 8})).any()
@@ -69,7 +69,7 @@ def test_a_schedulers_knobs_have_no_order_in_time() -> None:
     assert not WORKLOAD.takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
 
 
-def test_what_certainly_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -> None:
+def test_candidates_that_certainly_break_the_slo_are_pruned() -> None:
     rule = SloImpossible({"ttft_s.p99": 1.0})
     asked = columns(parallel=[1, 2, 3, 4])
     sure = rule.prunes(asked, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
@@ -77,5 +77,5 @@ def test_what_certainly_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -
     assert not rule.prunes(asked, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
 
 
-def test_a_limit_on_a_figure_that_is_not_predicted_rules_nothing_out() -> None:
+def test_a_limit_on_an_unpredicted_figure_excludes_no_candidate() -> None:
     assert not SloImpossible({"itl_s.p99": 0.001}).prunes(columns(parallel=[1]), predictions([9.0], low=0.9)).any()

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "serving.md").read_text()
 EXAMPLES = ["serve-cpu.yaml", "serve-vllm-cpu.yaml"]
 
 
-def test_names_of_files_and_ports_are_the_programs_own() -> None:
+def test_file_and_port_flags_are_reserved_for_the_program() -> None:
     assert all(f"`{name}`" in PAGE for name in (SERVE, METRICS, START, NGINX, COMPOSE))
     assert f"port {FRONT_PORT}" in PAGE
 

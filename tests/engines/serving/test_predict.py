@@ -88,7 +88,7 @@ def test_step_time_is_the_seconds_of_the_objective(objective: str) -> None:
     assert (found.step_time_s < found.high_s).all()
 
 
-def test_two_instances_on_two_devices_write_more_than_one_on_one_and_no_more_a_device() -> None:
+def test_two_instances_generate_more_in_total_but_not_per_device() -> None:
     found = predicted(instances=[1, 2])
     one, two = figure(found)
     assert 1.3 * one < two < 2 * one
@@ -97,7 +97,7 @@ def test_two_instances_on_two_devices_write_more_than_one_on_one_and_no_more_a_d
     assert per_device[1] == pytest.approx(two / 2)
 
 
-def test_tensor_ranks_shorten_answers() -> None:
+def test_tensor_parallelism_shortens_answers() -> None:
     tpot = figure(predicted(tensor=[1, 2, 4]), "tpot_s.mean")
     assert tpot[0] > tpot[1] > tpot[2]
 
@@ -108,7 +108,7 @@ def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
     assert two >= one
 
 
-def test_a_prompt_in_one_stage_makes_the_batches_in_the_others_wait() -> None:
+def test_a_prompt_in_one_stage_delays_batches_in_the_others() -> None:
     instances, stages = figure(predicted(instances=[4, 1], pipeline=[1, 4]))
     assert 0.5 * instances < stages < instances
 
@@ -137,13 +137,13 @@ def test_requests_that_come_slowly_are_answered_as_they_come() -> None:
     assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_cached_prefix_spares_prompts() -> None:
+def test_a_cached_prefix_shortens_prefill() -> None:
     shared = task(replace(LOAD, input_len=128, prefix_len=2048))
     without, cached = figure(predicted(shared, prefix_caching=[0, 1], context_len=4096), "ttft_s.mean")
     assert cached < 0.5 * without
 
 
-def test_of_several_loads_the_best_that_keeps_the_limit_counts() -> None:
+def test_among_several_loads_the_best_that_meets_the_limit_counts() -> None:
     loads = [replace(LOAD, concurrency=clients, num_prompts=4 * clients) for clients in (4, 16, 64)]
     free = predicted(task(*loads))
     middle = figure(predicted(task(loads[1])), "tpot_s.p99")[0]
@@ -185,14 +185,14 @@ def test_cache_of_a_server_is_that_of_all_instances() -> None:
     assert gib[0] * 2**30 == pytest.approx(tokens[0] * 36 * 2 * 8 * 128 * 2)
 
 
-def test_attention_ranks_step_together() -> None:
+def test_attention_ranks_are_synchronized_per_step() -> None:
     experts = task(precision="fp8")
     experts = replace(experts, spec=replace(experts.spec, model=EXPERTS))
     one, four = figure(predicted(experts, data=[1, 4], expert=[1, 4]))
     assert one < four < 4 * one
 
 
-def test_a_chip_without_facts_is_given_no_times_but_memory() -> None:
+def test_a_chip_without_facts_gets_memory_but_no_times() -> None:
     bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
     found = predict(task(), settings(), bare)
     assert np.isnan(found.step_time_s).all()
@@ -208,12 +208,12 @@ def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_ar
 
 def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) -> None:
     file, bare = tmp_path / "weights.gguf", task(engine="llamacpp")
-    told = task(engine="llamacpp", weights=str(file))
+    reported = task(engine="llamacpp", weights=str(file))
 
     def stored(bytes_each: float) -> Predictions:
         with file.open("wb") as weights:
             weights.truncate(int(parameters(DENSE) * bytes_each))
-        return predicted(told, cache_bytes=1e9)
+        return predicted(reported, cache_bytes=1e9)
 
     whole = predicted(bare, cache_bytes=1e9)
     assert stored(2.0).static_bytes == whole.static_bytes
@@ -236,7 +236,7 @@ def test_an_engine_without_overheads_has_no_other_engines() -> None:
     assert bare.overheads_for(task(), on_host=True) == UNFITTED
 
 
-def test_a_host_that_computes_itself_schedules_at_its_own_expense() -> None:
+def test_a_host_that_also_computes_pays_for_scheduling() -> None:
     own = replace(costs(), synchronous=True)
     beside = predicted(graphs=[1, 0])
     found = predict(task(), settings(graphs=[1, 0]), own)
@@ -271,7 +271,7 @@ def test_published_servers_without_a_release_have_one_of_their_time() -> None:
     assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
 
 
-def test_in_a_large_space_the_best_are_simulated_and_the_others_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = np.arange(1, 41)
     whole = predicted(max_running=limits)
     monkeypatch.setattr(simulate, "MAX_SIMULATED", 10)
@@ -282,7 +282,7 @@ def test_in_a_large_space_the_best_are_simulated_and_the_others_are_near(monkeyp
     assert np.abs(np.log(ranked.step_time_s / whole.step_time_s)).max() < 0.5
 
 
-def test_limits_that_a_load_cannot_reach_are_no_other_candidates() -> None:
+def test_unreachable_limits_do_not_change_the_candidate() -> None:
     found = predicted(max_running=[64, 512], block_size=[16, 128])
     assert figure(found)[0] == figure(found)[1]
 
@@ -292,7 +292,7 @@ def test_tokens_a_second_and_device_can_be_the_objective() -> None:
     assert found.step_time_s == pytest.approx(1 / found.figures["output_tokens_per_s_per_device"])
 
 
-def test_a_published_server_that_hardly_fits_was_given_more_of_its_devices() -> None:
+def test_a_published_server_that_hardly_fits_used_a_larger_memory_share() -> None:
     crowded = task(precision="bf16", engine="sglang")
     crowded = replace(crowded, spec=replace(crowded.spec, model=replace(EXPERTS, num_layers=30)))
     assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
@@ -304,12 +304,12 @@ def test_requests_that_come_at_a_rate_without_end_are_answered_at_that_rate() ->
     assert figure(predicted(endless), "requests_per_s")[0] == pytest.approx(5.0, rel=0.1)
 
 
-def test_clients_without_end_are_answered_as_many_are() -> None:
+def test_an_unlimited_number_of_clients_equals_a_large_one() -> None:
     endless, many = (task(replace(LOAD, num_prompts=count)) for count in (None, 640))
     assert figure(predicted(endless))[0] == pytest.approx(figure(predicted(many))[0], rel=0.15)
 
 
-def test_a_trace_is_served_at_its_own_times(tmp_path: Path) -> None:
+def test_a_trace_is_sent_at_its_recorded_times(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 500 * number, "input_length": 200, "output_length": 20} for number in range(20)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -317,11 +317,11 @@ def test_a_trace_is_served_at_its_own_times(tmp_path: Path) -> None:
     assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_trace_without_times_has_the_usual_clients(tmp_path: Path) -> None:
+def test_a_trace_without_times_uses_the_default_clients(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"input_len": 200, "output_len": 20}) + "\n" for _ in range(200)))
-    bare, told = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
-    assert figure(predicted(task(bare))) == figure(predicted(task(told)))
+    bare, reported = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
+    assert figure(predicted(task(bare))) == figure(predicted(task(reported)))
 
 
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
@@ -346,13 +346,13 @@ def together(on: Task, *kinds: tuple[int, int]) -> Predictions:
 STEADY = task(replace(LOAD, concurrency=48, num_prompts=None))
 
 
-def test_kinds_of_instances_that_are_the_same_are_instances_side_by_side() -> None:
+def test_equal_kinds_of_instances_are_plain_replicas() -> None:
     found, alike = together(STEADY, (1, 2), (2, 2)), predicted(STEADY, tensor=2, instances=3)
     for name in ("output_tokens_per_s", "ttft_s.p50", "tpot_s.p99", "kv_cache_tokens", "kv_cache_gib"):
         assert figure(found, name)[0] == pytest.approx(figure(alike, name)[0], rel=0.02), name
 
 
-def test_unequal_instances_give_the_sum_of_what_each_gives_with_its_share_in_flight() -> None:
+def test_unequal_instances_give_the_sum_of_their_shares() -> None:
     few = task(replace(LOAD, concurrency=16, num_prompts=None))
     wide, narrow = (figure(predicted(few, tensor=size))[0] for size in (4, 2))
     found = together(STEADY, (1, 4), (2, 2))
@@ -362,7 +362,7 @@ def test_unequal_instances_give_the_sum_of_what_each_gives_with_its_share_in_fli
     assert fast < figure(found, "tpot_s.mean")[0] < slow
 
 
-def test_of_a_burst_each_instance_has_as_much_and_the_slowest_ends_it() -> None:
+def test_a_burst_is_split_evenly_and_the_slowest_instance_ends_it() -> None:
     burst = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=96))
     third = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=32))
     slowest = 32 / figure(predicted(third, tensor=1), "requests_per_s")[0]
@@ -375,7 +375,7 @@ def test_a_faster_instance_is_sent_more_of_a_load_that_ends() -> None:
     assert figure(found)[0] == pytest.approx(figure(endless)[0], rel=0.15)
 
 
-def test_one_client_of_unequal_instances_meets_each_of_them_in_turn() -> None:
+def test_one_client_reaches_unequal_instances_in_turn() -> None:
     alone = task(replace(LOAD, concurrency=1, num_prompts=30))
     times = [figure(predicted(alone, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
     assert figure(together(alone, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
@@ -433,14 +433,14 @@ def test_a_load_without_bounds_costs_no_more_than_one_that_is_simulated_in_full(
             assert short[figure_of][0] == pytest.approx(whole[name][figure_of][0], rel=0.06), (name, figure_of)
 
 
-def test_clients_for_whom_there_is_no_place_only_wait() -> None:
+def test_clients_without_a_free_slot_wait() -> None:
     endless = replace(LOAD, concurrency=3000, num_prompts=None)
     many, few = (predicted(task(replace(endless, concurrency=flight)), max_running=[16]) for flight in (4000, 400))
     assert figure(many)[0] == pytest.approx(figure(few)[0], rel=0.03)
     assert figure(many, "ttft_s.p50")[0] == pytest.approx(10 * figure(few, "ttft_s.p50")[0], rel=0.1)
 
 
-def test_a_prompt_of_millions_of_tokens_is_priced_at_once() -> None:
+def test_a_prompt_of_millions_of_tokens_is_priced_quickly() -> None:
     long = task(Load(input_len=10_000_000, output_len=16, concurrency=4, num_prompts=32))
     found = predicted(long, context_len=[10_000_100])
     assert 0 < figure(found, "ttft_s.p50")[0] < 1e9

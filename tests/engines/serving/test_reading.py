@@ -57,45 +57,45 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
     assert read(tmp_path, task(), *points).figures["output_tokens_per_s"] == 200
 
 
-def test_tokens_that_were_all_read_at_once_are_no_time_per_token(tmp_path: Path) -> None:
+def test_tokens_read_together_give_no_time_per_token(tmp_path: Path) -> None:
     with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0"):
         read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
 
 
-def test_where_no_load_point_keeps_the_slo_the_nearest_is_reported_with_what_it_breaks(tmp_path: Path) -> None:
+def test_if_no_load_point_meets_the_slo_the_nearest_is_reported_with_its_broken_limits(tmp_path: Path) -> None:
     found = read(tmp_path, task(ttft_s__p99=1.0), point(8, rate(90, ttft=1.5)), point(64, rate(200, ttft=9.0)))
     assert found.figures["output_tokens_per_s"] == 90
     assert found.broken == ("ttft_s.p99 is 1.5 s, over 1 s",)
 
 
-def test_a_limit_on_what_was_not_measured_is_not_kept(tmp_path: Path) -> None:
+def test_a_limit_on_an_unmeasured_figure_is_broken(tmp_path: Path) -> None:
     assert read(tmp_path, task(itl_s__p99=1.0), point(8, rate(90))).broken == ("itl_s.p99 is not measured, over 1 s",)
 
 
-def test_a_latency_is_made_small_itself(tmp_path: Path) -> None:
+def test_a_latency_objective_is_minimized(tmp_path: Path) -> None:
     found = read(tmp_path, task("ttft_s"), point(8, rate(90, ttft=3.0)))
     assert found.step_time_s == 1.5
 
 
-def test_counters_and_start_up_are_kept_beside_the_figures(tmp_path: Path) -> None:
+def test_counters_and_startup_time_are_stored_with_the_figures(tmp_path: Path) -> None:
     found = read(tmp_path, task(), point(8, rate(90)), counters={"preemptions": 3}, startup_s=[2.0, 5.0])
     assert (found.figures["preemptions"], found.figures["startup_s"]) == (3, 5)
 
 
-def test_a_value_that_was_left_to_the_engine_is_not_taken_for_one_that_was_requested(tmp_path: Path) -> None:
+def test_an_engine_default_is_not_treated_as_a_requested_value(tmp_path: Path) -> None:
     found = read(tmp_path, task(), point(8, rate(90)), effective={"parallel": 4, "enable_prefix_caching": True})
     assert found.effective == {"parallel (the engine's own choice)": 4, "enable_prefix_caching": True}
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"points": []}', '{"points": [{"load": {}, "repeats": []}]}'])
-def test_metrics_that_are_none_are_reported(text: str | None, tmp_path: Path) -> None:
+def test_invalid_metrics_are_reported(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "metrics.json").write_text(text)
     with pytest.raises(NoMetrics, match=r"metrics\.json"):
         LLAMACPP.read(task(), Candidate.of(LLAMACPP.defaults(task())), str(tmp_path))
 
 
-def test_a_rate_of_nothing_is_no_measurement(tmp_path: Path) -> None:
+def test_a_rate_of_zero_is_not_a_measurement(tmp_path: Path) -> None:
     with pytest.raises(NoMetrics, match="not a positive number"):
         read(tmp_path, task(), point(8, rate(0.0)))
 
@@ -114,21 +114,21 @@ def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_pat
     assert read(tmp_path, task(), point(4, rate(100)), **figures, instances=2).device_used_bytes is None
 
 
-def test_a_plugins_knob_among_the_candidates_own_is_passed_over(tmp_path: Path) -> None:
+def test_a_plugins_knob_among_the_engines_knobs_is_ignored(tmp_path: Path) -> None:
     read(tmp_path, on_cores(), point(4, rate(100)))
     wanted = Candidate.of({**LLAMACPP.defaults(on_cores()), "a_vendors_knob": "on"})
     assert LLAMACPP.read(on_cores(), wanted, str(tmp_path)).figures["output_tokens_per_s"] == 100
 
 
-def test_what_engines_report_of_memory_is_of_the_fullest_device_and_tokens_of_all(tmp_path: Path) -> None:
-    told = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
-    found = read(tmp_path, task(), point(4, rate(100)), memory=told, instances=2)
+def test_memory_is_of_the_fullest_device_and_tokens_are_of_all(tmp_path: Path) -> None:
+    reported = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
+    found = read(tmp_path, task(), point(4, rate(100)), memory=reported, instances=2)
     assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
-    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=told, instances=2)
+    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=reported, instances=2)
     assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)
 
 
-def test_a_latency_is_reported_where_it_is_longest_not_at_the_lightest_load(tmp_path: Path) -> None:
+def test_a_latency_is_reported_at_its_worst_load(tmp_path: Path) -> None:
     points = point(1, rate(50, ttft=0.2)), point(8, rate(90, ttft=0.9)), point(64, rate(200, ttft=0.6))
     found = read(tmp_path, task("ttft_s.p99", ttft_s__p99=1.0), *points)
     assert (found.figures["ttft_s.p99"], found.step_time_s, found.broken) == (0.9, 0.9, ())

@@ -63,7 +63,7 @@ SCENES = [pytest.param(Candidates(seed), id=str(seed)) for seed in range(12)]
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_more_clients_never_lower_throughput_nor_break_littles_law(context: Candidates) -> None:
+def test_more_clients_never_lower_throughput_or_break_littles_law(context: Candidates) -> None:
     """Up to the limit of sequences. Beyond it each that ends is followed by one that waits, so prompts come one by one,
     and where no graph has such an iteration they cost more than in the groups in which they came before.
     """
@@ -79,7 +79,7 @@ def test_more_clients_never_lower_throughput_nor_break_littles_law(context: Cand
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_longer_prompts_never_bring_the_first_token_sooner(context: Candidates) -> None:
+def test_longer_prompts_never_shorten_the_time_to_first_token(context: Candidates) -> None:
     found = context.figures(*(context.loop(context.clients, prompt) for prompt in PROMPTS))
     first = [float(each["ttft_s.mean"][0]) for each in found]
     assert all(later > 0.98 * sooner for sooner, later in pairwise(first)), first

@@ -1,4 +1,4 @@
-"""Which keys of a tree nobody speaks for: neither has the spec another value if they have one, nor are they told."""
+"""Finds keys of a tree that are dropped silently: they neither change the spec nor appear in a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trees, each test in a folder of its own that has them."""
+"""The trees, each test in its own folder that has them."""
 
 from __future__ import annotations
 

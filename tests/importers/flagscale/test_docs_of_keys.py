@@ -30,8 +30,8 @@ def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
     for path, _ in leaves(yaml.safe_load(file.read_text(encoding="utf-8"))):
         words = [str(part).replace("-", "_") for part in path if not isinstance(part, int)]
         last, above = words[-1], set(words[:-1]) - wide
-        told = last in known or above & known or last.endswith(("_interval", "_samples")) or words[0] == "defaults"
-        if not told and not last.startswith((*shape.OTHER_LAYERS, "freeze_", "hetero_")):
+        reported = last in known or above & known or last.endswith(("_interval", "_samples")) or words[0] == "defaults"
+        if not reported and not last.startswith((*shape.OTHER_LAYERS, "freeze_", "hetero_")):
             missing.append(".".join(words))
     assert missing == []
 

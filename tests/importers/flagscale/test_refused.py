@@ -46,7 +46,7 @@ def test_a_broken_file_is_named_with_its_line_or_key(case: str) -> None:
         ("", "is not a file in train_dense; use tune"),
     ],
 )
-def test_a_top_file_that_is_not_there_is_answered_with_those_that_are(name: str, says: str) -> None:
+def test_a_missing_top_file_gets_the_existing_ones_as_suggestions(name: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         read_tree(Path("train_dense"), name)
 
@@ -84,13 +84,13 @@ def test_a_tree_that_cannot_be_tuned_is_refused_in_one_line(name: str, override:
     assert "\n" not in str(caught.value)
 
 
-def test_a_spec_beside_a_tree_is_refused() -> None:
+def test_a_spec_together_with_a_tree_is_refused() -> None:
     done = CliRunner().invoke(flag, ["estimate", "spec.yaml", "--config-path", "train_dense", "--config-name", "tune"])
     assert done.exit_code == 2
     assert "spec.yaml" in done.output
 
 
-def test_a_tree_without_hydra_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tree_without_hydra_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)
     with pytest.raises(SpecError) as caught:
         read_tree(tmp_path, "tune")

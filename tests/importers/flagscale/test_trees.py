@@ -1,4 +1,4 @@
-"""Trees of FlagScale's shape, with its traps, become specs; what happens to each key is told."""
+"""Trees of FlagScale's shape, with its special cases, become specs; the conversion of each key is reported."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_dense_tree_reports_what_it_trains_and_where() -> None:
     assert data["envs"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
 
 
-def test_what_a_tree_leaves_out_is_megatrons_own_and_not_flagcores() -> None:
+def test_missing_keys_of_a_tree_have_megatrons_defaults() -> None:
     gone = ("swiglu", "group_query_attention", "untie_embeddings_and_output_weights", "ffn_hidden_size")
     model = tree("train_dense", *(f"~train.model.{key}" for key in gone)).data["model"]
     assert model["gated_linear_unit"] is model["untie_embeddings_and_output_weights"] is False
@@ -90,7 +90,7 @@ def test_on_one_node_the_spec_is_what_the_trial_program_can_run() -> None:
         ("train.model.num_layers=27", ""),
     ],
 )
-def test_sizes_that_cannot_run_are_no_baseline(override: str, why: str) -> None:
+def test_sizes_that_cannot_run_are_not_a_baseline(override: str, why: str) -> None:
     found = tree("train_dense", override)
     assert ("baseline" in found.data["auto_tuner"]) == (not why)
     assert why in notes(found).get("train.system", "")
@@ -109,7 +109,7 @@ def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() ->
     assert spec.train.settings["attention_dropout"] == 0.1
 
 
-def test_what_cannot_run_on_one_node_takes_with_it_what_needs_it() -> None:
+def test_keys_that_require_a_dropped_multi_node_key_are_dropped_too() -> None:
     found = tree("train_newest")
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     launching.ready(spec, {})
@@ -125,9 +125,9 @@ def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
     assert (spec.cluster.nodes, spec.model.num_layers, spec.train.global_batch_size) == (2, 16, 64)
     assert spec.space["tensor_model_parallel_size"] == (1, 2)
     assert spec.control.max_time_per_task == 300
-    told = notes(found)
-    assert "HydraConfig was not set" in told["experiment.exp_dir"]
-    assert "more than two stages" in told["experiment.auto_tuner.space.num_layers_per_virtual_pipeline_stage"]
+    reported = notes(found)
+    assert "HydraConfig was not set" in reported["experiment.exp_dir"]
+    assert "more than two stages" in reported["experiment.auto_tuner.space.num_layers_per_virtual_pipeline_stage"]
 
 
 def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(folder: Path) -> None:
@@ -139,14 +139,14 @@ def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(f
     assert len(long.data["serve"]["engine_args"]["chat_template"]) == 300
 
 
-def test_the_width_that_is_reckoned_is_reported() -> None:
+def test_the_computed_width_is_reported() -> None:
     more = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
     found = tree("train_dense", *more)
     assert found.data["model"]["ffn_hidden_size"] == 16384
     assert {"train.model.multiple_of", "train.model.hidden_dim_multiplier"} <= notes(found).keys()
 
 
-def test_a_hostfile_of_several_chips_leaves_the_numbers_and_a_broken_one_is_refused() -> None:
+def test_a_hostfile_of_several_chips_keeps_the_sizes_and_a_broken_one_is_refused() -> None:
     Path("hosts.txt").write_text("a slots=8 type=A\nb slots=4 type=B\n")
     found = tree("train_moe")
     assert found.data["cluster"]["nodes"] == 2
@@ -160,7 +160,7 @@ def test_a_hostfile_of_several_chips_leaves_the_numbers_and_a_broken_one_is_refu
             tree("train_moe")
 
 
-def test_a_hostfile_that_is_not_there_leaves_the_numbers() -> None:
+def test_a_missing_hostfile_keeps_the_sizes() -> None:
     Path("hosts.txt").unlink()
     found = tree("train_moe")
     assert found.data["cluster"]["nodes"] == 2
@@ -176,7 +176,7 @@ def test_a_hostfile_that_is_not_there_leaves_the_numbers() -> None:
         (("~experiment.runner.nproc_per_node", "~experiment.runner.nnodes"), 8, True),
     ],
 )
-def test_of_slots_processes_and_visible_devices_the_least_counts(
+def test_the_minimum_of_slots_processes_and_visible_devices_counts(
     overrides: tuple[str, ...], devices: int, hostfile: bool
 ) -> None:
     found = tree("train_moe", *overrides)
@@ -186,32 +186,93 @@ def test_of_slots_processes_and_visible_devices_the_least_counts(
     assert ("experiment.runner.hostfile" in notes(found)) is not hostfile
 
 
-@pytest.mark.parametrize(("pattern", "dense"), [("[0]*3+[1]*24", 3), ("1", 0), ("[1]*27", 0)])
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        ("[0]*3+[1]*24", 3),
+        ("([0]*3+[1]*24)", 3),
+        ("3*[0] + 24*[1]", 3),
+        ("[0]+([1]*2+[1])*8+2*[1]", 1),
+        ("[0]+2*3*[1]+[1]*20", 1),
+        ("1", 0),
+        ("[1]*27", 0),
+    ],
+)
 def test_dense_layers_come_first(pattern: str, dense: int) -> None:
     model = tree("train_moe", f"train.model.moe_layer_freq='{pattern}'").data["model"]
     assert model.get("moe_first_dense_layers", 0) == dense
 
 
-@pytest.mark.parametrize("pattern", ["2", "[1]*13+[0]*14", "[1]*5", "[0]*27", "[1]**27", "([0]+[1]*99999)*99999", "x"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "2",
+        "0",
+        "[1]*13+[0]*14",
+        "[1]*5",
+        "[0]*27",
+        "[1]**27",
+        "[1]*[27]",
+        "[1]*True",
+        "[0]+1",
+        "([0]+[1]*99999)*99999",
+        "[" * 500,
+        "x",
+        "[0]+[len([1])]*26",
+    ],
+)
 def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
-    with pytest.raises(SpecError, match="moe_layer_freq"):
+    with pytest.raises(SpecError) as caught:
         tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
+    assert caught.value.key == "train.model.moe_layer_freq"
 
 
-def test_a_vllm_tree_loses_what_vllm_refuses_and_reports_it() -> None:
+def test_all_mistakes_of_a_tree_are_reported() -> None:
+    tuner = "experiment.auto_tuner"
+    wrong = {
+        "train.model.global_batch_size": None,
+        "train.model.moe_layer_freq": "x",
+        "experiment.runner.nproc_per_node": "many",
+        f"{tuner}.control.run_best": "maybe",
+        f"{tuner}.memory_model.gpu_memory": -1,
+    }
+    overrides = [f"++{key}={value}" if value is not None else f"~{key}" for key, value in wrong.items()]
+    with pytest.raises(SpecError) as caught:
+        tree("train_moe", *overrides)
+    assert {each.key: each.value for each in caught.value.problems} == wrong
+
+
+def test_all_missing_sizes_of_a_tree_are_reported() -> None:
+    missing = ("train.model.num_layers", "train.model.hidden_size", "train.model.seq_length")
+    with pytest.raises(SpecError) as caught:
+        tree("train_dense", *(f"~{key}" for key in missing))
+    assert {each.key for each in caught.value.problems} == set(missing)
+
+
+def test_all_mistakes_of_a_tree_that_serves_are_reported() -> None:
+    tuner = "experiment.auto_tuner"
+    with pytest.raises(SpecError) as caught:
+        tree("serve_vllm", f"++{tuner}.engines=[vllm,other]", f"++{tuner}.performance.metric=speed")
+    assert {(each.key, each.value) for each in caught.value.problems} == {
+        (f"{tuner}.engines", "other"),
+        (f"{tuner}.performance.metric", "speed"),
+    }
+
+
+def test_keys_that_vllm_refuses_are_dropped_and_reported() -> None:
     found = tree("serve_vllm")
-    space, told = found.data["auto_tuner"]["space"], notes(found)
+    space, reported = found.data["auto_tuner"]["space"], notes(found)
     assert space["block_size"] == [16, 32]
     assert "swap_space" not in space
     assert space["instances"] == "auto"
     assert space["max_num_seqs"] == [64, 128]
     assert space["enforce_eager"] == [True, False]
     at = "experiment.auto_tuner.space"
-    assert "8 is dropped" in told[f"{at}.vllm.block_size"]
-    assert "0.18" in told[f"{at}.vllm.swap_space"]
-    assert "ignored by FlagScale" in told[f"{at}.max_num_seqs"]
-    assert "with vllm" in told[f"{at}.enforce_eager"]
-    assert "not a knob" in told[f"{at}.no_such_knob"]
+    assert "8 is dropped" in reported[f"{at}.vllm.block_size"]
+    assert "0.18" in reported[f"{at}.vllm.swap_space"]
+    assert "ignored by FlagScale" in reported[f"{at}.max_num_seqs"]
+    assert "with vllm" in reported[f"{at}.enforce_eager"]
+    assert "not a knob" in reported[f"{at}.no_such_knob"]
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert spec.objective == "total_tokens_per_s"
     assert spec.serve.engine_args["max_model_len"] == 4096
@@ -234,12 +295,12 @@ def test_a_llama_cpp_tree_finds_its_weights_and_shares_one_context(folder: Path)
 @pytest.mark.parametrize(
     ("override", "nodes", "devices"), [("", 2, 8), ("+experiment.runner.nnodes=1", 1, 8), ("~serve.hostfile", 1, 8)]
 )
-def test_hosts_beside_the_models_count(override: str, nodes: int, devices: int) -> None:
+def test_hosts_are_counted_in_addition_to_models(override: str, nodes: int, devices: int) -> None:
     cluster = tree("serve_hosts", *filter(None, [override])).data["cluster"]
     assert (cluster["nodes"], cluster["devices_per_node"]) == (nodes, devices)
 
 
-def test_a_list_of_switches_that_is_none_is_reported() -> None:
+def test_an_invalid_list_of_switches_is_reported() -> None:
     whole, _ = compose(Path("serve_first"), "tune", (), file="x")
     whole["serve"]["model_args"]["vllm_model"]["action-args"] = True
     found = translate(whole, file="x")
@@ -264,15 +325,15 @@ def test_every_key_of_a_tree_has_an_effect_or_is_reported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_unknown_key_is_reported_wherever_it_is_put(name: str) -> None:
+def test_an_unknown_key_is_reported_in_any_section(name: str) -> None:
     before = tree(name)
     sections = {"experiment", "experiment.auto_tuner", "experiment.auto_tuner.control", "experiment.runner"}
     if name in TRAIN:
         sections |= {"train.model", "train.system", "train.data", "experiment.auto_tuner.space"}
     after = tree(name, *(f"+{section}.zzz={place}" for place, section in enumerate(sections)))
     assert after.data == before.data
-    told = " ".join(note.key for note in after.notes)
-    assert told.count("zzz") == len(sections)
+    reported = " ".join(note.key for note in after.notes)
+    assert reported.count("zzz") == len(sections)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -291,13 +352,13 @@ def test_a_value_that_cannot_be_resolved_is_reported() -> None:
 @pytest.mark.parametrize(
     ("override", "key"), [("hydra.job.chdir=false", "job.chdir"), ("hydra/launcher=basic", "launcher")]
 )
-def test_keys_for_hydra_itself_are_reported(override: str, key: str) -> None:
-    (told,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
-    assert {"run.dir", key} == set(told[len("hydra (") : -1].split(", "))
+def test_hydras_own_keys_are_reported(override: str, key: str) -> None:
+    (reported,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
+    assert {"run.dir", key} == set(reported[len("hydra (") : -1].split(", "))
 
 
 @pytest.mark.parametrize("override", ["action='auto_tune'", "+action=auto_tune", "++action=auto_tune", "~action"])
-def test_the_action_may_be_spelt_in_all_of_hydras_ways(override: str) -> None:
+def test_the_action_may_have_any_hydra_spelling(override: str) -> None:
     assert tree("train_dense", override).data == tree("train_dense").data
 
 
@@ -308,7 +369,7 @@ def test_interpolations_and_overrides_are_hydras() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_odd_value_anywhere_ends_in_a_spec_or_in_a_spec_error(name: str) -> None:
+def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
     whole, _ = compose(Path(name), "tune", (), file="x")
     same = translate(whole, file="x").data
     for path in _paths(whole):
@@ -336,7 +397,7 @@ def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() ->
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_a_training_tree_is_estimated_for_a_chip_that_is_not_here(name: str, folder: Path) -> None:
+def test_a_training_tree_is_estimated_for_another_chip(name: str, folder: Path) -> None:
     pytest.importorskip("flagcore_nvidia")
     given = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
     done = flag("estimate", *given, "action=auto_tune", cwd=folder)
@@ -345,7 +406,7 @@ def test_a_training_tree_is_estimated_for_a_chip_that_is_not_here(name: str, fol
     assert json.loads(done.stdout)[0]["step_time_s"]["value"] > 0
 
 
-def test_a_vllm_tree_is_estimated_on_cpu_with_a_model_of_ones_own(folder: Path) -> None:
+def test_a_vllm_tree_is_estimated_on_cpu_with_a_custom_model(folder: Path) -> None:
     given = ("--config-path", "serve_vllm", "--config-name", "tune", "--chip", "cpu", "--json")
     done = flag("estimate", *given, "serve.0.engine_args.model=./model", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -353,7 +414,7 @@ def test_a_vllm_tree_is_estimated_on_cpu_with_a_model_of_ones_own(folder: Path) 
 
 
 @pytest.mark.parametrize("name", ["train_moe", "train_groups", "serve_pairs", "serve_hosts"])
-def test_a_tree_and_the_spec_that_is_written_of_it_have_the_same_candidates(name: str, folder: Path) -> None:
+def test_a_tree_and_the_spec_converted_from_it_have_the_same_candidates(name: str, folder: Path) -> None:
     pytest.importorskip("flagcore_nvidia")
     (folder / "elsewhere").mkdir()
     found, written = tree(name), folder / "elsewhere" / "spec.yaml"

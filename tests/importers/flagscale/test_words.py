@@ -1,4 +1,4 @@
-"""What is wrong with a value of a tree is told with the tree's own key, wherever in flagcore it is found out."""
+"""Errors in a tree name the tree's key, in every part of flagcore."""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ def parsed(name: str, *overrides: str) -> None:
     try:
         parse_spec(found.data, file=found.file, base=Path(), engines=ENGINES)
     except SpecError as error:
-        raise found.in_its_words(error) from None
+        raise found.translate_error(error) from None
 
 
-def test_an_error_without_a_file_gets_that_of_the_tree_and_one_of_another_file_stays() -> None:
+def test_an_error_without_a_file_gets_the_file_of_the_tree() -> None:
     found = read_tree(Path("serve_vllm"), "tune")
     error = SpecError(key="auto_tuner.space.instances", problem="is no value", value=3)
-    assert str(found.in_its_words(error)) == f"serve_vllm/tune.yaml: {SPACE}.vllm.instance = 3 is no value"
+    assert str(found.translate_error(error)) == f"serve_vllm/tune.yaml: {SPACE}.vllm.instance = 3 is no value"
     engine_args = SpecError(key="serve.engine_args.context_len", problem="is no value")
     assert (
-        str(found.in_its_words(engine_args)) == "serve_vllm/tune.yaml: serve[0].engine_args.max_model_len is no value"
+        str(found.translate_error(engine_args))
+        == "serve_vllm/tune.yaml: serve[0].engine_args.max_model_len is no value"
     )
     for other in (SpecError(key="model", problem="x", file="other"), SpecError(key="--chip", problem="x")):
-        assert found.in_its_words(other) is other
+        assert found.translate_error(other) is other
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
         contexts.append(context)
         found = Opened(context.new_page())
-        found.page.on("console", lambda said: found.errors.append(f"{said.type}: {said.text}"))
+        found.page.on("console", lambda message: found.errors.append(f"{message.type}: {message.text}"))
         found.page.on("pageerror", lambda error: found.errors.append(str(error)))
         found.page.on("request", lambda request: found.asked.append(request.url))
         found.page.goto(file.as_uri() + anchor)
@@ -119,7 +119,7 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
 
 
 @pytest.mark.parametrize("width", [360, 1400])
-def test_timelines_of_all_schedules_are_drawn_and_inside_the_page(opened: Open, width: int) -> None:
+def test_timelines_of_all_schedules_fit_the_page(opened: Open, width: int) -> None:
     sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in PLAYED)
     found = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -157,15 +157,15 @@ SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
 """Of each chart the height of its place and of what is drawn, and the widths of the two."""
 
 
-def test_figures_that_are_seen_are_those_of_the_result(opened: Open, runs: Runs) -> None:
+def test_shown_figures_are_those_of_the_result(opened: Open, runs: Runs) -> None:
     found, result = opened("dense"), runs("dense").result
-    told = found.page.locator("#summary dl").inner_text()
-    assert f"{result['gain']:+.1%} tokens/s" in told
+    reported = found.page.locator("#summary dl").inner_text()
+    assert f"{result['gain']:+.1%} tokens/s" in reported
     value = found.page.locator("#summary dd[data-value]").first.get_attribute("data-value")
     assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
 
 
-def test_a_table_is_sorted_with_the_keyboard_and_that_is_reported(opened: Open) -> None:
+def test_a_table_is_sortable_by_keyboard_with_an_announcement(opened: Open) -> None:
     page = opened("dense").page
     heading = page.locator("#trials th", has_text="step s").first
     heading.get_by_role("button").focus()
@@ -185,7 +185,7 @@ def test_a_table_is_sorted_with_the_keyboard_and_that_is_reported(opened: Open) 
 
 
 @pytest.mark.parametrize("width", [360, 1400])
-def test_a_long_head_of_a_row_does_not_reach_into_the_next_column(opened: Open, width: int) -> None:
+def test_a_long_row_heading_does_not_overlap_the_next_column(opened: Open, width: int) -> None:
     head = opened("dense", width).page.locator("#trials tbody th").first
     head.locator("span").evaluate("each => { each.textContent = 'granularity not set, '.repeat(6); }")
     assert head.evaluate("each => each.scrollWidth <= each.clientWidth + 1")
@@ -198,7 +198,7 @@ def test_a_sorted_table_is_reported_in_the_pages_language(opened: Open) -> None:
     assert page.locator("[role=status]").inner_text() == "已按“试验”升序排列"
 
 
-def test_a_link_to_a_trial_unfolds_it(opened: Open) -> None:
+def test_a_link_to_a_trial_opens_it(opened: Open) -> None:
     page = opened("failed", anchor="#trial-1").page
     assert page.locator("#trial-1").evaluate("each => each.open")
     page.locator("#trials table a").first.click()
@@ -206,7 +206,7 @@ def test_a_link_to_a_trial_unfolds_it(opened: Open) -> None:
     assert page.locator("#trial-0 pre").first.is_visible()
 
 
-def test_charts_follow_the_browsers_theme_while_the_page_is_open(opened: Open) -> None:
+def test_charts_follow_the_browsers_theme(opened: Open) -> None:
     page = opened("dense", color_scheme="light").page
     text = page.locator(".plot .xtitle").first
     light = text.evaluate(COLOUR)
@@ -218,7 +218,7 @@ def test_charts_follow_the_browsers_theme_while_the_page_is_open(opened: Open) -
 COLOUR = "each => getComputedStyle(each).fill"
 
 
-def test_text_stands_out_from_its_paper_in_light_and_dark(opened: Open) -> None:
+def test_text_has_contrast_in_light_and_dark_themes(opened: Open) -> None:
     for scheme in ("light", "dark"):
         page = opened("dense", color_scheme=scheme).page
         assert page.evaluate(CONTRAST) == []
@@ -254,7 +254,7 @@ def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) 
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
-def test_without_scripts_the_tables_report_all(opened: Open) -> None:
+def test_without_scripts_all_figures_are_in_tables(opened: Open) -> None:
     page = opened("dense", java_script_enabled=False).page
     assert page.locator("#summary dl").is_visible()
     assert "charts need JavaScript" in page.locator("header .warning").inner_text()
@@ -262,7 +262,7 @@ def test_without_scripts_the_tables_report_all(opened: Open) -> None:
     assert page.locator("#accuracy table").first.is_visible()
 
 
-def test_a_screen_reader_finds_its_way(opened: Open) -> None:
+def test_the_page_is_accessible_to_screen_readers(opened: Open) -> None:
     page = opened("dense").page
     assert page.get_by_role("main").count() == 1
     assert page.get_by_role("navigation", name="Contents").count() == 1

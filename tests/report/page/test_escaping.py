@@ -67,7 +67,7 @@ def test_text_stays_text_in_markdown() -> None:
     assert f"````text\n{EVIL}\n````" in text
 
 
-def test_a_log_that_would_break_out_of_its_page_is_shown_as_it_stands(runs: Runs) -> None:
+def test_a_log_with_html_is_escaped(runs: Runs) -> None:
     made = runs("failed")
     shown = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
     logs = [each.text for each in made.page.section("trials").every("pre")]
@@ -95,7 +95,7 @@ def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
         ("vocab_size: 512", "vocab_size: 512"),
     ],
 )
-def test_what_counts_as_a_secret(tmp_path: Path, line: str, shown: str) -> None:
+def test_names_and_values_of_secrets(tmp_path: Path, line: str, shown: str) -> None:
     file = tmp_path / "file"
     file.write_text(f"first: 1\n{line}\nlast: 2\n")
     assert text_file(file) == f"first: 1\n{shown}\nlast: 2\n"
@@ -111,7 +111,7 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     assert len(tail(file)) == 4000
 
 
-def test_a_log_that_is_no_file_or_no_text_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_log_that_is_not_a_text_file_does_not_fail_the_trial(tmp_path: Path) -> None:
     import os
 
     assert tail(tmp_path / "none") == ""
@@ -121,7 +121,7 @@ def test_a_log_that_is_no_file_or_no_text_is_no_reason_to_fail(tmp_path: Path) -
     assert "\x00" not in tail(tmp_path / "binary")
 
 
-def test_a_link_out_of_the_run_is_no_log_of_it(tmp_path: Path) -> None:
+def test_a_link_out_of_the_run_is_not_a_log_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "private").write_text("of the reader's own")
     folder = tmp_path / "run" / "trials" / "0"
     folder.mkdir(parents=True)

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from flagcore import api
+from flagcore.domain.knob import Knob
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
+from flagcore.report.page.blocks import Table, Text
+from flagcore.report.page.improvements import improvements
 from flagcore.report.page.run import RunData
 from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
@@ -25,19 +28,19 @@ MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
 
 @pytest.mark.parametrize("kind", FINISHED)
-def test_the_answer_is_the_best_with_its_gain(runs: Runs, kind: str) -> None:
+def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> None:
     made = runs(kind)
     best, facts = made.result["best"], made.page.facts("summary")
     assert facts["Speedup over the baseline"].value == made.result["gain"]
     if kind in SERVED:
-        told = best["measured"]["figures"]["output_tokens_per_s"]
+        reported = best["measured"]["figures"]["output_tokens_per_s"]
     elif kind == "estimate":
-        told = best["predicted"]["tokens_per_second_per_device"]["value"]
+        reported = best["predicted"]["tokens_per_second_per_device"]["value"]
     else:
-        told = best["measured"]["tokens_per_second_per_device"]
+        reported = best["measured"]["tokens_per_second_per_device"]
         assert facts["Step time"].value == best["measured"]["step_time_s"]["median"]
-    assert facts["Speed"].value == pytest.approx(told, rel=1e-12)
-    assert shown(told) in facts["Speed"].text
+    assert facts["Speed"].value == pytest.approx(reported, rel=1e-12)
+    assert shown(reported) in facts["Speed"].text
 
 
 def test_uncertainty_is_reported_from_the_least_round_to_the_largest(runs: Runs) -> None:
@@ -49,7 +52,7 @@ def test_uncertainty_is_reported_from_the_least_round_to_the_largest(runs: Runs)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
-def test_the_command_that_starts_the_best_is_there(runs: Runs, kind: str) -> None:
+def test_best_sh_is_written(runs: Runs, kind: str) -> None:
     made = runs(kind)
     codes = [each.text for each in made.page.section("summary").every("code")]
     assert f"flag run {made.folder}" in codes
@@ -57,7 +60,7 @@ def test_the_command_that_starts_the_best_is_there(runs: Runs, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
-def test_the_books_balance_on_the_page(runs: Runs, kind: str) -> None:
+def test_the_counts_on_the_page_add_up(runs: Runs, kind: str) -> None:
     made = runs(kind)
     counts = made.result["counts"]
     assert Counts(**counts).balanced
@@ -180,9 +183,9 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
 def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
     made, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
     (chart,) = [each for each in made.page.charts if _x(each) == f"{short}, s"]
-    told = {"best": made.result["best"], "baseline": made.result["baseline"]}
-    assert told["best"]["number"] != told["baseline"]["number"]
-    for who, trial in told.items():
+    reported = {"best": made.result["best"], "baseline": made.result["baseline"]}
+    assert reported["best"]["number"] != reported["baseline"]["number"]
+    for who, trial in reported.items():
         (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
         assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
         statistics = trial["measured"]["points"][0][latency]
@@ -193,7 +196,7 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
     assert limits == [limit for name, limit in made.result["limits"].items() if name.startswith(latency)]
 
 
-def test_where_no_trial_keeps_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
+def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
     late = tmp_path / "late"
     shutil.copytree(runs("serving").folder, late)
     data = json.loads((late / "result.json").read_text())
@@ -241,7 +244,7 @@ def test_chip_facts_have_their_sources(runs: Runs) -> None:
     assert all(row["kind of source"].text != "-" and row["source"].text for row in rows[:-1])
 
 
-def test_what_the_charts_draw_is_what_their_tables_report(runs: Runs) -> None:
+def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
     made = runs("dense")
     rows = made.page.rows("accuracy", "Measured and predicted")
     (scatter,) = [each for each in made.page.charts if _x(each).startswith("measured")]
@@ -251,7 +254,7 @@ def test_what_the_charts_draw_is_what_their_tables_report(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_of_a_figure_is_its_figure_rounded(runs: Runs, kind: str) -> None:
+def test_the_text_of_a_figure_is_its_rounded_value(runs: Runs, kind: str) -> None:
     for element in runs(kind).page.root.every("td", "th", "dd"):
         plain = re.fullmatch(r"~?(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?)", element.text)
         if element.value is not None and plain:
@@ -283,7 +286,7 @@ def test_the_funnel_names_the_largest_group_that_was_removed(runs: Runs) -> None
     assert "Largest group removed: " in captions
 
 
-def test_a_repeat_that_failed_is_reported_beside_the_books(runs: Runs, tmp_path: Path) -> None:
+def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Path) -> None:
     made = runs("dense")
     assert "failed repeat" not in made.page.section("funnel").text
     late = tmp_path / "late"
@@ -291,8 +294,8 @@ def test_a_repeat_that_failed_is_reported_beside_the_books(runs: Runs, tmp_path:
     data = json.loads((late / "result.json").read_text())
     data["repeats"][-1] |= {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
     (late / "result.json").write_text(json.dumps(data))
-    told = read(api.report(late)).section("funnel").text
-    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in told
+    reported = read(api.report(late)).section("funnel").text
+    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in reported
 
 
 def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
@@ -300,3 +303,34 @@ def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
     run = RunData(result=data, folder=Path(), called="", insight={})
     assert "improved" not in _improvement(run, 5560.0, 5560.2)
     assert "from 5,000 to 5,560" in _improvement(run, 5000.0, 5560.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ([({"a": 2}, 0.9), ({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], ["a 2"]),
+        ([({"a": 2, "a_detail": 3}, 0.9)], ["a 2, a_detail 3"]),
+        ([({"a": 4, "b": 2}, 0.5), ({"a": 8}, 1.2)], []),
+    ],
+)
+def test_only_faster_changes_of_one_knob_are_improvements(
+    changes: list[tuple[dict[str, int], float]], shown: list[str]
+) -> None:
+    own = {"a": 1, "a_detail": None, "b": 1}
+
+    def nearest(differs: dict[str, int], seconds: float) -> dict[str, Any]:
+        predicted = {"step_time_s": {"value": seconds}, "memory": {"device_used_gib": 1.0}}
+        return {"candidate": {**own, **differs}, "differs": differs, "predicted": predicted}
+
+    near = [(1, nearest({}, 1.0)), *((differs["a"], nearest(differs, seconds)) for differs, seconds in changes)]
+    values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in near]
+    best = {**nearest({}, 1.0), "number": 0, "state": "measured", "role": "search", "fidelity": "run"}
+    result = {"objective": {"name": "step_time_s"}, "best": best, "trials": [], "repeats": [], "fidelity": "run"}
+    knobs = {"a": Knob(name="a"), "a_detail": Knob(name="a_detail", part_of="a"), "b": Knob(name="b")}
+    insight = {"knobs": [{"knob": "a", "best": 1, "values": values}]}
+    section = improvements(RunData(result=result, folder=Path(), insight=insight, knobs=knobs))
+    assert section
+    block = section.blocks[1]
+    assert isinstance(block, Table if shown else Text)
+    if isinstance(block, Table):
+        assert [row[0].text for row in block.rows] == shown

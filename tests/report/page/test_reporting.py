@@ -30,7 +30,7 @@ def copied(runs: Runs, tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
-def test_a_tune_leaves_the_page_that_the_command_writes(runs: Runs, kind: str) -> None:
+def test_tune_writes_the_same_page_as_the_report_command(runs: Runs, kind: str) -> None:
     made = runs(kind)
     assert (made.folder / "report.html").read_text() == made.html
 
@@ -48,7 +48,7 @@ def test_a_run_of_an_earlier_version_is_predicted_again(copied: Callable[[str], 
     assert read(api.report(folder)).sections == runs(kind).page.sections
 
 
-def test_what_is_predicted_otherwise_here_is_left_out_and_reported(copied: Callable[[str], Path]) -> None:
+def test_records_predicted_differently_here_are_left_out_and_reported(copied: Callable[[str], Path]) -> None:
     folder = copied("pipeline")
     (folder / "insight.json").unlink()
     result = json.loads((folder / "result.json").read_text())
@@ -69,7 +69,7 @@ def test_without_the_chips_plugin_the_rest_is_reported(copied: Callable[[str], P
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"schema_version": 99}'])
-def test_an_insight_that_cannot_be_used_is_not(copied: Callable[[str], Path], runs: Runs, text: str) -> None:
+def test_an_unusable_insight_file_is_ignored(copied: Callable[[str], Path], runs: Runs, text: str) -> None:
     folder = copied("dense")
     (folder / "insight.json").write_text(text)
     assert read(api.report(folder)).sections == runs("dense").page.sections
@@ -103,9 +103,7 @@ def test_a_resumed_run_is_reported_like_one_that_was_never_interrupted(runs: Run
 
 
 @pytest.mark.parametrize(("name", "value"), [("trials", 1.5), ("counts", {}), ("objective", None)])
-def test_a_result_that_no_one_wrote_is_refused_in_a_line(
-    copied: Callable[[str], Path], name: str, value: object
-) -> None:
+def test_a_missing_result_is_refused_in_one_line(copied: Callable[[str], Path], name: str, value: object) -> None:
     folder = copied("dense")
     data = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**data, name: value}))
@@ -113,7 +111,7 @@ def test_a_result_that_no_one_wrote_is_refused_in_a_line(
         api.report(folder)
 
 
-def test_a_chart_of_what_is_no_number_is_refused_in_a_line(copied: Callable[[str], Path]) -> None:
+def test_a_chart_of_non_numbers_is_refused_in_one_line(copied: Callable[[str], Path]) -> None:
     folder = copied("dense")
     data = json.loads((folder / "result.json").read_text())
     data["trials"][2]["duration_s"] = float("nan")
@@ -130,7 +128,7 @@ def test_a_run_without_any_trial_is_reported(copied: Callable[[str], Path]) -> N
     assert "No trial has finished" in page.section("trials").text
 
 
-def test_a_page_that_cannot_be_made_loses_no_run(
+def test_a_failed_report_page_does_not_lose_the_run(
     tmp_path: Path,
     project: object,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -147,14 +145,14 @@ def test_a_page_that_cannot_be_made_loses_no_run(
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
 
 
-def test_logs_that_are_gone_are_reported_as(copied: Callable[[str], Path]) -> None:
+def test_missing_logs_are_reported(copied: Callable[[str], Path]) -> None:
     folder = copied("dense")
     shutil.rmtree(folder / "trials")
     assert "Its logs are empty or were deleted." in api.report(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 1}'])
-def test_a_result_that_cannot_be_read_is_one_line(copied: Callable[[str], Path], text: str) -> None:
+def test_an_unreadable_result_is_reported_in_one_line(copied: Callable[[str], Path], text: str) -> None:
     folder = copied("dense")
     (folder / "result.json").write_text(text)
     with pytest.raises(RunError, match=r"result\.json cannot be read"):
@@ -188,7 +186,7 @@ def test_markdown_goes_to_stdout_or_to_a_file(flag: Flag, runs: Runs, tmp_path: 
     assert flag("report", folder, "-o", "no/such/folder.html").code == 2
 
 
-def test_a_tune_reports_where_the_page_is(flag: Flag, project: object) -> None:  # noqa: F811
+def test_tune_prints_the_path_of_the_page(flag: Flag, project: object) -> None:  # noqa: F811
     spec = project.spec(control={"max_trials": 1, "repeats": 0})  # type: ignore[attr-defined]
     ran = flag("tune", spec, "--run-dir", "here")
     assert ran.code == 0

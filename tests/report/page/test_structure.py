@@ -32,7 +32,7 @@ def test_headings_and_landmarks_lead_through_the_page(runs: Runs, kind: str) -> 
 
 
 @every_kind
-def test_every_link_leads_somewhere_and_no_place_has_two_things(runs: Runs, kind: str) -> None:
+def test_every_link_has_a_target_and_no_id_is_used_twice(runs: Runs, kind: str) -> None:
     page = runs(kind).page
     places = [each.attributes["id"] for each in page.root.every() if "id" in each.attributes]
     assert len(places) == len(set(places))
@@ -91,7 +91,7 @@ def test_sentences_in_tables_have_room_and_long_headings_may_break(runs: Runs, k
 
 
 @every_kind
-def test_charts_are_what_the_plotting_library_knows(runs: Runs, kind: str) -> None:
+def test_charts_are_valid_for_the_plotting_library(runs: Runs, kind: str) -> None:
     for chart in runs(kind).page.charts:
         plotly.graph_objects.Figure(data=chart["traces"], layout=chart["layout"])
 

@@ -51,17 +51,17 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
-def test_a_device_does_one_step_at_a_time_and_all_of_it(passes: Passes) -> None:
+def test_a_device_runs_passes_one_at_a_time_and_completely(passes: Passes) -> None:
     done = simulate(passes, passes.microbatches)
     work = {(letter, each.part, each.microbatch) for each in done for letter in each.kind}
     assert len(work) == sum(len(each.kind) for each in done)
     parts = 1 if passes.schedule == "dualpipe" else SCHEDULES[passes.schedule].parts or passes.virtual
     assert len(work) == 3 * 4 * parts * passes.microbatches
     for device in range(4):
-        mine = [each for each in done if each.device == device and each.beside <= 0]
+        mine = [each for each in done if each.device == device and each.lane <= 0]
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(mine))
-        second = {(each.start_s, each.end_s) for each in done if each.device == device and each.beside > 0}
-        assert second == {(each.start_s, each.end_s) for each in mine if each.beside < 0}
+        second = {(each.start_s, each.end_s) for each in done if each.device == device and each.lane > 0}
+        assert second == {(each.start_s, each.end_s) for each in mine if each.lane < 0}
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
@@ -89,7 +89,7 @@ WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe"
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("send", [0.0, 0.05])
-def test_it_lasts_as_long_as_the_formula_of_the_schedule(schedule: str, send: float) -> None:
+def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, send: float) -> None:
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
         played = step_seconds(passes, simulate(passes, count))
@@ -109,8 +109,10 @@ def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]
     passes = WORKLOAD.passes(task, columns, costs)
     assert passes is not None
     parts = WORKLOAD.predict(task, columns, costs).time_s
-    told = [float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")]
-    return passes, sum(told)
+    reported = [
+        float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")
+    ]
+    return passes, sum(reported)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     assert played == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
 
 
-def test_a_long_step_is_drawn_by_its_first_micro_batches() -> None:
+def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
     long = replace(PASSES, microbatches=512)
     assert fewest(long, 3000) == 8
     assert fewest(replace(long, virtual=4), 3000) == 8
@@ -171,7 +173,7 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     assert sorted(drawn_of(chart)) == sorted(map(bar, done))
     assert ("W" in {each.kind for each in done}) is SCHEDULES[schedule].splits_backward
     assert len({trace["marker"]["pattern"]["shape"] for trace in chart.traces}) == len(chart.traces)
-    alone = [each for each in done if each.beside <= 0]
+    alone = [each for each in done if each.lane <= 0]
     busy = [sum(each.end_s - each.start_s for each in alone if each.device == r) for r in range(4)]
     place = chart.table.headings.index("~busy, s")
     assert [each[place].value for each in chart.table.rows] == pytest.approx(busy)
@@ -182,7 +184,7 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
-def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
+def test_passes_that_run_in_parallel_are_drawn_above_each_other(schedule: str) -> None:
     (chart,) = section_of(named(schedule)).blocks
     assert isinstance(chart, Chart)
     assert "run concurrently" in chart.summary
@@ -193,7 +195,7 @@ def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
     assert {tuple(sorted(each)) for each in covered.values()} == {((-0.425, 0.425),), ((-0.425, 0.0), (0.0, 0.425))}
 
 
-def test_a_long_step_reports_how_many_micro_batches_are_drawn() -> None:
+def test_the_number_of_drawn_micro_batches_is_shown() -> None:
     (chart,) = section_of(named("zb-h1", microbatches=400)).blocks
     assert isinstance(chart, Chart)
     assert ", 400 micro-batches." in chart.summary
@@ -213,16 +215,16 @@ def test_a_run_of_an_earlier_version_is_reported_as_far_as_possible(schedule: st
     if not SCHEDULES[schedule].splits_backward:
         assert section_of(named(schedule), *NEW).blocks == section_of(named(schedule)).blocks
         return
-    said, held = section_of(named(schedule), *NEW).blocks
-    assert isinstance(said, Text)
-    assert "insight.json" in said.text
+    message, held = section_of(named(schedule), *NEW).blocks
+    assert isinstance(message, Text)
+    assert "insight.json" in message.text
     assert isinstance(held, Table)
     middle = (1.05, 1.05) if schedule == "dualpipe" else (1.2, 0.9)  # two devices share two stages
     assert [row[1].value for row in held.rows][1:3] == pytest.approx(middle)
 
 
 @pytest.mark.parametrize("schedule", PLANNED)
-def test_a_schedule_with_an_order_of_its_own_scheduler_has_its_seconds(schedule: str) -> None:
+def test_a_schedule_with_a_planned_order_has_its_simulated_time(schedule: str) -> None:
     reason, seconds = section_of(named(schedule)).blocks
     assert isinstance(reason, Text)
     assert schedule in reason.text
@@ -230,14 +232,14 @@ def test_a_schedule_with_an_order_of_its_own_scheduler_has_its_seconds(schedule:
     assert [row[1].value for row in seconds.rows] == list(PASSES.forward_s)
 
 
-def test_what_cannot_be_drawn_gives_the_reason() -> None:
+def test_a_missing_chart_has_a_reason() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
     odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
-    said, held = section_of(odd).blocks
-    assert isinstance(said, Text)
-    assert "even number of stages" in said.text
+    message, held = section_of(odd).blocks
+    assert isinstance(message, Text)
+    assert "even number of stages" in message.text
     assert isinstance(held, Table)
     large = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    said, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
-    assert isinstance(said, Text)
-    assert "too many passes" in said.text
+    message, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
+    assert isinstance(message, Text)
+    assert "too many passes" in message.text

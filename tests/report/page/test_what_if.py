@@ -41,14 +41,14 @@ def test_each_value_has_its_fastest_and_its_nearest_candidate(
     every = fitting(problem)
     best, _ = every[len(every) // 2]
     row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
-    told = {knob["knob"]: knob for knob in what_if(problem, row)}
+    reported = {knob["knob"]: knob for knob in what_if(problem, row)}
     for name in best:
         values = {candidate[name] for candidate, _ in every}
         if len(values) < 2:
-            assert name not in told
+            assert name not in reported
             continue
-        assert {value["value"] for value in told[name]["values"]} == values
-        for value in told[name]["values"]:
+        assert {value["value"] for value in reported[name]["values"]} == values
+        for value in reported[name]["values"]:
             mine = [(candidate, step) for candidate, step in every if candidate[name] == value["value"]]
             assert value["candidates"] == len(mine)
             assert _step(value["fastest"]) == min(step for _, step in mine)
@@ -57,7 +57,7 @@ def test_each_value_has_its_fastest_and_its_nearest_candidate(
             assert _step(value["nearest"]) == min(step for each, step in mine if _apart(each, best) == least)
 
 
-def test_what_differs_is_reported_with_its_values(problem: Problem) -> None:
+def test_differences_are_reported_with_values(problem: Problem) -> None:
     best, _ = fitting(problem)[0]
     row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
     for knob in what_if(problem, row):
@@ -75,33 +75,33 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
         if problem.space.columns(np.array([row]))["pipeline_model_parallel_size"][0] == 4
     ]
     best = problem.space.candidate(staged[0])
-    told = insight(problem, WORKLOAD, best)
-    assert [stage["rank"] for stage in told["stages"]] == [0, 1, 2, 3]
-    assert len(told["pipeline"]["forward_s"]) == 4
-    worst = max(told["stages"], key=lambda stage: stage["device_used_gib"])
+    reported = insight(problem, WORKLOAD, best)
+    assert [stage["rank"] for stage in reported["stages"]] == [0, 1, 2, 3]
+    assert len(reported["pipeline"]["forward_s"]) == 4
+    worst = max(reported["stages"], key=lambda stage: stage["device_used_gib"])
     assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
-    assert all(rule in told["says"] for rule in problem.space.illegal)
-    assert all(fact["kind"] for chip in told["chips"] for fact in chip["facts"])
+    assert all(rule in reported["says"] for rule in problem.space.illegal)
+    assert all(fact["kind"] for chip in reported["chips"] for fact in chip["facts"])
 
 
 def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
     class Staged(Megatron):
         stage_ranks = staticmethod(lambda task, columns: (0, 2))
 
-    told = insight(problem, Staged(), problem.baseline)
-    assert [(stage["stage"], stage["rank"]) for stage in told["stages"]] == [(0, 0), (1, 2)]
+    reported = insight(problem, Staged(), problem.baseline)
+    assert [(stage["stage"], stage["rank"]) for stage in reported["stages"]] == [(0, 0), (1, 2)]
 
 
-def test_without_a_best_rules_and_chips_are_reported_all_the_same(problem: Problem) -> None:
-    told = insight(problem, WORKLOAD, None)
-    assert told["says"]
-    assert told["chips"]
-    assert "knobs" not in told
+def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:
+    reported = insight(problem, WORKLOAD, None)
+    assert reported["says"]
+    assert reported["chips"]
+    assert "knobs" not in reported
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> int:
     return sum(one[knob] != other[knob] for knob in one)
 
 
-def _step(told: dict[str, Any]) -> float:
-    return float(told["predicted"]["step_time_s"]["value"])
+def _step(reported: dict[str, Any]) -> float:
+    return float(reported["predicted"]["step_time_s"]["value"])

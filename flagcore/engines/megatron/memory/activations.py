@@ -45,7 +45,7 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def norm(name: str, sizes: Sizes) -> Module:
-    """Return a norm before a block: it stores its input and one fp32 number a token."""
+    """Return a norm before a block: it stores its input and one fp32 number per token."""
     return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows}, 2.0 * sizes.hidden)
 
 
@@ -58,8 +58,8 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return what an FFN of `width` on tensor-parallel ranks stores before and after its activation function, and what
-    its backward needs besides the gradient of its output.
+    """Return the bytes that an FFN of `width` on tensor-parallel ranks stores before and after its activation function,
+    and what its backward needs in addition to the gradient of its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)
     enter = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
@@ -70,8 +70,8 @@ def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[Fl
 def products(
     train: Training, sizes: Sizes, tokens: FloatArray, width: FloatArray, *, weighted: bool = False
 ) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray, FloatArray]]:
-    """Return what the two products of an FFN store before and after its activation function, and three moments of its
-    backward: second product, activation function, first product.
+    """Return the bytes that the two products of an FFN store before and after its activation function, and three
+    moments of its backward: second product, activation function, first product.
 
     Each moment is what is allocated, less what the later ones have freed, without the gradients of the FFN's input and
     output. `weighted` multiplies each token's row with a number, as experts do. An activation function of several
@@ -88,9 +88,9 @@ def products(
 
 
 def stored_scores(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes that the attention core stores besides its inputs and output.
+    """Return the bytes that the attention core stores in addition to its inputs and output.
 
-    A fused core stores one fp32 number a row (log-sum-exp; Dao 2023, arXiv 2307.08691), one that is not fused the
+    A fused core stores one fp32 number per row (log-sum-exp; Dao 2023, arXiv 2307.08691), one that is not fused the
     probabilities, and with dropout `DROPPED` as much.
     """
     rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
@@ -100,7 +100,7 @@ def stored_scores(train: Training, layout: Layout) -> FloatArray:
 
 
 def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return what the core of multi-head or grouped-query attention stores of queries, keys and values.
+    """Return the stored queries, keys and values of multi-head or grouped-query attention.
 
     megatron-core's own layers rotate queries and keys into new tensors with cosine and sine of each position for
     both, and hold the joint projection because values are a view of it. Transformer-engine copies the
@@ -123,7 +123,8 @@ def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
 
 
 def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
-    """Return what the projections of latent attention store: compressed queries and keys before and after their norms.
+    """Return the bytes stored by the projections of latent attention: compressed queries and keys before and after
+    their norms.
 
     In megatron-core's own layers the compressed queries stay as they were gathered over tensor-parallel ranks.
     """
@@ -137,7 +138,7 @@ def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArr
 
 
 def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return what the core of latent attention stores of queries, keys and values of all heads, each once."""
+    """Return the stored queries, keys and values of latent attention, of all heads, each once."""
     angles = 4.0 * sizes.unit * train.sequence / layout.context * (train.model.qk_pos_emb_head_dim or 0)
     return sizes.unit * sizes.local * sum(widths(train.model)) + angles * (not train.transformer_engine)
 
@@ -153,7 +154,7 @@ def _apart(train: Training, layout: Layout) -> FloatArray:
 
 
 def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return what the attention core's backward adds besides the gradient of its output.
+    """Return the bytes of the attention core's backward in addition to the gradient of its output.
 
     Gradients of queries, keys and values; a fused kernel's fp32 sum of the queries' gradients, and gradients of keys
     and values for each query head where heads share them; two pairs of buffers for other ranks' keys and values and
@@ -215,8 +216,8 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
         enter = np.maximum(2.0 * sent, np.maximum((sent + every) * apart, 2.0 * every * several))
         forward = _dispatch(layout, sent, every, several, apart)
     backward = sizes.hidden + np.maximum(enter, np.maximum(every + moments[0], each))
-    beside = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
-    forward = forward + sizes.hidden * beside  # a gradient that the pipeline still holds, the shared experts' output
+    held = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
+    forward = forward + sizes.hidden * held  # a gradient that the pipeline still holds, the shared experts' output
     tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * number, "moe_act": last * number}
     return Module("experts", tensors, np.maximum(forward, backward))
 
@@ -228,7 +229,7 @@ def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
 
 
 def _dispatch(layout: Layout, sent: FloatArray, every: FloatArray, several: BoolArray, apart: BoolArray) -> FloatArray:
-    """Return what lies on the way to the experts and back, besides the experts' input, when their output goes back.
+    """Return the bytes in transit to the experts and back, except the experts' input, when their output goes back.
 
     The tokens sorted by expert, what came in from other expert ranks, the experts' output, and the same in the
     order of the tokens or summed over ranks; a step that a layout does not have is no tensor.
@@ -249,7 +250,7 @@ def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
 def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     """Return final norm and output head with its loss.
 
-    The loss stores fp32 probabilities, and has 16-bit logits besides at its peak; in backward the 16-bit gradient
+    The loss stores fp32 probabilities, and also has 16-bit logits at its peak; in backward the 16-bit gradient
     replaces them while the gradients of input and weight are computed. A fused loss works in the
     logits themselves. The logits of the last depth of multi-token prediction are still there.
     """
@@ -268,8 +269,8 @@ def depths(
     """Return multi-token prediction: per depth one more layer, which stores `stored` and needs `above`, and a loss.
 
     Besides, a depth stores an embedding of all tokens, two norms' inputs and their outputs side by side, its output
-    before and after a norm, and a copy of that beside the others' outputs. Uniform recompute stores inputs alone, and
-    has an output besides, where the stage's other `layers` and depths spare as much.
+    before and after a norm, and a copy of that. Uniform recompute stores inputs alone, and
+    also has an output where the stage's other `layers` and depths spare as much.
     """
     number = train.model.mtp_num_layers
     if not number:

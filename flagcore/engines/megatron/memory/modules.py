@@ -13,12 +13,12 @@ from flagcore.engines.megatron.parallel.layout import Layout, Training
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Bytes that a module needs besides its work, at most those that each other layer in flight does not store."""
+    """Further bytes that a module needs, at most those that each other layer in flight does not store."""
 
     bytes: FloatArray
     spared: FloatArray
 
-    def beside(self, layers: FloatArray) -> FloatArray:
+    def extra_bytes(self, layers: FloatArray) -> FloatArray:
         return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
 
 
@@ -26,7 +26,7 @@ class Extra:
 class Module:
     """Bytes of one micro-batch. `tensors` wait for the backward pass, by name; `work` is what is allocated above all
     that a row of modules stores up to and with this one, at the worst moment of this module's forward or backward;
-    `extras` are what a module that saves memory needs besides.
+    `extras` are what a module that saves memory needs in addition.
     """
 
     component: str

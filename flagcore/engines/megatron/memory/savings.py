@@ -1,7 +1,7 @@
 """Selective recompute and offload: the tensors that rows of modules omit, what they need instead, and layers of both.
 
 A set of savings never needs more than a subset of it: a saving adds at most what the other layers in flight store less.
-In Megatron it may: with one layer in flight, recompute holds a module's output beside what it would have stored.
+In Megatron it may: with one layer in flight, recompute holds a module's output and what it would have stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.physics.transformer import attended
 
 EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
-"""What a mixture of experts stores besides its input."""
+"""What a mixture of experts stores in addition to its input."""
 
 OFFLOADED = {
     "attn_norm": ("attn_norm",),
@@ -37,7 +37,7 @@ class Dropped:
     """Tensors that a row does not store, by name, because they are recomputed together, where `on` is 1.
 
     They come back when backward reaches the last module that had one, or the component `at` behind it. Each stays until
-    its own module is done, `copies` times; `output` lies beside until all of them are. Neither counts where `within`
+    its own module is done, `copies` times; `output` is also held until all of them are. Neither counts where `within`
     is 1: there a larger part of the layer is recomputed with what is left of it.
     """
 
@@ -50,14 +50,14 @@ class Dropped:
 
     @property
     def more(self) -> bool:
-        """Whether recompute needs more than what was dropped."""
+        """Whether recompute needs more memory than it saves."""
         return self.copies > 1.0 or self.output is not None
 
 
 def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[Dropped]:
-    """Return what selective recompute of each of the named modules drops, where it is 1.
+    """Return the bytes that selective recompute of each of the named modules drops, where it is 1.
 
-    A module that is recomputed as a whole has its output besides, until its backward is done; one whose output alone
+    A module that is recomputed as a whole also has its output, until its backward is done; one whose output alone
     is recomputed has it twice (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward
     reaches the block behind them. In transformer-engine's layers that are a norm and a projection in one, the norm's
     output is not dropped.
@@ -149,19 +149,19 @@ def _send(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """How far a layer's moments lie above what it stores: the worst of those that save nothing, and each that does."""
+    """Peaks of a layer above its stored bytes: the highest without savings, and one for each saving."""
 
     plain: FloatArray
     saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]
 
     @classmethod
-    def of(cls, row: Sequence[Module], beside: FloatArray | float = 0.0, split: int = 0) -> Moments:
-        """Return the moments of a row, higher by `beside`. The first `split` modules do not wait for those behind."""
+    def of(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
+        """Return the moments of a row, higher by `offset`. The first `split` modules do not wait for those behind."""
         plain, behind, saving = np.zeros(()), np.zeros(()), []
         for place, module in reversed(list(enumerate(row))):
             if place == split - 1:
                 behind = np.zeros(())
-            above = module.work - behind + beside
+            above = module.work - behind + offset
             behind = behind + module.stored
             if module.extras:
                 saving.append((above, module.extras))
@@ -172,14 +172,14 @@ class Moments:
     def worst(self, layers: FloatArray) -> FloatArray:
         found = self.plain
         for above, extras in self.saving:
-            found = np.maximum(found, above + sum(extra.beside(layers) for extra in extras))
+            found = np.maximum(found, above + sum(extra.extra_bytes(layers) for extra in extras))
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A row of modules, such as a layer, bytes of one micro-batch: what it stores, and its moments; `crossing`: those
-    while a layer of another micro-batch runs forward beside its backward, None where none does.
+    while a layer of another micro-batch runs forward at the same time as its backward, None where none does.
     """
 
     parts: Parts
@@ -189,7 +189,7 @@ class Layer:
 
     @classmethod
     def of(cls, row: Sequence[Module], front: int = 0) -> Layer:
-        """Add up a row of modules. With `front`, its backward may run beside another micro-batch's forward.
+        """Add up a row of modules. With `front`, its backward may overlap another micro-batch's forward.
 
         Both go module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`): the other layer has run its first
         `front` modules, attention and router, before this one's backward of the rest, the experts, and that rest before

@@ -95,7 +95,7 @@ all weights of the group at once. Groups are weights without and with decay, of 
 
 
 def workspaces(train: Training) -> float:
-    """Return how many workspaces of the library of matrix products a rank has.
+    """Return the number of matrix-library workspaces of a rank.
 
     torch has one for each thread that calls it, that of forward and that of backward; transformer-engine one more,
     and four for grouped products.
@@ -131,7 +131,9 @@ def _joint(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered
     return np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
 
 
-def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False) -> FloatArray:
+def bytes_held_after_step(
+    train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False
+) -> FloatArray:
     """Return the bytes that a step leaves to the next, which frees them before its own peak.
 
     The last input of each virtual stage and its gradient. Each layer with experts remembers its routing, and through
@@ -174,7 +176,7 @@ def unsharded(train: Training, layout: Layout, dense: State, experts: State) -> 
 
 
 def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:
-    """Return what the optimizer's step adds, from the weights that ranks replicate and those of the experts.
+    """Return the bytes that the optimizer's step adds, from the weights that ranks replicate and those of the experts.
 
     Transformer-engine's Adam works in place. 16-bit gradient buffers are copied into fp32 first.
     """

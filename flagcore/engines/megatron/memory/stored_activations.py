@@ -85,7 +85,7 @@ class Kinds:
         return found[0], found[-1]
 
     def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
-        """Return what follows the layers of the last stage; multi-token prediction sends nothing to the host."""
+        """Return the modules after the layers of the last stage; multi-token prediction sends nothing to the host."""
         depth = train.model.mtp_num_layers
         if not depth:
             return self.head
@@ -136,7 +136,7 @@ class StageActivations:
 
 
 def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
-    """Return what a stage holds.
+    """Return the bytes that a stage holds.
 
     Full recompute stores the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
@@ -201,7 +201,7 @@ class _Work:
         return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return what so many recomputed layers, of the kind of the last, hold at their own worst moment."""
+        """Return the peak of so many recomputed layers of the kind of the last one."""
         found = number * self.moe.stored + self.moe.above(number)
         if self.dense is self.moe:
             return found
@@ -215,26 +215,26 @@ class _Work:
     def in_blocks(self) -> FloatArray:
         """Return the worst moment, with all that is stored, of block recompute: never more than with a smaller block.
 
-        It is in the last recomputed layer, whose inputs before it were stored, or in the last layer of all, beside the
+        It is in the last recomputed layer, whose inputs before it were stored, or in the last layer of all, next to the
         output of the recomputed ones. The former grows by an input a layer where one micro-batch is in flight, and
         Megatron with it; the least of all smaller blocks lies where they meet, where the kind of layer changes, at
         none, or at the block itself, since both are straight lines between.
         """
         repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
-        beside = self.plain + self.hidden * (self.stage.last == 0)
+        held = self.plain + self.hidden * (self.stage.last == 0)
         none = np.zeros(())
 
         def moment(block: FloatArray) -> FloatArray:
             dense, moe, inputs = self.split(block)
             later = self.bytes(dense, moe, none) / virtual
-            above = np.maximum(np.where(self.chunk > block, beside, 0.0), repeated - later)
+            above = np.maximum(np.where(self.chunk > block, held, 0.0), repeated - later)
             return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
 
         leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
-        meet = leading + behind - (repeated - beside) / np.maximum(self.moe.stored, 1.0)
+        meet = leading + behind - (repeated - held) / np.maximum(self.moe.stored, 1.0)
         turns = [meet]
         if self.dense is not self.moe:
-            short = repeated - beside - behind * self.moe.stored
+            short = repeated - held - behind * self.moe.stored
             turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
         found = np.minimum(moment(self.block), self._without())
         for turn in turns:
@@ -256,7 +256,7 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
     """Return how far backward of a stage's layers that are stored whole lies above what they store.
 
     It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
-    runs beside it, that has taken their place by then.
+    runs at the same time, that has taken their place by then.
     """
     crossed, whole = stage.in_flight < layout.microbatches, _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
@@ -270,7 +270,7 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
 
 
 def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
-    """Return what the micro-batches that a stage holds store, by component."""
+    """Return the stored bytes of a stage's micro-batches, by component."""
     dense, moe = kinds.on(train, stage)
     parts: Parts = {}
     add_parts(parts, dense.parts, found.dense * stage.in_flight)
@@ -282,7 +282,7 @@ def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds
 
 
 def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
-    """Return what waits for the gradients of weights alone; ZB-2p plans it for a memory of 2p micro-batches."""
+    """Return the bytes that wait only for weight gradients; ZB-2p plans it for a memory of 2p micro-batches."""
     count = stage.deferred
     if train.options.schedule == "zb-2p":
         count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)

@@ -13,7 +13,7 @@ from flagcore.engines.megatron.memory.states import (
     LINEAR_PARTS,
     State,
     buffers,
-    left_over,
+    bytes_held_after_step,
     padding,
     split_parameters,
     state,
@@ -30,7 +30,7 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(ArrayRecord):
     """Bytes of one stage of each candidate. `static` is what stays allocated between steps, `activation` what a step
-    holds besides states and buffers at the worst moment of forward and backward, `peak` the worst moment of the step.
+    also holds at the worst moment of forward and backward, `peak` the worst moment of the step.
     """
 
     static: FloatArray
@@ -103,7 +103,7 @@ def component_table(
 
     The bytes but activations add up to `Memory.static`, the activations to `Memory.activation`. Besides components,
     `padding` fills gradient buffers up, `buffers` belong to the engine, and `backward` is what the worst moment needs
-    besides the tensors that wait for it.
+    in addition to the tensors that wait for it.
     """
     where = stage(train.model, layout, index, train.options)
     estimate = _Estimate.of(train, layout)
@@ -132,7 +132,9 @@ def component_table(
         padding_bytes = padding_bytes + state(
             train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0
         )
-    engine = estimate.engine_bytes(where, workspace_bytes) + left_over(train, layout, where, estimate.kinds.sizes)
+    engine = estimate.engine_bytes(where, workspace_bytes) + bytes_held_after_step(
+        train, layout, where, estimate.kinds.sizes
+    )
     add("padding", none, padding_bytes, none)
     add("buffers", none, State(engine, none, none, none), none)
     return table
@@ -186,7 +188,7 @@ class _Estimate:
         return total
 
     def parts(self, where: Stage) -> Parts:
-        """Return the same by component, with what is above all that is stored as `backward`."""
+        """Return the same by component, with the bytes above the stored ones as `backward`."""
         found = stage_activations(self.train, self.layout, where, self.kinds)
         parts = activation_parts(self.train, self.layout, where, self.kinds, found)
         whole = unsharded(self.train, self.layout, *self.states(stage_parameters(self.train, self.layout, where)))
@@ -215,13 +217,13 @@ class _Estimate:
         params = stage_parameters(train, layout, where)
         states = self.states(params)
         base = states[0].total + states[1].total + self.engine_bytes(where, workspace_bytes)
-        static = base + left_over(train, layout, where, sizes)
+        static = base + bytes_held_after_step(train, layout, where, sizes)
         step, whole = step_bytes(train, layout, *split_parameters(params)), unsharded(train, layout, *states)
         activation = self.activation(where) + whole
-        left = left_over(train, layout, where, sizes, at_most=True) + step
+        left = bytes_held_after_step(train, layout, where, sizes, at_most=True) + step
         if self.before is not None:
             for less in (self.before, self.selective or self.before):
-                least = left_over(less.train, less.layout, where, sizes) + step
+                least = bytes_held_after_step(less.train, less.layout, where, sizes) + step
                 left = np.minimum(left, np.maximum(least, less.activation(where) + whole))
         peak = base + np.maximum(activation, left)
         return Memory(static=static, activation=activation, peak=peak, worst_stage=where.index.astype(np.int64))

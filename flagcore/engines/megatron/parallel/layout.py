@@ -74,14 +74,14 @@ class Splits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of Megatron and of schedules beside it, as formulas read them. `flagcore.engines.megatron.settings` says
+    """Settings of Megatron and of other schedules, for formulas. `flagcore.engines.megatron.settings` describes
     what each setting means.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
     `splits` are those of candidates with a `Layout.split`. `recompute_stage_layers` is empty where all stages recompute
     as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
     `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
-    as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, whatever the number of its
+    as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, for any number of its
     experts there.
     """
 
@@ -207,7 +207,7 @@ class Layout(ArrayRecord):
 
     def expert_replicas(self) -> FloatArray:
         """Return the ranks that reduce the gradients of the same experts: the world without pipeline, expert and its
-        tensor split. Without expert parallelism experts are reduced like all other weights, whatever their tensor split
+        tensor split. Without expert parallelism experts are reduced like all other weights, for any tensor split
         (megatron-core 0.16 `transformer/moe/experts.py`).
         """
         dense = self.data * self.context
@@ -276,7 +276,8 @@ class Placement:
         return number
 
     def pick(self, index: FloatArray, values: Sequence[T]) -> T:
-        """Return of `values`, one a group, arrays or records of arrays, those of stage `index` of each candidate."""
+        """Select from `values` (one per group, arrays or records of arrays) those of stage `index` of each
+        candidate."""
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 
     def stages(self, layout: Layout) -> list[FloatArray]:

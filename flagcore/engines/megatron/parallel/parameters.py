@@ -14,7 +14,7 @@ from flagcore.engines.megatron.parallel.pipeline import Stage
 from flagcore.physics.transformer import attended, latent_widths, projection_weights, widths
 
 Parts = dict[str, FloatArray]
-"""One array a component, one element a candidate."""
+"""One array per component, one element per candidate."""
 
 VOCAB_MULTIPLE = 128
 """Megatron-LM's `make_vocab_size_divisible_by`."""

@@ -92,7 +92,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     """Return stage `index` of each candidate.
 
     A candidate with a split of its own (`Layout.split`) has the layers of that. Otherwise layers are split evenly
-    beside the numbers given for the first and last stage, embedding and loss counting as a layer each if options
+    except the numbers given for the first and last stage, embedding and loss counting as a layer each if options
     require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
     """
     number = layout.split.astype(np.int64)
@@ -151,7 +151,7 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
     chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). Where the
     exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
-    further one runs layer by layer beside a backward, which frees as much.
+    further one runs layer by layer during a backward, which frees as much.
     """
     schedule = options.schedule or "interleaved"
     return catalogue.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
@@ -183,8 +183,8 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
     """Return the layers of one virtual stage in the middle of the pipeline."""
-    given_first, given_last = layout.first_layers > 0, layout.last_layers > 0
-    others = layout.pipeline - given_first - given_last
+    fixed_first, fixed_last = layout.first_layers > 0, layout.last_layers > 0
+    others = layout.pipeline - fixed_first - fixed_last
     counted = model.num_layers + options.account_for_embedding + options.account_for_loss
     spread = counted - layout.first_layers - layout.last_layers
     return np.ceil(spread / np.maximum(others * layout.virtual, 1.0))

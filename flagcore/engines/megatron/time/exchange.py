@@ -15,7 +15,7 @@ from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.transformer import widths
 
 OVERLAPPED_EXPOSED = 0.7
-"""Share of a tensor-parallel collective that is waited for although it is cut up and run beside its product
+"""Share of a tensor-parallel collective that is waited for although it is split and overlaps its product
 (`tp_comm_overlap`). Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
 
 
@@ -58,7 +58,7 @@ class TensorExchange:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
     def backward(self, first: Linear) -> FloatArray:
-        """Return what a block waits for in its backward pass; `first` is its first layer.
+        """Return the wait time of a block in its backward pass; `first` is its first layer.
 
         The gradient of its output is gathered first (sequence parallel). Behind that layer's own products hide
         the second gather of its input (behind the gradient of the input) and the reduction of the input's gradient
@@ -143,7 +143,7 @@ class Messages:
         crossings = len(place.starts) + ring
         return self.usual + self.longer * crossings / np.maximum(layout.pipeline - 1.0 + ring, 1.0)
 
-    def held_up(
+    def send_delays(
         self, length: int, rows: IntArray, layout: Layout, place: Placement
     ) -> tuple[FloatArray, FloatArray] | None:
         """Return for how much longer each stage sends forward and backward in pipelines of `length`, (stages, rows)."""

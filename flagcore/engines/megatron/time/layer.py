@@ -99,7 +99,7 @@ def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExc
 def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     """Return final norm, output head and loss, once for the model and once for each depth of multi-token prediction.
 
-    The head runs in 16 bits whatever the format of the layers. Logits are written in 16 and in 32 bits, read
+    The head runs in 16 bits in every format of the layers. Logits are written in 16 and in 32 bits, read
     by maximum and sum, and turned into their gradient (megatron-core 0.16 `cross_entropy.py`); a fused loss moves them
     half as often.
     """
@@ -223,7 +223,7 @@ def moe_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExc
     """Return norm, router, dispatch, experts, combine, shared experts and residual sum.
 
     The busiest expert rank has `expert_imbalance` times the mean of token copies, and the others wait for it. Each
-    local expert has products of its own. With `overlap_expert_comm` the exchange of one micro-batch hides behind the
+    local expert has its own products. With `overlap_expert_comm` the exchange of one micro-batch hides behind the
     layer of another.
     """
     model, kernels, options, unit = train.model, costs.kernels, train.options, float(train.value_bytes)

@@ -25,13 +25,13 @@ OWNED_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
 """Kernels for each tensor whose state a rank owns; a distributed optimizer copies each by itself."""
 
 STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
-"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. All were fitted to
+"""Kernels of a step of any size, and those that the optimizer of the experts adds. All were fitted to
 the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
 
 
 HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
 """Adam on the host: bytes moved a parameter (fp32 weight, gradient and two moments read, three written), and what one
-rank's share of the processors moves a second. The rate is an estimate: 200 GB/s of a socket over 8 ranks."""
+rank's share of the processors moves per second. The rate is an estimate: 200 GB/s of a socket over 8 ranks."""
 
 
 def optimizer_time(
@@ -53,14 +53,14 @@ def optimizer_time(
     owned_bytes = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1])
     moved = owned_bytes * here + HELD_BYTES * (params[0] + params[1])
     away = train.options.optimizer_offload_fraction * owned
-    travels = np.zeros_like(away)
+    transfer_s = np.zeros_like(away)
     if train.options.optimizer_offload_fraction:
-        travels = costs.kernels.host_copy_seconds((train.options.main_grad_bytes + train.value_bytes) * away)
-        travels = travels + HOST_ADAM_BYTES * away / HOST_BYTES_PER_SECOND
+        transfer_s = costs.kernels.host_copy_seconds((train.options.main_grad_bytes + train.value_bytes) * away)
+        transfer_s = transfer_s + HOST_ADAM_BYTES * away / HOST_BYTES_PER_SECOND
     launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
     launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
     graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
-    return costs.kernels.memory_seconds(moved) + travels + launches * costs.kernels.launch_seconds() * graphed
+    return costs.kernels.memory_seconds(moved) + transfer_s + launches * costs.kernels.launch_seconds() * graphed
 
 
 def gradient_time(
@@ -69,7 +69,7 @@ def gradient_time(
     groups: Sequence[tuple[CollectiveCosts, tuple[FloatArray, FloatArray]]],
     stage: StageTime,
 ) -> FloatArray:
-    """Return what a step waits for to reduce gradients and, with a distributed optimizer, to gather weights.
+    """Return the time that a step waits to reduce gradients and, with a distributed optimizer, to gather weights.
 
     Each of `groups` has its collectives and the most that a stage on it holds of the parameters that all ranks
     replicate, and of those of experts, which have their own group; the slowest node group decides. Gradients are
@@ -109,7 +109,7 @@ def gradient_time(
 
 
 def _behind(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
-    """Return what is left of a collective that hides behind kernels, and what it costs these."""
+    """Return the exposed time of a collective that overlaps kernels, including their slowdown."""
     hidden = np.minimum(seconds, window)
     return seconds - hidden + share * hidden
 
@@ -117,7 +117,7 @@ def _behind(seconds: FloatArray, window: FloatArray, share: FloatArray) -> Float
 def _gathered_bytes(train: Training) -> float:
     """Return the bytes of a weight when it is gathered: one if it is stored in fp8, else those of an activation.
 
-    mxfp8 is quantised after it was gathered in 16 bits, once for each direction of a product (megatron-core 0.16,
+    mxfp8 is quantised after a gather in 16 bits, once for each direction of a product (megatron-core 0.16,
     `reuse_grad_buf_for_mxfp8_param_ag`).
     """
     return 1.0 if train.options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)

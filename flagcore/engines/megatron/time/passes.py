@@ -18,7 +18,7 @@ ACTIVATION_PASSES = {
 }
 """Times that an activation function moves one tensor of the FFN's width, forward and backward, by whether it is one
 kernel and by whether it is gated. In torch operations: fitted to 12 measured ranks (gated; 10
-and 32 where nothing is fused at all), the other by proportion."""
+and 32 where nothing is fused), the other by proportion."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def pipeline_time(
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
         some = layout[rows]
-        which = _standing_for(int(length), [stage.index[rows] for stage in found])
+        which = _distinct_lengths(int(length), [stage.index[rows] for stage in found])
 
         def of(values: list[FloatArray], which: list[IntArray] = which, rows: IntArray = rows) -> FloatArray:
             column = [value[rows] for value in values]
@@ -46,9 +46,9 @@ def pipeline_time(
 
         name = train.options.schedule or "interleaved"
         forward, backward = of([time.forward.total for time in times]), of([time.backward.total for time in times])
-        held_up = messages.held_up(int(length), rows, layout, place)
-        if held_up is not None:
-            forward, backward = forward + held_up[0] * blocking[rows], backward + held_up[1] * blocking[rows]
+        send_delays = messages.send_delays(int(length), rows, layout, place)
+        if send_delays is not None:
+            forward, backward = forward + send_delays[0] * blocking[rows], backward + send_delays[1] * blocking[rows]
         stage_times = StageTimes(
             forward=forward,
             backward_input=backward,
@@ -88,7 +88,7 @@ def together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
     return [np.maximum(time.busy - each, each) for time, each in zip(times, exchanged, strict=True)]
 
 
-def _standing_for(length: int, indices: list[FloatArray]) -> list[IntArray]:
+def _distinct_lengths(length: int, indices: list[FloatArray]) -> list[IntArray]:
     """Return, for each stage of a pipeline, which of the found ones represents it, one per candidate."""
     last = len(indices) - 1
     before = np.stack([np.where(index < length - 1, index, np.inf) for index in indices[:-1]])

@@ -102,7 +102,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
 
     `blocks` are those of the candidates `in_a_run`, if they are known.
 
-    Each stage has the kernels and collectives of its own node group. Those of a step are those of the slowest stage.
+    Each stage has the kernels and collectives of its own node group. Times of a step are those of the slowest stage.
     The rest of the pipeline's time is split into messages that this stage waits for, and bubble.
     """
     costs = in_a_run(costs)
@@ -116,9 +116,9 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
 
     m = layout.microbatches
     whole, message = pipeline_time(train, layout, costs, place, found, times)
-    beside = np.maximum(whole - m * slowest.busy, 0.0)
+    waiting = np.maximum(whole - m * slowest.busy, 0.0)
     hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
-    messages = np.minimum(2.0 * message * np.where(hidden, layout.pipeline - 1.0, m * layout.virtual), beside)
+    messages = np.minimum(2.0 * message * np.where(hidden, layout.pipeline - 1.0, m * layout.virtual), waiting)
     most = [(each.collectives, _most(place, found, params, number)) for number, each in enumerate(groups)]
     steps = [
         place.pick(stage.index, [optimizer_time(train, layout, each, stage, have) for each in groups])
@@ -129,7 +129,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
         "tp_comm_s": m * (forward.tensor + backward.tensor),
         "cp_comm_s": m * (forward.context + backward.context),
         "ep_comm_s": m * (forward.expert + backward.expert),
-        "pp_bubble_s": beside - messages,
+        "pp_bubble_s": waiting - messages,
         "pp_comm_s": messages,
         "dp_comm_exposed_s": gradient_time(train, layout, most, slowest),
         "optimizer_s": np.maximum.reduce(steps),
@@ -139,7 +139,7 @@ def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | No
 def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     """Return the passes of the first candidate's pipeline.
 
-    None where a cost is not known, or where node groups differ: messages between them take times of their own.
+    None where a cost is not known, or where node groups differ: messages between them take different times.
     """
     layout, costs = layout[slice(0, 1)], in_a_run(costs)
     if costs.further:
@@ -264,7 +264,7 @@ def _recomputed(train: Training, layout: Layout, found: Stage) -> FloatArray:
 
 
 def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, window: FloatArray) -> FloatArray:
-    """Return what a pass of one micro-batch waits for while activations travel to or from the host."""
+    """Return the time that a pass of one micro-batch waits while activations travel to or from the host."""
     if not train.options.offload_modules:
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, found)) - window, 0.0)

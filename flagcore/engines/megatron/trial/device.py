@@ -55,7 +55,7 @@ class Cpu:
         return time.thread_time()
 
     def set_baseline(self) -> None:
-        """Count what is allocated now, the process groups, as the process's own."""
+        """Count the memory allocated so far (process groups) as the process's own."""
         self.start_peak()
         self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 

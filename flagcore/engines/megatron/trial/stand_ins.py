@@ -1,7 +1,7 @@
 """Replacements for missing parts: a GPU when a trial runs on a CPU, and other ranks when a probe runs one alone.
 
 Megatron-core names the device "cuda" in the text of many functions. Nothing in its files is edited: a few
-functions of torch and of Megatron are replaced inside the rank's process, each for the reason beside it.
+functions of torch and of Megatron are replaced inside the rank's process, each for the reason given with it.
 The replacements are plain functions, not a function mode, because a mode is off while torch runs a backward
 pass, and recomputation runs the forward code there.
 """
@@ -88,7 +88,7 @@ def init_fake_world(kind: str, rank: int, world_size: int) -> None:
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
     # What the others would send is not there: each function documents the replacement.
     dist.all_to_all_single = _exchange
-    for module in (mappings, layers, param_and_grad_buffer):  # they keep the functions under names of their own
+    for module in (mappings, layers, param_and_grad_buffer):  # they hold the functions under other names
         module.dist_all_gather_func = _all_gather
         module.dist_reduce_scatter_func = _reduce_scatter
     P2PCommunicator._communicate = _with_messages(P2PCommunicator._communicate)

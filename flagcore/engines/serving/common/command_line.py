@@ -24,7 +24,7 @@ from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.model.work import Overheads, Releases
-from flagcore.errors import NoDevice, SpecError, SpecErrors
+from flagcore.errors import NoDevice, SpecError, joined
 
 RESERVED: Mapping[str, str] = {
     "host": "servers listen on this machine only",
@@ -103,7 +103,7 @@ class Program:
             for word in (flag.name, flag.off)
         }
         by_name = {knob.name: knob for knob in self.knobs}
-        found = EngineArgs({}, {})
+        found, problems = EngineArgs({}, {}), list[SpecError]()
         for key, value in spec.serve.engine_args.items():
             name = bare(key)
             knob, flag = by_name.get(name.replace("-", "_")), None
@@ -114,7 +114,12 @@ class Program:
             elif flag is not None and name == flag.off and isinstance(value, bool):
                 found.fixed[knob.name] = not value
             else:
-                found.fixed[knob.name] = knob.parse(value, f"serve.engine_args.{key}")
+                try:
+                    found.fixed[knob.name] = knob.parse(value, f"serve.engine_args.{key}")
+                except SpecError as error:
+                    problems.append(error)
+        if problems:
+            raise joined(problems)
         return found
 
     def check(self, names: Iterable[str], known: Collection[str]) -> None:
@@ -129,7 +134,7 @@ class Program:
                 fix = f"did you mean {near[0]}?" if near else "remove it"
                 problems.append(SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix))
         if problems:
-            raise problems[0] if len(problems) == 1 else SpecErrors(problems)
+            raise joined(problems)
 
     def installed_flags(self, spec: Spec) -> frozenset[str]:
         """Return the flags of the installed engine, without dashes; none if it is not installed."""

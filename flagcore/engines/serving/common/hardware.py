@@ -89,8 +89,8 @@ TP, PP, DP, EP = (
     "data_parallel_size",
     "expert_model_parallel_size",
 )
-"""DP is attention data parallelism inside one instance, which has TP x PP x DP devices, whatever the engine's own flags
-count."""
+"""DP is attention data parallelism inside one instance, which has TP x PP x DP devices, even if the engine's flags
+count them differently."""
 
 
 def count(values: Mapping[str, KnobValue], knob: str) -> int:

@@ -82,7 +82,8 @@ def _are_powers_of_two(parts: tuple[int, ...]) -> bool:
 
 
 def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ...]:
-    """Return what makes a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole heads."""
+    """Return the rules that make a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole
+    heads."""
     hardware, model = Hardware.of(task), task.spec.model
     known = [(), *(sizes(word) for word in words(task))]
     groups, latent = model.num_query_groups, model.multi_latent_attention
@@ -108,7 +109,7 @@ def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ..
         Rule(
             name="sizes_are_tensor_ranks",
             knobs=(SIZES, *others),
-            message=f"{' and '.join(others)} must be 1 beside {SIZES}, whose devices split matrices",
+            message=f"{' and '.join(others)} must be 1 with {SIZES}, whose devices split matrices",
             broken=lambda c: (c[SIZES] > 0) & np.logical_or.reduce([c[knob] > 1 for knob in others]),
         ),
     )

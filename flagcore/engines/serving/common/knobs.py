@@ -121,7 +121,7 @@ class Auto(NamedTuple):
     help: str
 
 
-def tries(*values: KnobValue) -> Auto:
+def fixed_values(*values: KnobValue) -> Auto:
     """Return the same values for every task."""
     return Auto(lambda task: values, ", ".join(map(_spelled, values)))
 
@@ -145,7 +145,7 @@ def if_fp8(wide: str, fp8: str) -> Auto:
     )
 
 
-NOT_SET = tries(None)
+NOT_SET = fixed_values(None)
 DIVISORS = Auto(divisors, "divisors of the devices")
 WITH_EXPERTS = Auto(
     lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,), "1; with experts divisors of the devices"
@@ -227,7 +227,7 @@ PREFIX_KNOB = knob(
     label="prefix caching",
     kind="flag",
     neutral=True,
-    auto=tries(True, False),
+    auto=fixed_values(True, False),
 )
 EAGER_KNOB = knob(
     "enforce_eager",
@@ -236,7 +236,7 @@ EAGER_KNOB = knob(
     label="eager",
     kind="flag",
     neutral=False,
-    auto=tries(False, True),
+    auto=fixed_values(False, True),
     memory_order=-1,
 )
 KV_KNOB = knob("kv_cache_type", "Number format of cached keys and values.", flags=(), label="KV cache", kind="word")

@@ -27,7 +27,7 @@ def samples(text: str) -> dict[str, list[float]]:
 
 
 def joined(name: str, values: Sequence[float]) -> float:
-    """Return what ranks, or instances, have together of the counter `name`: one or more `values`."""
+    """Return the total over ranks or instances of the counter `name`: one or more `values`."""
     return sum(values) / (len(values) if name in AVERAGED else 1)
 
 

@@ -26,11 +26,11 @@ def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command of a spec, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
     command = spec.serve.command or default
     program = command[0]
-    beside_python = os.path.dirname(sys.executable)
+    bin_folder = os.path.dirname(sys.executable)
     if os.sep in program:
         path = shutil.which(os.path.join(spec.serve.directory or ".", program))
     else:
-        path = shutil.which(program, path=beside_python) or shutil.which(program)
+        path = shutil.which(program, path=bin_folder) or shutil.which(program)
     if path is None:
         raise NoDevice(
             f"{program}, which starts {spec.serve.engine}, is not installed; install it, or give a serve.command"

@@ -16,7 +16,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest
-from flagcore.engines.serving.common.knobs import Auto, by_hardware, knob, or_default, tries, variant
+from flagcore.engines.serving.common.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.llamacpp import flags
 from flagcore.engines.serving.settings import Settings
@@ -45,7 +45,7 @@ KV_BYTES = {
 """Bytes of one cached element: blocks of 32 with their scales (ggml `ggml-common.h`)."""
 PLAIN_KV = ("f32", "f16", "bf16")
 
-_SPLIT_DEVICES = by_hardware(tries(1), knobs.DIVISORS)
+_SPLIT_DEVICES = by_hardware(fixed_values(1), knobs.DIVISORS)
 KNOBS = (
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, help="Devices that split each layer's matrices by rows.", auto=_SPLIT_DEVICES),
@@ -57,7 +57,7 @@ KNOBS = (
         label="split",
         kind="word",
         words=("none", "layer", "row", "tensor"),
-        auto=by_hardware(knobs.NOT_SET, tries(None, "layer", "row")),
+        auto=by_hardware(knobs.NOT_SET, fixed_values(None, "layer", "row")),
     ),
     knob(
         LAYERS,
@@ -109,14 +109,14 @@ KNOBS = (
         "Maximum number of tokens in one iteration.",
         flags=("batch-size", "b"),
         aliases=("max_num_batched_tokens", "chunked_prefill_size"),
-        auto=tries(512, 2048),
+        auto=fixed_values(512, 2048),
         memory_order=1,
     ),
     knob(
         N_UBATCH,
         "Maximum number of tokens of one pass through the model; an iteration may have several passes.",
         flags=("ubatch-size", "ub"),
-        auto=tries(128, 512, 2048),
+        auto=fixed_values(128, 512, 2048),
         memory_order=1,
     ),
     knob(
@@ -126,9 +126,9 @@ KNOBS = (
         kind="word",
         words=("on", "off", "auto"),
         flags=("flash-attn", "fa"),
-        auto=tries("on", "off"),
+        auto=fixed_values("on", "off"),
     ),
-    variant(knobs.KV_KNOB, words=tuple(KV_BYTES), auto=tries("f16", "q8_0")),
+    variant(knobs.KV_KNOB, words=tuple(KV_BYTES), auto=fixed_values("f16", "q8_0")),
     knob(
         UNIFIED,
         "One cache that all slots share, instead of one for each.",
@@ -136,7 +136,7 @@ KNOBS = (
         label="unified KV cache",
         kind="word",
         words=("on", "off"),
-        auto=tries("on", "off"),
+        auto=fixed_values("on", "off"),
     ),
     variant(knobs.PREFIX_KNOB, "cache-prompt", off="no-cache-prompt"),
 )
@@ -211,7 +211,7 @@ def _trained_context(spec: Spec) -> int | None:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what llama.cpp does with candidates. Slots are sequences; an iteration is a logical batch."""
+    """Return llama.cpp's effective settings for candidates. Slots are sequences; an iteration is a logical batch."""
     get = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
     slots, batch = or_default(get[PARALLEL], AUTO_SLOTS), or_default(get[N_BATCH], BATCH)

@@ -135,11 +135,32 @@ def memory(log: str) -> dict[str, float]:
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of illegal values, with the wheel's log lines as sources."""
     hardware, total = Hardware.of(task), own.total_context(task)
-    plain = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
-    none, layer, *by_rows = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
-    off = code(own.BY_NAME[FLASH], "off")
     return (
         *split_rules(task, data=False),
+        *_split_mode_rules(hardware),
+        *_batch_rules(),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, THREADS, BATCH_THREADS),
+            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: (
+                (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > hardware.cards) & hardware.on_cores
+            ),
+        ),
+        context_rule(task, CONTEXT),
+        Rule(
+            name="context_grain",
+            knobs=(CONTEXT,),
+            message=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
+            broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+        ),
+        *((_slot_context(task, total),) if total else ()),
+    )
+
+
+def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
+    none, layer, *by_rows = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
+    return (
         Rule(
             name="cores_are_not_split",
             knobs=(TP, PP),
@@ -165,9 +186,16 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="sizes_by_rows",
             knobs=(SPLIT, SIZES),
-            message=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
+            message=f"split_mode cannot be combined with {SIZES}: instances of several devices are split by rows",
             broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
         ),
+    )
+
+
+def _batch_rules() -> tuple[Rule, ...]:
+    plain = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
+    off = code(own.BY_NAME[FLASH], "off")
+    return (
         Rule(
             name="most_slots",
             knobs=(PARALLEL,),
@@ -192,22 +220,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"a quantized {KV} needs flash_attention",
             broken=lambda c: (c[FLASH] == off) & ~np.isin(c[KV], plain),
         ),
-        Rule(
-            name="threads_on_cores",
-            knobs=(INSTANCES, THREADS, BATCH_THREADS),
-            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
-            broken=lambda c: (
-                (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > hardware.cards) & hardware.on_cores
-            ),
-        ),
-        context_rule(task, CONTEXT),
-        Rule(
-            name="context_grain",
-            knobs=(CONTEXT,),
-            message=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
-            broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
-        ),
-        *((_slot_context(task, total),) if total else ()),
     )
 
 

@@ -13,7 +13,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import knobs
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, TP, Hardware
-from flagcore.engines.serving.common.knobs import knob, or_default, tries, variant
+from flagcore.engines.serving.common.knobs import fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.weights import weight_bytes
 from flagcore.engines.serving.settings import Settings
 
@@ -34,7 +34,7 @@ KNOBS = (
         "The inference engine; TurboMind falls back to PyTorch for models that it does not support.",
         kind="word",
         words=BACKENDS,
-        auto=tries(*BACKENDS),
+        auto=fixed_values(*BACKENDS),
     ),
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, "tp"),
@@ -59,14 +59,14 @@ KNOBS = (
         "Share of the memory that weights leave free, for the cache.",
         label="cache share",
         kind="share",
-        auto=tries(None, "0.9"),
+        auto=fixed_values(None, "0.9"),
     ),
     knob(
         BLOCK,
         "Tokens of one block of the cache.",
         flags=("cache-block-seq-len",),
         aliases=("cache_block_seq_len", "page_size"),
-        auto=tries(64, 128),
+        auto=fixed_values(64, 128),
     ),
     variant(
         knobs.KV_KNOB,
@@ -74,18 +74,18 @@ KNOBS = (
         words=tuple(KV_BYTES),
         spellings=CODES,
         aliases=("quant_policy",),
-        auto=tries("none", "int8"),
+        auto=fixed_values("none", "int8"),
     ),
     knob(
         PREFILL,
         "Maximum number of prompt tokens in one iteration.",
         aliases=("max_num_batched_tokens", "chunked_prefill_size"),
-        auto=tries(4096, 8192, 16384),
+        auto=fixed_values(4096, 8192, 16384),
         memory_order=1,
     ),
     knob(PER_ITERATION, "Maximum number of tokens of one forward pass; TurboMind only."),
     knob(ITERATIONS, "Maximum number of forward passes of one prefill; TurboMind only."),
-    variant(knobs.PREFIX_KNOB, "enable-prefix-caching", neutral=False, auto=tries(False, True)),
+    variant(knobs.PREFIX_KNOB, "enable-prefix-caching", neutral=False, auto=fixed_values(False, True)),
     variant(
         knobs.EAGER_KNOB,
         "eager-mode",
@@ -107,7 +107,7 @@ def default_batch(task: Task) -> int:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what LMDeploy does with candidates."""
+    """Return LMDeploy's effective settings for candidates."""
     get = PROGRAM.columns(task, columns)
     pytorch = get[BACKEND] == PYTORCH
     prefill = or_default(get[PREFILL], DEFAULT_PREFILL)

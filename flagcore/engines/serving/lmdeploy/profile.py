@@ -39,7 +39,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return what the log reports of the engine that was chosen."""
+    """Return the settings of the selected engine from its log."""
     for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
         if line in log:
             return {own.BACKEND: backend, **metrics.settings(log, own.PROGRAM.settings)}
@@ -59,9 +59,7 @@ WHOLE = 1000
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of illegal values."""
-    experts = task.spec.model.num_moe_experts or 1
     on_cores = Hardware.of(task).on_cores
-    pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
     return (
         *split_rules(task, data=True, pipeline=False),
         Rule(
@@ -70,6 +68,26 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message="LMDeploy does not run on CPU cores",
             broken=lambda c: np.full(c[BACKEND].shape, on_cores),
         ),
+        *_parallel_rules(task.spec.model.num_moe_experts or 1),
+        *_cache_rules(),
+        Rule(
+            name="turbomind_only",
+            knobs=(BACKEND, PER_ITERATION, ITERATIONS),
+            message=f"{PER_ITERATION} and {ITERATIONS} are options of TurboMind",
+            broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[PER_ITERATION] > 0) | (c[ITERATIONS] > 0)),
+        ),
+        Rule(
+            name="pytorch_only",
+            knobs=(BACKEND, EAGER),
+            message=f"{EAGER} is an option of the PyTorch engine",
+            broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
+        ),
+        context_rule(task, own.CONTEXT),
+    )
+
+
+def _parallel_rules(experts: int) -> tuple[Rule, ...]:
+    return (
         Rule(
             name="tensor_power_of_two",
             knobs=(TP,),
@@ -88,6 +106,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
             broken=lambda c: (c[EP] > 1) & _uneven(c, experts),
         ),
+    )
+
+
+def _cache_rules() -> tuple[Rule, ...]:
+    pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
+    return (
         Rule(
             name="cache_share", knobs=(CACHE,), message=f"{CACHE} must be below 1", broken=lambda c: c[CACHE] == WHOLE
         ),
@@ -108,19 +132,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
                 )
             ),
         ),
-        Rule(
-            name="turbomind_only",
-            knobs=(BACKEND, PER_ITERATION, ITERATIONS),
-            message=f"{PER_ITERATION} and {ITERATIONS} are options of TurboMind",
-            broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[PER_ITERATION] > 0) | (c[ITERATIONS] > 0)),
-        ),
-        Rule(
-            name="pytorch_only",
-            knobs=(BACKEND, EAGER),
-            message=f"{EAGER} is an option of the PyTorch engine",
-            broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
-        ),
-        context_rule(task, own.CONTEXT),
     )
 
 

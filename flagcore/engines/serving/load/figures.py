@@ -59,7 +59,7 @@ def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:
-    """Return the output tokens a second while all slots of a closed loop were busy; None if too few requests were.
+    """Return the output tokens per second while all slots of a closed loop were busy; None if too few requests were.
 
     From the first finish, when the first wave is over, to the last send, after which slots stay empty; the tokens of a
     request are spread evenly over its pieces. At least as many requests as slots must have ended in between.
@@ -75,7 +75,7 @@ def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:
 
 
 def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
-    """Return the requests a second that keep all limits of `slo`: figure (`ttft_s.p99` or `ttft_s`) to seconds.
+    """Return the requests per second that keep all limits of `slo`: figure (`ttft_s.p99` or `ttft_s`) to seconds.
 
     A request has one value of each latency, and of limits on several statistics of one the widest counts; its ITL is
     that statistic of its own gaps. One token has no TPOT and no ITL, and keeps any limit on them; a rate bounds no

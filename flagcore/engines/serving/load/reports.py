@@ -78,7 +78,7 @@ def _only(several: Sequence[Any]) -> Any:
 def _bench(data: Mapping[str, Any], *, e2e: str, total: str) -> dict[str, float]:
     """Read what vLLM's and SGLang's clients write: milliseconds, under nearly the same names."""
     failed = data.get("failed") or sum(1 for error in data.get("errors") or () if error)
-    _none_failed(failed, data.get("completed"))
+    _require_no_failures(failed, data.get("completed"))
     latencies = {}
     for ours, theirs in zip(LATENCIES, ("ttft", "tpot", "itl", e2e), strict=True):
         summary = {statistic: data.get(f"{statistic}_{theirs}_ms") for statistic in STATISTICS}
@@ -89,7 +89,7 @@ def _bench(data: Mapping[str, Any], *, e2e: str, total: str) -> dict[str, float]
 def _guidellm(data: Mapping[str, Any]) -> dict[str, float]:
     metrics = data["metrics"]
     totals = metrics["request_totals"]
-    _none_failed(totals.get("errored"), totals.get("successful"))
+    _require_no_failures(totals.get("errored"), totals.get("successful"))
     rates = ("output_tokens_per_second", "tokens_per_second", "requests_per_second")
     latencies = {}
     for ours, theirs, unit in (
@@ -106,7 +106,9 @@ def _guidellm(data: Mapping[str, Any]) -> dict[str, float]:
 def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
     if data.get("was_cancelled") or data.get("is_complete") is False:
         raise ReportError(f"the run did not end: {data.get('incomplete_reason') or 'it was cancelled'}")
-    _none_failed((data.get("error_request_count") or {}).get("avg"), (data.get("request_count") or {}).get("avg"))
+    _require_no_failures(
+        (data.get("error_request_count") or {}).get("avg"), (data.get("request_count") or {}).get("avg")
+    )
     rates = ("output_token_throughput", "total_token_throughput", "request_throughput")
     theirs = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency", "request_latency")
     latencies = {}
@@ -118,7 +120,7 @@ def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
     return _named([(data.get(name) or {}).get("avg") for name in rates], latencies)
 
 
-def _none_failed(failed: Any, completed: Any) -> None:
+def _require_no_failures(failed: Any, completed: Any) -> None:
     if failed:
         raise ReportError(f"{failed:.0f} requests failed, so its figures do not describe the server")
     if not completed:

@@ -209,7 +209,7 @@ class Meter:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._own = time.process_time()
-        self._tree, self._busy = _tree_s(), _busy_s()
+        self._tree, self._busy = _process_tree_s(), _busy_s()
 
     def figures(self) -> Mapping[str, float]:
         """Return `client_cpu_s`, `client_cpu_share` of one core, and `others_cores`.
@@ -218,7 +218,7 @@ class Meter:
         """
         wall = max(time.perf_counter() - self._began, 1e-9)
         own = time.process_time() - self._own
-        others = (_busy_s() - self._busy) - (_tree_s() - self._tree)
+        others = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
         return {"client_cpu_s": own, "client_cpu_share": own / wall, "others_cores": max(0.0, others / wall)}
 
 
@@ -229,7 +229,7 @@ def _busy_s() -> float:
     return float(busy + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal")))
 
 
-def _tree_s() -> float:
+def _process_tree_s() -> float:
     """Return the core seconds of this process and its descendants, ended and waited for ones included."""
     own = psutil.Process()
     total = 0.0

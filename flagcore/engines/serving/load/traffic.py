@@ -57,7 +57,7 @@ def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
 
 
 def _arrivals(rng: np.random.Generator, load: Load, asked: Traffic) -> FloatArray | None:
-    """Return when requests come: drawn by rate, as the trace has them, or, None, when others end.
+    """Return the arrival times of requests: drawn by rate, from the trace, or None (when others end).
 
     Drawn gaps are stretched to the asked mean, so that the load that is offered is the one that was asked.
     """

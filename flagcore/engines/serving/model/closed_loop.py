@@ -41,7 +41,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Seconds to the first token and between tokens, and output tokens a second of one lane, by candidate."""
+    """Seconds to the first token and between tokens, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray
     tpot: FloatArray
@@ -56,11 +56,11 @@ def steady(costs: IterationCosts, over: Overheads, loop: ClosedLoop) -> Steady:
     decoding = most.copy()
     more = np.maximum(loop.output - 1.0, 1.0)
     for _ in range(ROUNDS):
-        plain, mixed, lump = _iterations(costs, over, loop, decoding, context)
-        used = decoding * loop.prompt / (loop.output * lump)  # iterations with prompts for each that decodes
+        plain, mixed, prompt_tokens = _iterations(costs, over, loop, decoding, context)
+        used = decoding * loop.prompt / (loop.output * prompt_tokens)  # iterations with prompts for each that decodes
         tpot = plain + used * (mixed - plain if over.mixes else mixed)
         busy = np.minimum(used * mixed / tpot, BUSIEST)
-        pieces = np.maximum(loop.prompt / lump, 1.0)
+        pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
         wait = 0.5 * over.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
         ttft = over.request + over.entry + wait + pieces * mixed
         here = np.minimum(loop.flight, most) * more * tpot / (ttft + more * tpot)
@@ -78,17 +78,17 @@ def _iterations(
     plain = at(costs.local, here) + at(costs.shared, batch) + at(costs.sampled, here) + reads
     plain = np.where(batch > costs.captured, np.maximum(plain, costs.floor), plain)
     chunk = np.maximum(loop.budget - decoding * over.mixes, 1.0)
-    lump = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
-    longest = np.maximum(lump / ranks, np.minimum(loop.prompt, lump))
-    beside = decoding if over.mixes else np.zeros_like(decoding)
-    whole = beside / loop.stages + np.maximum(lump / loop.stages, longest)
-    mixed = at(costs.local, beside / ranks + longest) + at(costs.shared, whole)
-    mixed = mixed + at(costs.sampled, beside / ranks + lump / loop.prompt)
+    prompt_tokens = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
+    longest = np.maximum(prompt_tokens / ranks, np.minimum(loop.prompt, prompt_tokens))
+    mixed_in = decoding if over.mixes else np.zeros_like(decoding)
+    whole = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
+    mixed = at(costs.local, mixed_in / ranks + longest) + at(costs.shared, whole)
+    mixed = mixed + at(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if over.mixes else 0.0)
     floor = (whole > costs.captured) | (not over.mixes)
     mixed = np.where(floor, np.maximum(mixed, costs.floor), mixed)
     host = costs.fixed + costs.sequence * decoding
-    return plain + host, mixed + costs.fixed + costs.sequence * beside, lump
+    return plain + host, mixed + costs.fixed + costs.sequence * mixed_in, prompt_tokens
 
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
@@ -101,7 +101,7 @@ def parts(
     """Return the seconds of a request by part, by candidate; they add up to `e2e`, the mean seconds of one.
 
     `decoding` is the number of sequences of a lane that decode at one time. A prompt is counted as if it ran alone, an
-    answer as if it ran beside decoding sequences only. The rest of `e2e` is the queue: the wait for a slot and for
+    answer as if it ran with decoding sequences only. The rest of `e2e` is the queue: the wait for a slot and for
     other prompts.
     """
     ranks, batch = loop.ranks * loop.stages, decoding / loop.stages

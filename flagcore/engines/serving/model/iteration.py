@@ -31,7 +31,7 @@ LONG = 8192.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCosts:
-    """Seconds by candidate. Tables have one row a candidate and one column a node of `NODES`.
+    """Seconds by candidate. Tables have one row per candidate and one column per node of `NODES`.
 
     `local` is what each attention rank does with its own tokens, `shared` what the experts do with those of all ranks,
     `sampled` the output head for sequences that get a token. `cached` is the time to read one cached token of one
@@ -55,7 +55,7 @@ class IterationCosts:
 
 
 def at(table: FloatArray, tokens: FloatArray) -> FloatArray:
-    """Return the seconds of a table for so many tokens, one number a candidate; none take none."""
+    """Interpolate a table at token counts, one per candidate; 0 tokens take 0 s."""
     tokens = np.minimum(tokens, NODES[-1])
     place = np.clip(np.searchsorted(NODES, tokens, side="right") - 1, 0, NODES.size - 2)
     rows = np.arange(table.shape[0])
@@ -65,7 +65,7 @@ def at(table: FloatArray, tokens: FloatArray) -> FloatArray:
 
 
 def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCosts:
-    """Return what iterations of each candidate take; NaN where the chip's facts do not allow an answer.
+    """Return the iteration costs of each candidate; NaN where the chip's facts do not allow an answer.
 
     All stages of a pipeline are counted: its batches are computed side by side, each token goes through all of them. A
     host that computes itself hides no launch.
@@ -147,7 +147,7 @@ def _ffn(serving: Serving, kernels: KernelCosts, tokens: FloatArray, width: Floa
 def _reduce(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
     """Return one all-reduce of the tokens' activations among tensor ranks.
 
-    Engines have kernels of their own for small messages among neighbours, which start faster than the library's.
+    Engines have their own kernels for small messages among neighbours, which start faster than the library's.
     """
     over = serving.overheads
     ranks, stride = split.tensor.astype(np.int64), np.ones(split.tensor.shape, dtype=np.int64)
@@ -264,7 +264,7 @@ def experts(serving: Serving, split: Split, kernels: KernelCosts, tokens: FloatA
 
 
 def exchange(serving: Serving, split: Split, costs: Costs, tokens: FloatArray) -> FloatArray:
-    """Return what brings tokens of several attention ranks to the experts and back: a gather, then a scatter."""
+    """Return the collectives that exchange tokens between attention ranks and experts: a gather, then a scatter."""
     ranks = (split.tensor * split.data).astype(np.int64)
     stride = np.ones(ranks.shape, dtype=np.int64)
     payload = tokens * (2.0 * serving.model.hidden_size)

@@ -41,7 +41,7 @@ def serving_memory(
     batched_tokens: FloatArray,
     running: FloatArray,
 ) -> ServingMemory:
-    """Return what a device holds.
+    """Return the memory of a device.
 
     The cache takes what weights, activations and graphs leave of `budget` bytes, or `own_cache` where that is not NaN.
     """
@@ -49,9 +49,9 @@ def serving_memory(
     weights = weight_bytes(serving, split)
     activations = activation_bytes(model, split, np.minimum(batched_tokens, split.pass_tokens), running)
     graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
-    beside = 0.0 if serving.overheads.activations_beside else activations + graphs
+    other = 0.0 if serving.overheads.activations_beside else activations + graphs
     token = token_bytes(model, split)
-    cache = np.where(np.isnan(own_cache), budget - weights - beside, own_cache)
+    cache = np.where(np.isnan(own_cache), budget - weights - other, own_cache)
     return ServingMemory(
         weights=weights,
         activations=activations,
@@ -104,7 +104,8 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
 
 
 def token_bytes(model: Model, split: Split) -> FloatArray:
-    """Return what one cached token takes on one device of its attention rank; a latent is whole on each tensor rank."""
+    """Return the bytes of one cached token on one device of its attention rank; a latent is whole on each tensor
+    rank."""
     layers = np.ceil(model.num_layers / split.pipeline) * split.cache_bytes / split.cores
     if model.multi_latent_attention:
         return layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))

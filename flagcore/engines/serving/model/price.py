@@ -74,7 +74,7 @@ class Price:
         return time + self._fixed + self._sequence * sequences
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
-        """Return the time of `count` iterations of `tokens` each of one long prompt beside `sequences` that decode.
+        """Return the time of `count` iterations of `tokens` each of one long prompt while `sequences` decode.
 
         `pairs` are those of the first; each has `tokens` squared more than the one before.
         """

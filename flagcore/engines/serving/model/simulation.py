@@ -114,7 +114,7 @@ class _Simulation:
         return self.doors[self.through[self.next]] + self.over.request
 
     def _look(self) -> None:
-        """Take in what has come; a busy engine looks every `receive` iterations."""
+        """Receive new requests; a busy engine polls every `receive` iterations."""
         if self.running and self.step % self.over.receive:
             return
         while self.next < self.sent and self._ready() <= self.now:

@@ -28,7 +28,7 @@ class Overheads:
     small kernels of one layer: norms, rotation, cache writes, activations, casts, routing. A small all-reduce takes
     `reduce`, and `reduce_doubling` more for each doubling of the ranks beyond two. `grouped_share` is the rate at which
     experts' weights are read over that of a matrix product's, `grouped_work` the same of their arithmetic. Of the
-    tokens of an iteration only the share `spread` chooses experts of its own: the others follow them.
+    tokens of an iteration only the share `spread` chooses experts independently: the others follow them.
 
     An iteration that is not captured as a graph is launched kernel by kernel, `eager_kernels` of each layer,
     `eager_experts` and `eager_latent` more for each of these kinds; the host may then be slower than the device.
@@ -118,7 +118,7 @@ Releases = Mapping[str, Overheads]
 """Overheads by the release from which on they hold, the newest first."""
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
-"""For an engine without figures of its own: its kernels alone, so times are lower bounds."""
+"""For an engine without its own figures: its kernels alone, so times are lower bounds."""
 
 
 def overheads_of(releases: Releases, version: str | None) -> Overheads:

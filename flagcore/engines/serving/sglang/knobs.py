@@ -16,7 +16,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
-from flagcore.engines.serving.common.knobs import by_hardware, knob, or_default, tries, variant
+from flagcore.engines.serving.common.knobs import by_hardware, fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.settings import Settings
@@ -36,7 +36,7 @@ KV_BYTES = {
 }
 """Bytes of a cached element."""
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
-"""SGLang's default max_prefill_tokens, and the least that it takes for max_running_requests by itself."""
+"""SGLang's default max_prefill_tokens, and the lowest max_running_requests that it sets by default."""
 _LEAST_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -66,14 +66,14 @@ KNOBS = (
         "`--dp-size` with `--enable-dp-attention` in releases without attn-dp-size.",
     ),
     variant(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep"),
-    knob(PAGE, "Tokens of one page of the cache.", aliases=("block_size",), auto=tries(1, 32, 64)),
+    knob(PAGE, "Tokens of one page of the cache.", aliases=("block_size",), auto=fixed_values(1, 32, 64)),
     knob(
         CHUNK,
         "Maximum number of prompt tokens in one iteration; -1 (`off`): whole prompts.",
         aliases=("max_num_batched_tokens",),
         minimum=-1,
         spellings={"off": -1},
-        auto=by_hardware(tries(512, 2048), tries(2048, 4096, 8192, 16384)),
+        auto=by_hardware(fixed_values(512, 2048), fixed_values(2048, 4096, 8192, 16384)),
         memory_order=1,
     ),
     knob(PREFILL, "Maximum number of tokens of the prompts that start in one iteration.", memory_order=1),
@@ -90,7 +90,7 @@ KNOBS = (
         "Share of a device's memory for weights and cache only.",
         label="memory share",
         kind="share",
-        auto=by_hardware(knobs.NOT_SET, tries(None, "0.85", "0.9")),
+        auto=by_hardware(knobs.NOT_SET, fixed_values(None, "0.85", "0.9")),
     ),
     variant(knobs.KV_KNOB, "kv-cache-dtype", words=tuple(KV_BYTES), auto=knobs.if_fp8("auto", "fp8_e4m3")),
     variant(knobs.PREFIX_KNOB, off="disable-radix-cache"),
@@ -101,7 +101,7 @@ KNOBS = (
         label="policy",
         kind="word",
         words=("fcfs", "lpm", "random", "dfs-weight", "lof", "priority", "hrrn", "shortest-prefill-first"),
-        auto=tries("fcfs", "lpm"),
+        auto=fixed_values("fcfs", "lpm"),
     ),
     knob(
         MIXED,
@@ -109,7 +109,7 @@ KNOBS = (
         label="mixed chunks",
         kind="flag",
         neutral=False,
-        auto=tries(False, True),
+        auto=fixed_values(False, True),
     ),
 )
 """`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
@@ -169,7 +169,8 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what SGLang does with candidates: with attention DP it divides chunks and requests among the groups."""
+    """Return SGLang's effective settings for candidates: with attention DP it divides chunks and requests among the
+    groups."""
     get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, get)

@@ -94,7 +94,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return what each rank logs of its weights, pools and graphs; its GB are GiB."""
+    """Return the memory that each rank logs for weights, pools and graphs; its GB are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
     return metrics.largest(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
 
@@ -107,7 +107,7 @@ def _server_info(fetch: Fetch) -> dict[str, Any]:
 
 
 def _data(info: Mapping[str, Any]) -> int:
-    """Return the attention DP: a size of its own, or in older releases the number of replicas with its switch."""
+    """Return the attention DP: its own size, or in older releases the number of replicas with its switch."""
     size = info.get("attn_dp_size")
     if isinstance(size, int) and size > 1:
         return size

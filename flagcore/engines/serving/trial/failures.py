@@ -85,7 +85,7 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
 def died(who: str, how: str, log: Path, patterns: Sequence[FailurePattern], since: int = 0) -> TrialFailure:
     """Return the failure of a server that ended, classified by its log.
 
-    For a server that was healthy, the log from byte `since` on goes before that of its start.
+    For a server that was healthy, the log from byte `since` takes precedence over that of its start.
     """
     state, line = None, ""
     for begin in dict.fromkeys((since, 0)):

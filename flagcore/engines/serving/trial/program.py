@@ -57,7 +57,7 @@ def run(job: Job, folder: Path) -> None:
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
         }
-        _must_live(servers, "after the load")
+        _check_all_alive(servers, "after the load")
     _write(folder / METRICS, metrics)
 
 
@@ -71,7 +71,7 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
             server.start(job.directory)
         for server in servers:
             _wait(server, job, engine.health, deadline)
-        _must_live(servers, "while others started")
+        _check_all_alive(servers, "while others started")
         yield servers
     except TrialFailure as failure:
         log(str(failure))  # in case this program is ended while it stops them
@@ -90,7 +90,7 @@ def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
             return server.wait_until_healthy(health, deadline)
         except PortTaken as error:
             if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} tries") from None
+                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} fixed_values") from None
             log(f"{error}; restarting on another one")
             server.stop()
             server.start(job.directory)
@@ -148,7 +148,7 @@ class _Loads:
     def _by_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         where = self.folder / folder
         figures, took = ask_client(command, self.job.report, self.servers, self.model, where, self.deadline, name)
-        _must_live(self.servers, f"during {name}")
+        _check_all_alive(self.servers, f"during {name}")
         return {"figures": figures, "duration_s": took}
 
     def _measured(self, load: Load, name: str, seed: int) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class _Loads:
         found = measure(self.targets, load, model=self.model, vocab_size=vocab_size, seed=seed, timeout_s=left)
         if found.problems or found.failed:
             raise _problem(found, name, self.servers)
-        _must_live(self.servers, f"during {name}")
+        _check_all_alive(self.servers, f"during {name}")
         return found
 
 
@@ -197,7 +197,7 @@ def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFa
     reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {reason}"
     until = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
-        _must_live(servers, f"during {name}")
+        _check_all_alive(servers, f"during {name}")
         if time.monotonic() >= until:
             break
         time.sleep(0.1)
@@ -210,9 +210,9 @@ def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFa
     return TrialFailure(state, reason)
 
 
-def _must_live(servers: Sequence[Server], when: str) -> None:
+def _check_all_alive(servers: Sequence[Server], when: str) -> None:
     for server in servers:
-        server.must_live(when)
+        server.check_alive(when)
 
 
 def _model(server: Server) -> str:

@@ -84,7 +84,7 @@ class Server:
         """
         last = "nothing listens"
         while time.monotonic() < deadline:
-            self.must_live("while it started")
+            self.check_alive("while it started")
             status = None
             try:
                 status = self._ask(path, deadline - time.monotonic())[0]
@@ -95,7 +95,7 @@ class Server:
                     continue
                 last = f"no answer ({error})"
             if status == 200 and is_owned_by(self.port, self.pids()):
-                self.must_live("while it started")
+                self.check_alive("while it started")
                 self.startup_s = time.monotonic() - self._started
                 self._healthy_from = self.log.stat().st_size
                 return
@@ -108,7 +108,7 @@ class Server:
         reason = f"{self.name} was not healthy after {waited:.0f} s: {last} on {path}{quote}"
         raise TrialFailure(state if state in KNOWN_CAUSES else TrialState.TIMED_OUT, reason)
 
-    def must_live(self, when: str) -> None:
+    def check_alive(self, when: str) -> None:
         """Raise TrialFailure if the server has ended, PortTaken if it could not get its port."""
         assert self._process is not None
         code = self._process.poll()

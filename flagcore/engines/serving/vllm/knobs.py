@@ -16,7 +16,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
 from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
-from flagcore.engines.serving.common.knobs import by_hardware, knob, or_default, tries, variant
+from flagcore.engines.serving.common.knobs import by_hardware, fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token, weight_bytes
 from flagcore.engines.serving.settings import Settings
 from flagcore.errors import SpecError
@@ -53,14 +53,14 @@ KNOBS = (
     knobs.INSTANCES_KNOB,
     variant(knobs.TP_KNOB, "tensor-parallel-size", "tp"),
     knobs.SIZES_KNOB,
-    variant(knobs.PP_KNOB, "pipeline-parallel-size", "pp", auto=by_hardware(tries(1), knobs.DIVISORS)),
+    variant(knobs.PP_KNOB, "pipeline-parallel-size", "pp", auto=by_hardware(fixed_values(1), knobs.DIVISORS)),
     variant(knobs.DP_KNOB, "data-parallel-size", "dp"),
     variant(knobs.EP_KNOB, help="Devices that share the experts: 1, or all of an instance."),
     knob(
         BLOCK,
         "Tokens of one block of the cache.",
         aliases=("page_size",),
-        auto=by_hardware(tries(32, 128), tries(16, 32, 64)),
+        auto=by_hardware(fixed_values(32, 128), fixed_values(16, 32, 64)),
     ),
     knob(
         SEQS,
@@ -73,7 +73,7 @@ KNOBS = (
         TOKENS,
         "Maximum number of tokens of prompts and answers in one iteration.",
         aliases=("chunked_prefill_size",),
-        auto=by_hardware(tries(256, 1024, 2048), tries(2048, 4096, 8192, 16384)),
+        auto=by_hardware(fixed_values(256, 1024, 2048), fixed_values(2048, 4096, 8192, 16384)),
         memory_order=1,
     ),
     variant(knobs.CONTEXT_KNOB, "max-model-len"),
@@ -83,7 +83,7 @@ KNOBS = (
         label="memory share",
         kind="share",
         flags=("gpu-memory-utilization", "device-memory-utilization"),
-        auto=by_hardware(knobs.NOT_SET, tries("0.9", "0.95")),
+        auto=by_hardware(knobs.NOT_SET, fixed_values("0.9", "0.95")),
     ),
     variant(knobs.KV_KNOB, "kv-cache-dtype", words=tuple(KV_BYTES), auto=knobs.if_fp8("auto", "fp8")),
     variant(knobs.EAGER_KNOB, "enforce-eager"),
@@ -94,7 +94,7 @@ KNOBS = (
         kind="word",
         words=("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"),
         flags=("compilation-config.cudagraph_mode",),
-        auto=by_hardware(knobs.NOT_SET, tries("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
+        auto=by_hardware(knobs.NOT_SET, fixed_values("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
     ),
     variant(knobs.PREFIX_KNOB, "enable-prefix-caching", off="no-enable-prefix-caching"),
     knob(
@@ -104,7 +104,7 @@ KNOBS = (
         kind="flag",
         neutral=True,
         off="no-enable-chunked-prefill",
-        auto=tries(True),
+        auto=fixed_values(True),
     ),
     knob(
         THREADS,
@@ -185,7 +185,7 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what vLLM does with candidates."""
+    """Return vLLM's effective settings for candidates."""
     get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, get)

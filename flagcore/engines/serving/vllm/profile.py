@@ -48,7 +48,7 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     """Return the variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
 
     A single rank of a single instance binds itself, as vLLM does: it leaves a core to the API server. Beside others
-    each rank needs cores of its own, or vLLM wants a NUMA node a rank and fails.
+    each rank needs its own cores, or vLLM requires one NUMA node per rank and fails.
     """
     instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(own.THREADS)
     environment = {}

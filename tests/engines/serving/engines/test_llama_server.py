@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def test_a_candidate_is_served_as_it_was_requested_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
+def test_a_candidate_is_served_unchanged_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     asked = {
         "parallel": 2,
@@ -61,10 +61,15 @@ def test_llama_cpps_own_defaults_are_read_back_too(model: str, tmp_path: Path) -
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
     with started(ENGINE, task, {}, tmp_path) as server:
         assert server.wait() is None, server.log
-        told = ENGINE.effective(server.fetch, server.log)
-    assert (told["parallel"], told["batch_size"], told["ubatch_size"], told["kv_unified"]) == (4, 2048, 512, "on")
+        reported = ENGINE.effective(server.fetch, server.log)
+    assert (reported["parallel"], reported["batch_size"], reported["ubatch_size"], reported["kv_unified"]) == (
+        4,
+        2048,
+        512,
+        "on",
+    )
     expected = ENGINE.settings(task, {})
-    assert told["kv_cache_type"] == "f16"
+    assert reported["kv_cache_type"] == "f16"
     assert expected.max_running.item() == 4
     assert expected.context_len.item() == SIZES["context"]
 
@@ -85,7 +90,7 @@ def test_values_that_the_rules_forbid_do_not_run(model: str, tmp_path: Path, val
     assert says in reason
 
 
-def test_weights_that_cannot_be_read_are_named_by_the_first_line_that_knows(tmp_path: Path) -> None:
+def test_unreadable_weights_are_reported_by_the_first_specific_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
     task = serving("llamacpp", on_cores=True, devices=2, weights=str(broken))
@@ -113,13 +118,13 @@ def test_the_shape_comes_from_the_header(model: str) -> None:
 
 
 @pytest.mark.parametrize("bytes_of", [b"", b"GGUF", b"GGUF" + bytes(64), b"no model" * 100])
-def test_a_file_that_is_no_model_is_one_clear_error(bytes_of: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_one_clear_error(bytes_of: bytes, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
     file.write_bytes(bytes_of)
     with pytest.raises(SpecError, match=r"(?i)gguf"):
         shape(str(file))
 
 
-def test_the_version_is_reported_without_starting_anything(model: str) -> None:
+def test_the_version_is_reported_without_starting_a_server(model: str) -> None:
     assert ENGINE.program.version(serving("llamacpp", weights=model).spec).startswith("20")
     ENGINE.program.ready(serving("llamacpp", weights=model).spec)

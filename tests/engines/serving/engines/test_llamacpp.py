@@ -46,7 +46,7 @@ def after(words: tuple[str, ...], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-def test_what_the_spec_does_not_name_is_left_to_llama_cpp() -> None:
+def test_unset_arguments_have_llama_cpps_defaults() -> None:
     words = argv(cores())
     assert "--parallel" not in words
     assert "--threads" not in words
@@ -61,7 +61,7 @@ def test_the_context_is_scaled_with_the_slots_so_that_each_holds_the_longest_req
     assert after(argv(longer, parallel=8), "--ctx-size") == str(8 * 512)
 
 
-def test_a_total_context_of_the_users_own_is_kept_and_too_many_slots_for_it_are_illegal() -> None:
+def test_a_context_set_by_the_user_is_kept_and_too_many_slots_for_it_are_illegal() -> None:
     task = cores(engine_args={"ctx_size": 1024})
     assert after(argv(task, parallel=4), "--ctx-size") == "1024"
     assert "slot_context" not in broken(ENGINE, task, parallel=4)
@@ -86,7 +86,7 @@ def test_a_total_context_of_the_users_own_is_kept_and_too_many_slots_for_it_are_
         ("context_grain", {"context_len": 1000}),
     ],
 )
-def test_what_llama_cpp_refuses_or_aborts_at_is_illegal(rule: str, values: dict[str, Any]) -> None:
+def test_settings_that_llama_cpp_refuses_are_illegal(rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(ENGINE, cores(), **values)
 
 
@@ -116,7 +116,7 @@ def test_a_split_mode_goes_with_the_devices_of_an_instance(
     assert (broken(ENGINE, task, split_mode=mode, **split) == []) is legal
 
 
-def test_values_that_llama_cpp_has_by_itself_are_merged_with_not_set() -> None:
+def test_llama_cpps_default_values_are_merged_with_not_set() -> None:
     task = cores()
     own = merged(ENGINE, task)
     assert merged(ENGINE, task, batch_size=2048, ubatch_size=512, kv_cache_type="f16", flash_attention="auto") == own
@@ -130,7 +130,7 @@ def test_values_that_llama_cpp_has_by_itself_are_merged_with_not_set() -> None:
         assert merged(ENGINE, task, split_mode=mode, **split) == merged(ENGINE, task, **split)
 
 
-def test_a_space_of_yaml_words_is_understood() -> None:
+def test_a_space_may_use_yaml_words() -> None:
     space = {"flash_attention": (True, False), "n_gpu_layers": ("auto", "all", 0), "instance": (1, 2)}
     choices = space_of(ENGINE, serving("llamacpp", space=space)).choices
     assert set(choices["flash_attention"]) == {None, "on", "off"}
@@ -143,11 +143,12 @@ def test_values_of_a_baseline_are_read_as_those_of_a_space() -> None:
     read = ENGINE.parse(given)
     assert read == {"flash_attention": "off", "instances": 2, "n_gpu_layers": -1, "parallel": 4}
     assert ENGINE.parse(read) == read
-    with pytest.raises(SpecError, match="kv_cache_type"):
+    with pytest.raises(SpecError) as refused:
         ENGINE.parse({"kv_cache_type": "q9"})
+    assert "kv_cache_type" in refused.value.key
 
 
-def test_instances_share_the_cores_and_each_has_its_own() -> None:
+def test_instances_have_disjoint_cores() -> None:
     servers = [started(cores(), index, instances=2) for index in (0, 1)]
     assert after(servers[0].argv, "--threads") == "1"
     assert servers[0].environment["OMP_WAIT_POLICY"] == "passive"
@@ -164,7 +165,7 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
         assert error.value.key == f"serve.engine_args.{key}"
 
 
-def test_a_misspelt_flag_is_found_before_a_launch_where_the_wheel_serves() -> None:
+def test_a_misspelt_flag_is_found_before_launch_with_a_server_wheel() -> None:
     with pytest.raises(SpecError, match="did you mean cache-reuse"):
         ENGINE.axes(cores(engine_args={"cache_resue": 1}))
     assert argv(cores(engine_args={"new_flag": 1}, command=("/bin/echo",)))[-2:] == ("--new-flag", "1")
@@ -188,15 +189,17 @@ def test_other_flags_reach_the_server_in_its_spelling() -> None:
     assert ("--cache-ram", "0") not in pairwise(words)
 
 
-def test_a_knob_that_llama_cpp_does_not_have_is_named_with_the_nearest_one() -> None:
-    with pytest.raises(SpecError, match="ubatch_size"):
+def test_an_unknown_llama_cpp_knob_is_reported_with_the_nearest_one() -> None:
+    with pytest.raises(SpecError) as refused:
         ENGINE.axes(cores(space={"ubatchsize": (1,)}))
+    assert refused.value.key == "auto_tuner.space.ubatchsize"
+    assert "ubatch_size" in refused.value.problem + refused.value.fix
     with pytest.raises(SpecError) as error:
         ENGINE.axes(cores(space={"block_size": (16,)}))
     assert error.value.key == "auto_tuner.space.block_size"
 
 
-def test_what_the_log_and_props_report_is_read_back() -> None:
+def test_values_of_log_and_props_are_read_back() -> None:
     assert ENGINE.effective(lambda path: PROPS, LOG) == {
         "parallel": 4,
         "context_len": 512,
@@ -217,7 +220,7 @@ def test_layers_on_the_device_are_reported_unless_all_are_there() -> None:
     assert "n_gpu_layers" not in every
 
 
-def test_a_server_that_reports_little_is_taken_at_its_word() -> None:
+def test_a_server_that_reports_little_is_believed() -> None:
     assert ENGINE.effective(lambda path: PROPS, "nothing") == {"parallel": 4, "context_len": 512}
 
 
@@ -250,7 +253,7 @@ def test_the_default_takes_as_many_cards_as_the_weights_need() -> None:
         ("E srv init: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 8080", TrialState.FAILED),
     ],
 )
-def test_log_lines_have_a_meaning(line: str, state: TrialState | None) -> None:
+def test_log_lines_are_classified(line: str, state: TrialState | None) -> None:
     first = next(known for known in ENGINE.program.failures if re.search(known.pattern, line))
     assert first.state is (state or TrialState.OUT_OF_MEMORY)
 

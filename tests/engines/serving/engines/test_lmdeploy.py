@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.api.hardware import inspection
 from flagcore.api.hardware.inspection import doctor
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
@@ -106,11 +107,11 @@ def test_reserved_flags_are_rejected() -> None:
         ("context_length", {"context_len": 191}),
     ],
 )
-def test_what_lmdeploy_rejects_is_illegal(rule: str, values: dict[str, Any]) -> None:
+def test_settings_that_lmdeploy_rejects_are_illegal(rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(WORKLOAD, cards(model=EXPERTS), **values)
 
 
-def test_what_lmdeploy_accepts_is_legal() -> None:
+def test_settings_that_lmdeploy_accepts_are_legal() -> None:
     task = cards(model=EXPERTS)
     assert not broken(WORKLOAD, task, backend="pytorch", kv_cache_type="fp8", block_size=32, enforce_eager=True)
     assert not broken(WORKLOAD, task, block_size=96, data_parallel_size=2, expert_model_parallel_size=2)
@@ -137,7 +138,7 @@ def test_only_the_pytorch_engine_captures_graphs() -> None:
     assert [settings(cards(), backend=each).graphs.item() for each in ("turbomind", "pytorch")] == [0, 1]
 
 
-def test_what_the_log_of_either_engine_reports_is_read_back() -> None:
+def test_values_in_the_log_of_either_engine_are_read_back() -> None:
     assert WORKLOAD.effective(lambda path: "", TURBOMIND_LOG) == {
         "backend": "turbomind",
         "context_len": 4096,
@@ -176,7 +177,7 @@ def test_failures_are_classified(line: str, state: TrialState) -> None:
     assert classify(Exit(code=1, ended_by=None, duration_s=1.0), line, WORKLOAD.program.failures)[0] is state
 
 
-def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:
+def test_a_request_has_token_ids_and_a_streamed_answer() -> None:
     sent = json.loads(body("m", np.array([5, 6, 7]), 2, GENERATE))
     assert (sent["input_ids"], sent["max_tokens"], sent["ignore_eos"]) == ([5, 6, 7], 2, True)
     stream = Stream()
@@ -189,8 +190,12 @@ def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:
     assert (answer.ttft_s, answer.tpot_s) == (1.0, 1.0)
 
 
-def test_users_see_that_it_is_untested() -> None:
-    assert any("untested" in part["for"] for part in doctor() if part["name"] == "lmdeploy")
+def test_untested_support_is_reported_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "version", lambda name: "0.18.1")
+    (part,) = [part for part in doctor() if part["name"] == "lmdeploy"]
+    assert (part["ok"], part["mend"]) == ("untested", WORKLOAD.untested)
+    on_chip = [part["ok"] for part in doctor() if "lmdeploy on this chip" in part["for"]]
+    assert True not in on_chip
 
 
 def test_it_is_estimated_with_a_wide_interval_and_no_other_engines_overheads() -> None:

@@ -43,12 +43,12 @@ def test_a_server_without_metrics_has_no_counters() -> None:
     assert metrics.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
 
 
-def test_a_share_of_several_ranks_is_their_mean_where_tokens_are_their_sum() -> None:
+def test_shares_of_ranks_are_averaged_and_tokens_summed() -> None:
     assert metrics.counters(lambda path: TEXT, {"a:total": "cache_usage"}) == {"cache_usage": 3.5}
     assert metrics.joined("output_tokens", [3.0, 4.0]) == 7.0
 
 
-def test_cards_are_those_of_the_spec_or_all_of_the_cluster() -> None:
+def test_cards_come_from_the_spec_or_the_cluster() -> None:
     assert Hardware.of(serving("vllm", devices=8)).cards == 8
     assert Hardware.of(serving("vllm", devices=8, cards=4)).cards == 4
 
@@ -106,11 +106,11 @@ def test_the_version_of_a_package_is_that_of_the_interpreter() -> None:
     ("version", "numbers"),
     [("0.11.2rc1+cpu", (0, 11, 2)), ("v0.5", (0, 5, 0)), ("nightly-5b8c", None), ("", None)],
 )
-def test_a_release_is_read_from_odd_versions(version: str, numbers: tuple[int, ...] | None) -> None:
+def test_a_release_is_read_from_unusual_versions(version: str, numbers: tuple[int, ...] | None) -> None:
     assert program.release(version) == numbers
 
 
-def test_a_program_that_is_not_there_is_reported_with_its_name(tmp_path: Path) -> None:
+def test_a_missing_program_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no-such-engine"):
         program.found(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)
@@ -142,7 +142,7 @@ SGLANG_LOG = """\
 
 
 @pytest.mark.parametrize(
-    ("engine", "log", "told"),
+    ("engine", "log", "reported"),
     [
         (
             LLAMACPP,
@@ -162,7 +162,7 @@ SGLANG_LOG = """\
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_what_engines_log_of_their_memory_is_read(engine: Engine, log: str, told: dict[str, float]) -> None:
-    assert engine.memory(log) == pytest.approx(told)
+def test_memory_lines_of_engine_logs_are_read(engine: Engine, log: str, reported: dict[str, float]) -> None:
+    assert engine.memory(log) == pytest.approx(reported)
     assert engine.memory("") == {}
-    assert set(told) <= {"weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens"}
+    assert set(reported) <= {"weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens"}

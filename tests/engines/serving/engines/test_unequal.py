@@ -35,13 +35,13 @@ def split(space: Space) -> list[object]:
 
 
 @ENGINES
-def test_no_one_gets_unequal_instances_who_does_not_ask_for_them(engine: Engine) -> None:
+def test_unequal_instances_are_opt_in(engine: Engine) -> None:
     task = cards(engine, space={INSTANCES: "auto", TP: "auto"})
     assert split(space_of(engine, task)) == []
 
 
 @ENGINES
-def test_auto_tries_each_split_of_all_cards_once_whatever_else_is_crossed(engine: Engine) -> None:
+def test_auto_contains_each_split_of_all_cards_once(engine: Engine) -> None:
     space = space_of(engine, cards(engine, space={INSTANCES: "auto", TP: (2, 4), SIZES: "auto"}))
     found = split(space)
     assert sorted(map(str, found)) == ["2+1+1+1+1+1+1", "2+2+1+1+1+1", "2+2+2+1+1", "4+1+1+1+1", "4+2+1+1", "4+2+2"]
@@ -66,7 +66,7 @@ def test_a_split_may_leave_cards_free_and_its_order_does_not_matter(engine: Engi
 
 
 @pytest.mark.parametrize("given", ["2+2", "8", "4+0", "4+x", "4-2", 6, True])
-def test_what_is_no_unequal_split_is_reported(given: object) -> None:
+def test_an_invalid_unequal_split_is_reported(given: object) -> None:
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.instance_sizes = .*; give the devices of each instance"):
         VLLM.axes(cards(VLLM, space={SIZES: (given,)}))
 
@@ -85,7 +85,7 @@ def test_each_instance_has_whole_attention_heads_and_is_tensor_parallel_alone(en
     assert "sizes_are_tensor_ranks" in broken(engine, task, **{SIZES: "4+2", "pipeline_model_parallel_size": 2})
 
 
-def test_on_cores_a_size_stands_for_the_threads_too() -> None:
+def test_on_cores_a_size_also_sets_the_threads() -> None:
     task = serving("llamacpp", devices=4, on_cores=True)
     codes = merged(LLAMACPP, task, **{SIZES: "3+1", "threads": 2, "threads_batch": 1, INSTANCES: 2})
     assert (codes["threads"], codes["threads_batch"], codes[INSTANCES]) == (0, 0, 1)
@@ -99,7 +99,7 @@ def test_splits_of_many_cards_are_few_and_of_large_instances() -> None:
 
 
 @ENGINES
-def test_kinds_of_instances_are_settings_of_their_own(engine: Engine) -> None:
+def test_kinds_of_instances_are_separate_settings(engine: Engine) -> None:
     task = cards(engine, space={SIZES: (None, "4+2+2"), INSTANCES: (2,), TP: (4,)})
     kinds = heterogeneous.instance_kinds(task, space_of(engine, task).columns())
     found = engine.settings(task, kinds.columns)
@@ -109,13 +109,13 @@ def test_kinds_of_instances_are_settings_of_their_own(engine: Engine) -> None:
     assert sorted(found.instances.tolist()) == [2, 3, 3]
 
 
-def test_kinds_on_cores_have_cores_of_their_own() -> None:
+def test_kinds_on_cores_have_separate_cores() -> None:
     task = serving("vllm", devices=4, on_cores=True, space={SIZES: ("2+1+1",)})
     kinds = heterogeneous.instance_kinds(task, space_of(VLLM, task).columns())
     assert VLLM.settings(task, kinds.columns).devices.tolist() == [2, 1]
 
 
-def test_the_fullest_kind_reports_the_memory_of_a_candidate() -> None:
+def test_the_fullest_kind_determines_the_memory_of_a_candidate() -> None:
     kinds = heterogeneous.InstanceKinds(np.array([0, 0, 1]), np.array([1, 2, 4]), {})
     assert kinds.worst(np.array([1.0, 3.0, 2.0])).tolist() == [1, 2]
     assert kinds.total(np.array([1.0, 3.0, 2.0])).tolist() == [7.0, 8.0]

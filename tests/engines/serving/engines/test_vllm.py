@@ -60,7 +60,7 @@ def settings(task: Any, **values: Any) -> Any:
     return ENGINE.settings(task, row(ENGINE, task, **values))
 
 
-def test_what_the_spec_does_not_name_is_left_to_vllm() -> None:
+def test_unset_arguments_have_vllms_defaults() -> None:
     assert server(cards()).argv == ("/bin/echo", "serve", "hf", "--host", "127.0.0.1", "--port", PORT)
     assert len(space_of(ENGINE, cards())) == 1
     assert broken(ENGINE, cards()) == []
@@ -109,7 +109,7 @@ def test_expert_parallelism_is_a_switch_over_all_devices_of_an_instance() -> Non
         ("context_length", {"context_len": 191}),
     ],
 )
-def test_what_vllm_refuses_is_illegal(rule: str, values: dict[str, Any]) -> None:
+def test_settings_that_vllm_refuses_are_illegal(rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(ENGINE, cards(), **values)
 
 
@@ -123,7 +123,7 @@ def test_what_vllm_refuses_is_illegal(rule: str, values: dict[str, Any]) -> None
         ("cards", {"tensor_model_parallel_size": 2, "instances": 2}),
     ],
 )
-def test_what_its_cpu_build_refuses_or_dies_of_is_illegal_on_cores(rule: str, values: dict[str, Any]) -> None:
+def test_settings_that_the_cpu_build_does_not_support_are_illegal_on_cores(rule: str, values: dict[str, Any]) -> None:
     assert rule in broken(ENGINE, cores(), **values)
 
 
@@ -150,9 +150,7 @@ def test_block_sizes_follow_the_attention_backend() -> None:
         (200 * GIB, "0.19.0", 2048, 256),
     ],
 )
-def test_batch_sizes_that_no_one_sets_follow_memory_and_version(
-    memory: int, version: str, tokens: int, seqs: int
-) -> None:
+def test_unset_batch_sizes_depend_on_memory_and_version(memory: int, version: str, tokens: int, seqs: int) -> None:
     found = settings(cards(memory=memory, engine_version=version))
     assert (found.max_batched_tokens.item(), found.max_running.item()) == (tokens, seqs)
 
@@ -168,13 +166,13 @@ def test_a_chip_with_fp8_and_70_gib_gets_larger_batches() -> None:
     assert merged(ENGINE, task, max_num_batched_tokens=8192, max_num_seqs=1024) == merged(ENGINE, task)
 
 
-def test_batch_sizes_on_cores_grow_with_the_ranks() -> None:
+def test_batch_sizes_on_cores_grow_with_the_number_of_ranks() -> None:
     found = settings(cores(), tensor_model_parallel_size=2)
     assert (found.max_batched_tokens.item(), found.max_running.item()) == (4096, 256)
     assert settings(cores()).block_size.item() == 128
 
 
-def test_the_memory_share_grew_when_graphs_were_counted_in_it() -> None:
+def test_the_memory_share_is_larger_since_graphs_are_included() -> None:
     assert settings(cards(engine_version="0.20.2")).memory_fraction.item() == 0.9
     assert settings(cards(engine_version="0.21.0")).memory_fraction.item() == 0.92
     assert settings(cards(), gpu_memory_utilization="0.8").memory_fraction.item() == 0.8
@@ -189,7 +187,7 @@ def test_shares_of_memory_are_numbers_or_words() -> None:
         ENGINE.parse({"gpu_memory_utilization": 1.5})
 
 
-def test_an_odd_version_is_taken_for_the_newest() -> None:
+def test_an_unparsable_version_is_treated_as_the_newest() -> None:
     assert settings(cards(engine_version="nightly-5b8c30d62b754b57")).memory_fraction.item() == 0.92
 
 
@@ -198,7 +196,7 @@ def test_settings_of_a_job_record_need_no_knob_but_what_it_has() -> None:
     assert ENGINE.settings(cards(weights=None, command=None), columns).chunked.item() == 1
 
 
-def test_values_that_vllm_has_by_itself_are_merged_with_not_set() -> None:
+def test_vllms_default_values_are_merged_with_not_set() -> None:
     task = cores()
     assert merged(ENGINE, task, block_size=128, max_num_batched_tokens=2048, kv_cache_type="auto") == merged(
         ENGINE, task
@@ -218,7 +216,7 @@ def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert settings(asked).cache_bytes.item() == 32 * GIB / 2
 
 
-def test_ranks_on_cores_are_bound_one_by_one_and_a_lone_one_binds_itself() -> None:
+def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> None:
     usable = sorted(os.sched_getaffinity(0))[:2]
     if len(usable) < 2:
         pytest.skip("this machine has one core")
@@ -237,7 +235,17 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
         assert error.value.key == f"serve.engine_args.{flag.replace('_', '-')}"
 
 
-def test_a_flag_that_a_release_dropped_is_named_with_what_to_use() -> None:
+def test_all_invalid_values_of_engine_args_are_reported() -> None:
+    given = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
+    with pytest.raises(SpecError) as error:
+        ENGINE.axes(cards(engine_args=given))
+    assert [(each.key, each.value) for each in error.value.problems] == [
+        ("serve.engine_args.max_num_seqs", -5),
+        ("serve.engine_args.enforce_eager", 7),
+    ]
+
+
+def test_a_removed_flag_is_reported_with_its_replacement() -> None:
     with pytest.raises(SpecError, match="kv-offloading-size") as error:
         ENGINE.axes(cards(engine_args={"swap_space": 4}))
     assert error.value.key == "serve.engine_args.swap-space"
@@ -305,26 +313,28 @@ def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install
 
 
 def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"serve.weights is missing"):
+    with pytest.raises(SpecError) as refused:
         ENGINE.program.ready(cards(weights=None).spec)
+    assert "serve.weights" in refused.value.key
     with pytest.raises(SpecError, match=r"config\.json"):
         ENGINE.program.ready(cards(weights=str(tmp_path)).spec)
 
 
-def test_a_precision_that_nothing_brings_about_is_refused(tmp_path: Path) -> None:
+def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     def ready(**given: Any) -> None:
         ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
 
-    with pytest.raises(SpecError, match=r"serve\.engine_args"):
+    with pytest.raises(SpecError) as refused:
         ready()
+    assert refused.value.key == "serve.precision"
     ready(engine_args={"quantization": "fp8"})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     ready()
 
 
-def test_what_the_log_and_metrics_report_is_read_back() -> None:
+def test_values_of_log_and_metrics_are_read_back() -> None:
     assert ENGINE.effective(lambda path: METRICS, LOG) == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 1,
@@ -385,6 +395,6 @@ def test_a_broken_install_of_the_cpu_build_is_reported_with_its_fix(line: str, f
     assert fix in ended(line)[1]
 
 
-def test_a_busy_device_is_not_the_candidates_fault() -> None:
+def test_a_failure_on_a_busy_device_is_not_attributed_to_the_candidate() -> None:
     line = "ValueError: Free memory on device cuda:0 (3/80 GiB) on startup is less than desired GPU memory utilization"
     assert re.search("another process", ended(line)[1])

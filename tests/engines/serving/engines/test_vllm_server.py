@@ -36,7 +36,7 @@ def task(model: str) -> Any:
     return serving("vllm", on_cores=True, devices=2, weights=model, command=command, engine_args=ARGS)
 
 
-def test_a_candidate_is_served_as_it_was_requested(model: str, tmp_path: Path) -> None:
+def test_a_candidate_is_served_unchanged(model: str, tmp_path: Path) -> None:
     asked = {
         "tensor_model_parallel_size": 2,
         "max_num_seqs": 16,
@@ -46,14 +46,14 @@ def test_a_candidate_is_served_as_it_was_requested(model: str, tmp_path: Path) -
     }
     with started(ENGINE, task(model), asked, tmp_path, PATIENCE) as server:
         assert server.wait() is None, server.log
-        told = ENGINE.effective(server.fetch, server.log)
-        assert {knob: told[knob] for knob in asked} == asked
-        assert (told["context_len"], told["enforce_eager"]) == (512, True)
+        reported = ENGINE.effective(server.fetch, server.log)
+        assert {knob: reported[knob] for knob in asked} == asked
+        assert (reported["context_len"], reported["enforce_eager"]) == (512, True)
         assert server.completion_tokens(9) == 9
         assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9
 
 
-def test_a_block_size_that_the_rules_forbid_does_not_run_and_the_reason_is_found(model: str, tmp_path: Path) -> None:
+def test_an_illegal_block_size_fails_with_its_reason(model: str, tmp_path: Path) -> None:
     with started(ENGINE, task(model), {"block_size": 16}, tmp_path, PATIENCE) as server:
         state, reason = server.failure()
     assert state is TrialState.INVALID

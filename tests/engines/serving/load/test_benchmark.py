@@ -1,4 +1,4 @@
-"""The benchmark of the client runs, its server in a process of its own, and prints what it promises."""
+"""The benchmark of the client runs, its server in a separate process, and prints what it promises."""
 
 from __future__ import annotations
 

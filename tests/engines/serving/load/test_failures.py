@@ -112,8 +112,10 @@ async def aborts(asked: Asked, wire: Wire) -> None:
 
 async def too_long(asked: Asked, wire: Wire) -> None:
     await wire.head("400 Bad Request", "application/json")
-    said = {"error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}}
-    await wire.send(json.dumps(said).encode())
+    reported_text = {
+        "error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}
+    }
+    await wire.send(json.dumps(reported_text).encode())
     await wire.end()
 
 
@@ -259,7 +261,7 @@ async def is_busy(asked: Asked, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
 
 
-async def leads_elsewhere(asked: Asked, wire: Wire) -> None:
+async def redirects(asked: Asked, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
 
 
@@ -295,7 +297,7 @@ MISBEHAVING = [
     (counted(4), ProblemKind.WRONG_LENGTH, "4 tokens instead of 5"),
     (resets_after_the_head, ProblemKind.CONNECTION_LOST, "after 0 events"),
     (is_busy, ProblemKind.STATUS, "HTTP 503 Service Unavailable: overload"),
-    (leads_elsewhere, ProblemKind.STATUS, "HTTP 302 Found"),
+    (redirects, ProblemKind.STATUS, "HTTP 302 Found"),
     (compresses, ProblemKind.BROKEN, "compressed (gzip)"),
     (promises_more_than_it_sends, ProblemKind.CONNECTION_LOST, "after 0 events"),
     (two_choices_in_an_event, ProblemKind.BROKEN, "several choices"),
@@ -361,7 +363,7 @@ async def keeps_alive_and_spells_it_differently(asked: Asked, wire: Wire) -> Non
     await wire.end()
 
 
-def test_an_answer_counts_however_its_stream_is_spelt_and_cut() -> None:
+def test_an_answer_counts_in_any_stream_format_and_chunking() -> None:
     result = loaded(keeps_alive_and_spells_it_differently)
     assert (result.problems, result.completed) == ((), 4)
     assert {(each.output_tokens, len(each.gaps_s)) for each in result.requests} == {(5, 4)}
@@ -380,7 +382,7 @@ def test_one_wrong_answer_among_right_ones_voids_the_load() -> None:
     assert not result.figures
 
 
-def test_server_that_is_not_there_is_not_reached() -> None:
+def test_a_missing_server_is_not_reached() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         result = send(f"http://127.0.0.1:{unused.getsockname()[1]}")
@@ -388,7 +390,7 @@ def test_server_that_is_not_there_is_not_reached() -> None:
     assert "Connect call failed" in result.problems[0] or "refused" in result.problems[0].lower()
 
 
-def test_url_that_is_none_is_reported() -> None:
+def test_an_invalid_url_is_reported() -> None:
     assert send("http://:99999").problems[0].startswith("not reached: http://:99999/v1/completions")
 
 
@@ -410,7 +412,7 @@ async def pings_for_ever(asked: Asked, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("behaviour", [never_answers, stops_in_the_middle, pings_for_ever])
-def test_answer_that_does_not_end_is_over_with_the_time_of_the_load(behaviour: Behaviour) -> None:
+def test_an_endless_answer_ends_with_the_load(behaviour: Behaviour) -> None:
     result = loaded(behaviour, timeout_s=0.3)
     assert re.fullmatch(r"timed out: not answered within 0\.\d s \(4 requests\)", *result.problems)
     assert result.failed == 4

@@ -76,7 +76,7 @@ def test_steady_rate_leaves_out_the_first_wave_and_the_tail() -> None:
     assert figures["output_tokens_per_s"] < 0.8
 
 
-def test_steady_rate_is_not_reported_where_slots_were_hardly_filled_twice() -> None:
+def test_steady_rate_needs_slots_that_were_filled_twice() -> None:
     assert steady_rate(slots(4, 1, 1.0), 4) is None
     assert steady_rate(slots(4, 2, 1.0), 4) is None
     assert steady_rate(slots(4, 4, 1.0), 4) is not None
@@ -91,11 +91,11 @@ def test_goodput_counts_requests_that_keep_all_limits_a_second() -> None:
     assert goodput(got, {}) == pytest.approx(4 / 9)
 
 
-def test_limit_is_kept_by_a_request_that_is_exactly_at_it() -> None:
+def test_a_request_exactly_at_the_limit_meets_it() -> None:
     assert goodput(result(answer()), {"ttft_s.p99": 1.0}) == pytest.approx(1 / 3)
 
 
-def test_of_limits_on_several_statistics_the_widest_is_a_requests_own() -> None:
+def test_with_limits_on_several_statistics_the_widest_applies_to_a_request() -> None:
     assert goodput(result(answer()), {"ttft_s.p50": 0.5, "ttft_s.p99": 1.5}) == pytest.approx(1 / 3)
 
 
@@ -105,11 +105,11 @@ def test_limit_on_gaps_is_kept_by_the_statistic_of_a_requests_own_gaps() -> None
     assert goodput(got, {"itl_s.p99": 3.0}) == 0
 
 
-def test_one_token_keeps_any_limit_on_what_follows_it() -> None:
+def test_one_token_meets_any_limit_on_later_tokens() -> None:
     assert goodput(result(answer(gaps=())), {"tpot_s.p99": 0.0, "itl_s.p99": 0.0}) == 1.0
 
 
-def test_rate_in_the_limits_bounds_no_request() -> None:
+def test_a_rate_limit_does_not_apply_to_single_requests() -> None:
     assert goodput(result(answer()), {"output_tokens_per_s": 0.0}) == pytest.approx(1 / 3)
 
 
@@ -117,7 +117,7 @@ def test_load_with_a_problem_has_no_goodput() -> None:
     assert goodput(LoadResult(figures={}, duration_s=1.0, completed=1, failed=1, problems=("x",)), {}) == 0.0
 
 
-def test_client_pays_for_what_it_computes() -> None:
+def test_cpu_use_of_the_client_is_measured() -> None:
     meter = Meter()
     while meter.figures()["client_cpu_s"] < 0.05:
         sum(range(10_000))
@@ -126,11 +126,11 @@ def test_client_pays_for_what_it_computes() -> None:
     assert figures["others_cores"] >= 0
 
 
-def test_children_of_the_client_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_of_the_client_are_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, tree = iter([100.0, 105.0]), iter([10.0, 14.0])
     clock = iter([0.0, 2.0])
     monkeypatch.setattr("flagcore.engines.serving.load.sending._busy_s", lambda: next(busy))
-    monkeypatch.setattr("flagcore.engines.serving.load.sending._tree_s", lambda: next(tree))
+    monkeypatch.setattr("flagcore.engines.serving.load.sending._process_tree_s", lambda: next(tree))
     monkeypatch.setattr("flagcore.engines.serving.load.sending.time.perf_counter", lambda: next(clock))
     assert Meter().figures()["others_cores"] == pytest.approx(0.5)
 
@@ -149,5 +149,5 @@ def test_quantiles_are_few_and_have_the_percentiles_of_all_values(count: int) ->
             )
 
 
-def test_a_latency_that_no_request_has_has_no_quantiles() -> None:
+def test_a_latency_without_requests_has_no_quantiles() -> None:
     assert list(quantiles_of([answer(gaps=())])) == ["ttft_s", "e2e_s"]

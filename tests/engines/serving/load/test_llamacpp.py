@@ -109,7 +109,7 @@ def test_answer_that_does_not_fit_into_its_slot_is_reported_and_not_counted(serv
     assert not result.figures
 
 
-def test_prompt_that_does_not_fit_into_its_slot_is_refused_in_the_servers_words(server: Server) -> None:
+def test_a_prompt_larger_than_its_slot_is_reported_with_the_servers_message(server: Server) -> None:
     result = send(server, Load(input_len=600, output_len=4, num_prompts=2, concurrency=1))
     assert result.problems[0].startswith("refused: HTTP 400")
     assert "context" in result.problems[0]

@@ -139,6 +139,6 @@ def test_report_that_cannot_be_trusted_gives_the_reason(report: Any, problem: st
     assert str(error.value).count("report.json") == 1
 
 
-def test_report_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def test_a_missing_report_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="cannot be read"):
         read_report(tmp_path / "none.json")

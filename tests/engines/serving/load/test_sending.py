@@ -51,7 +51,7 @@ def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids
     }
 
 
-def test_closed_loop_keeps_as_many_in_flight_as_it_should_and_never_more() -> None:
+def test_closed_loop_keeps_its_concurrency_and_never_exceeds_it() -> None:
     with serving(in_turn) as served:
         result = send([served.url])
     assert served.most == 4
@@ -107,7 +107,7 @@ def test_request_goes_to_the_instance_with_the_fewest_in_flight() -> None:
     assert sorted(answer.target for answer in result.requests) == [0] + [1] * 9
 
 
-def test_instances_that_are_alike_get_the_same_share() -> None:
+def test_equal_instances_get_equal_shares() -> None:
     with serving(well) as one, serving(well) as other:
         send([one.url, other.url], concurrency=1)
     assert len(one.asked) == len(other.asked) == 6
@@ -123,7 +123,7 @@ def test_warm_up_comes_first_and_does_not_count() -> None:
     assert len({prompt[:4] for prompt in prompts}) == 1
 
 
-def test_same_seed_sends_the_same_and_another_sends_fresh_prompts_of_the_same_lengths() -> None:
+def test_another_seed_changes_prompts_but_not_their_lengths() -> None:
     def sent(seed: int) -> list[list[int]]:
         with serving(well) as served:
             send([served.url], seed, concurrency=1, range_ratio=0.2)

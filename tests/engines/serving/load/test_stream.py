@@ -54,13 +54,13 @@ def test_tokens_are_counted_from_usage_and_not_from_pieces() -> None:
     assert got.gaps_s == (2.0,)
 
 
-def test_last_token_that_is_held_back_ends_with_the_finish_and_not_with_the_last_text() -> None:
+def test_a_delayed_last_token_ends_with_the_finish_event() -> None:
     got = fed((11.0, event()), (12.0, event()), (14.0, ending()))
     assert got.e2e_s == 4.0
     assert got.tpot_s == 1.5
 
 
-def test_counts_that_come_after_the_answer_do_not_lengthen_it() -> None:
+def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
     stream = Stream()
     stream.feed(event() + event(), 11.0)
     stream.feed(event("", choice={"finish_reason": "length"}), 12.0)
@@ -86,7 +86,7 @@ def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
     assert got.gaps_s == (1.0, 1.0)
 
 
-def test_piece_that_has_token_ids_and_no_text_counts() -> None:
+def test_a_chunk_with_token_ids_but_no_text_counts() -> None:
     got = fed((11.0, event("", choice={"token_ids": [7]})), (12.0, event()), (12.0, ending()))
     assert got.ttft_s == 1.0
 
@@ -108,7 +108,7 @@ WHOLE = b"".join(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_how_bytes_are_cut_into_reads_does_not_matter(size: int, newline: bytes) -> None:
+def test_the_chunking_of_reads_does_not_matter(size: int, newline: bytes) -> None:
     data = WHOLE.replace(b"\n", newline)
     got = fed(*((11.0, data[at : at + size]) for at in range(0, len(data), size)), made=6)
     assert len(got.gaps_s) == 5
@@ -129,7 +129,7 @@ def test_spaces_of_the_json_and_the_order_of_its_keys_do_not_matter() -> None:
         (b"<html>\n", "<html>"),
     ],
 )
-def test_what_follows_good_events_is_not_taken_for_one_by_its_looks(late: bytes, message: str) -> None:
+def test_malformed_events_after_valid_ones_are_detected(late: bytes, message: str) -> None:
     stream = Stream()
     stream.feed(event() * 3, 11.0)
     with pytest.raises(RequestFailed, match=message):
@@ -170,6 +170,6 @@ def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
     assert got.gaps_s == (1.0, 1.0)
 
 
-def test_nothing_after_the_end_counts() -> None:
+def test_events_after_the_end_are_ignored() -> None:
     got = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
     assert len(got.gaps_s) == 1

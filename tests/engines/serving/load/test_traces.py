@@ -54,7 +54,7 @@ def test_mooncake_gives_lengths_seconds_and_blocks(tmp_path: Path) -> None:
     assert trace.notes == ()
 
 
-def test_requests_are_put_in_order_of_time_with_all_that_is_theirs(tmp_path: Path) -> None:
+def test_requests_are_sorted_by_time_with_all_their_fields(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, MOONCAKE[::-1]))
     assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
     assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
@@ -78,7 +78,7 @@ def test_sharegpt_as_one_list_and_with_messages_is_the_same(tmp_path: Path) -> N
     assert columns(read_trace(written(tmp_path, messages))) == ([10], [100], None)
 
 
-def test_token_counts_that_are_given_are_taken_and_not_estimated(tmp_path: Path) -> None:
+def test_token_counts_in_a_trace_are_used_and_not_estimated(tmp_path: Path) -> None:
     counted = [{**SHAREGPT[0], "prompt_tokens": 33, "completion_tokens": 44}]
     trace = read_trace(written(tmp_path, counted))
     assert columns(trace) == ([33], [44], None)
@@ -144,19 +144,21 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ("Timestamp,Request tokens,Response tokens\n1,x,2\n", "a.csv", "row 2: Request tokens is 'x'"),
     ],
 )
-def test_file_that_is_no_trace_reports_where_and_why(content: str, name: str, problem: str, tmp_path: Path) -> None:
+def test_an_invalid_trace_file_is_reported_with_row_and_reason(
+    content: str, name: str, problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(SpecError) as error:
         read_trace(written(tmp_path, content, name))
     assert error.value.key == "serve.profile.trace"
     assert problem in str(error.value)
 
 
-def test_texts_may_hold_unicodes_own_ends_of_lines(tmp_path: Path) -> None:
+def test_texts_may_contain_unicode_line_separators(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "one\u2028two\x85"}, {"from": "gpt", "value": "abcd\u2029efg"}]
     row = json.dumps({"conversations": turns}, ensure_ascii=False)
     assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([2, 2], [2, 2], None)
 
 
-def test_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         read_trace(str(tmp_path / "none.jsonl"))

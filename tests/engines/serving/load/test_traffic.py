@@ -43,7 +43,7 @@ def test_range_spread_draws_around_the_length() -> None:
     assert asked.input_len.mean() == pytest.approx(100, rel=0.02)
 
 
-def test_lengths_of_prompts_and_answers_are_not_drawn_alike() -> None:
+def test_lengths_of_prompts_and_answers_are_independent() -> None:
     asked = traffic(Load(input_len=1000, output_len=1000, num_prompts=100, concurrency=1, range_ratio=0.0))
     assert abs(np.corrcoef(asked.input_len, asked.output_len)[0, 1]) < 0.5
 
@@ -101,13 +101,13 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
     assert len({tuple(ids[30:40]) for ids in found}) == 20
 
 
-def test_another_seed_shares_no_start_with_the_first_its_prefix_included() -> None:
+def test_prompts_of_another_seed_share_no_prefix() -> None:
     asked = traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1))
     starts = [{tuple(ids[:8]) for ids in drawn(asked, seed, prefix_len=30)} for seed in (0, 1)]
     assert not starts[0] & starts[1]
 
 
-def test_warm_up_has_the_prefix_of_the_load_and_prompts_of_its_own() -> None:
+def test_warm_up_has_the_prefix_of_the_load_and_different_prompts() -> None:
     asked = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
     found = drawn(asked, prefix_len=30)
     first = warm_up(asked, 5)

@@ -40,18 +40,18 @@ def test_key_and_value_heads_are_repeated_beyond_their_number() -> None:
     assert cached[2] > 0.9 * cached[1]
 
 
-def test_a_latent_is_read_by_each_tensor_rank_and_less_than_the_heads_it_stands_for() -> None:
+def test_each_tensor_rank_reads_a_latent_which_is_smaller_than_its_heads() -> None:
     found = times(LATENT, tensor=[1.0, 8.0]).cached
     heads = times(replace(DENSE, num_query_groups=32)).cached[0]
     assert found[1] > 0.8 * found[0]
     assert found[0] < 0.2 * heads
 
 
-def test_a_cache_of_fewer_bytes_is_read_faster() -> None:
+def test_a_smaller_cache_type_is_read_faster() -> None:
     assert times(cache_bytes=[2.0, 1.0]).cached[1] == pytest.approx(0.5 * times().cached[0])
 
 
-def test_few_tokens_touch_few_experts_and_many_touch_all() -> None:
+def test_few_tokens_use_few_experts_and_many_use_all() -> None:
     assert touched(128.0, 8.0, np.array([1.0, 2.0, 1e4])) == pytest.approx([8.0, 15.5, 128.0])
     shared = times(EXPERTS).shared[0]
     assert shared[0] < 0.5 * shared[NODES.tolist().index(128)]
@@ -62,7 +62,7 @@ def test_attention_ranks_exchange_tokens_with_experts() -> None:
     assert found.shared[1, -1] > found.shared[0, -1]
 
 
-def test_what_is_no_graph_waits_for_the_host() -> None:
+def test_batches_without_a_graph_wait_for_the_host() -> None:
     found = times(captured=[512.0, 0.0])
     lane = Lane(budget=8192.0, running=64.0, cache_tokens=1e9)
     captured, eager = (Price(found, row, lane, OVER) for row in (0, 1))
@@ -72,14 +72,14 @@ def test_what_is_no_graph_waits_for_the_host() -> None:
     assert captured.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(host, rel=1e-2)
 
 
-def test_a_pass_that_is_too_large_is_several() -> None:
+def test_a_large_pass_is_split() -> None:
     found = times(pass_tokens=[1e9, 512.0]).local
     last = NODES.tolist().index(2048)
     assert found[1, last] == pytest.approx(4 * found[1, NODES.tolist().index(512)])
     assert found[1, last] > found[0, last]
 
 
-def test_cores_share_the_work() -> None:
+def test_work_is_shared_among_cores() -> None:
     one, four = times(cores=[1.0, 4.0]).local[:, 0]
     assert one == pytest.approx(4 * four)
 
@@ -91,13 +91,13 @@ def test_a_pipeline_adds_messages() -> None:
     assert (none, second) == (0.0, pytest.approx(2 * first))
 
 
-def test_a_chip_without_facts_gives_no_times() -> None:
+def test_a_chip_without_facts_has_unknown_times() -> None:
     bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
     found = iteration_costs(Serving(model=DENSE, precision="bf16", overheads=OVER), split(), bare)
     assert np.isnan(found.local).all()
 
 
-def test_tables_are_read_between_their_nodes_and_nothing_takes_no_time() -> None:
+def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
     table = times().local
     got = at(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
     low, high = table[0, NODES.tolist().index(64)], table[0, NODES.tolist().index(96)]

@@ -25,7 +25,7 @@ def memory(of: Serving, on: Split, budget: float = 72e9, tokens: float = 8192.0)
     )
 
 
-def test_weights_of_a_model_of_8_billion_are_what_its_files_take() -> None:
+def test_the_weights_of_an_8b_model_have_the_size_of_its_files() -> None:
     assert weight_bytes(serving(), split())[0] == pytest.approx(16.38e9, rel=0.002)
 
 
@@ -47,7 +47,7 @@ def test_narrow_weights_leave_tables_in_16_bits() -> None:
     assert narrow - tables == pytest.approx(0.5 * (wide - tables))
 
 
-def test_a_cached_token_takes_keys_and_values_of_all_layers() -> None:
+def test_a_cached_token_holds_keys_and_values_of_all_layers() -> None:
     assert token_bytes(DENSE, split())[0] == 36 * 2 * 8 * 128 * 2
     found = token_bytes(DENSE, split(tensor=[8.0, 16.0], cache_bytes=1.0))
     assert found.tolist() == [36 * 2 * 128, 36 * 2 * 128]
@@ -57,7 +57,7 @@ def test_a_latent_is_whole_on_each_tensor_rank() -> None:
     assert token_bytes(LATENT, split(tensor=[1.0, 8.0])).tolist() == [36 * 576 * 2] * 2
 
 
-def test_the_cache_takes_what_is_left() -> None:
+def test_the_cache_takes_the_remaining_memory() -> None:
     found = memory(serving(), split())
     rest = 72e9 - found.weights - found.activations - found.graphs
     assert found.cache_tokens == pytest.approx(rest / (36 * 2 * 8 * 128 * 2))
@@ -70,7 +70,7 @@ def test_an_engine_may_count_activations_beside_its_share() -> None:
     assert found.cache == pytest.approx(72e9 - found.weights)
 
 
-def test_a_cache_of_its_own_size_is_that_size() -> None:
+def test_a_cache_size_that_is_set_is_used() -> None:
     one = np.ones(1)
     found = serving_memory(
         serving(), split(), budget=np.nan * one, own_cache=4.0 * GIB * one, batched_tokens=2048 * one, running=8 * one
@@ -78,6 +78,6 @@ def test_a_cache_of_its_own_size_is_that_size() -> None:
     assert found.cache[0] == 4 * GIB
 
 
-def test_attention_ranks_have_caches_of_their_own() -> None:
+def test_attention_ranks_have_separate_caches() -> None:
     one, two = memory(serving(EXPERTS), split(data=[1.0, 2.0]), budget=300e9).cache_tokens
     assert two > 2 * one

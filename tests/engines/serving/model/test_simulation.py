@@ -110,7 +110,7 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
 
 @pytest.mark.parametrize("floor", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize("mixes", [True, False])
-def test_many_pieces_of_a_long_prompt_at_once_take_as_long_as_one_after_the_other(
+def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     mixes: bool, floor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = replace(times(), floor=np.array([floor]), pair=np.array([1e-7]))
@@ -142,7 +142,7 @@ def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
     assert outcome.requests[2].first > outcome.requests[0].end
 
 
-def test_prompts_larger_than_the_budget_are_computed_in_pieces_beside_others_that_decode() -> None:
+def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() -> None:
     whole, pieces = (
         simulate(priced(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
         for budget in (8192.0, 256.0)
@@ -151,12 +151,12 @@ def test_prompts_larger_than_the_budget_are_computed_in_pieces_beside_others_tha
     assert pieces.requests[1].first > whole.requests[1].first
 
 
-def test_an_engine_that_does_not_mix_makes_those_that_decode_wait() -> None:
+def test_without_mixed_batches_decoding_waits_for_prefill() -> None:
     together, apart = (simulate(priced(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
     assert apart.requests[0].end > together.requests[0].end
 
 
-def test_a_cache_that_is_too_small_puts_sequences_back_and_all_are_answered_all_the_same() -> None:
+def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
     roomy, small = (simulate(priced(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0))
     assert roomy.preemptions == 0
@@ -165,12 +165,12 @@ def test_a_cache_that_is_too_small_puts_sequences_back_and_all_are_answered_all_
     assert small.duration > roomy.duration
 
 
-def test_an_engine_that_keeps_room_for_answers_puts_none_back() -> None:
+def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
     price = priced(replace(LANE, cache_tokens=2000.0), reserve=1.0)
     assert simulate(price, [(200, 300)] * 8, [0.0] * 8, 8).preemptions == 0
 
 
-def test_an_engine_that_looks_seldom_lets_requests_wait() -> None:
+def test_an_engine_that_polls_rarely_delays_requests() -> None:
     often, seldom = (simulate(priced(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
     assert seldom.requests[1].first > often.requests[1].first
 
@@ -187,6 +187,6 @@ def test_gaps_are_all_tokens_after_the_first() -> None:
     assert sum(count for _, count in outcome.gaps) == 5 * 29
 
 
-def test_the_same_requests_give_the_same_times() -> None:
+def test_equal_requests_give_equal_times() -> None:
     lengths = [(300, 50)] * 20
     assert ends(simulate(priced(), lengths, None, 4)) == ends(simulate(priced(), lengths, None, 4))

@@ -41,7 +41,7 @@ def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: in
     assert found.rate[0] == pytest.approx(rate, rel=0.12)
 
 
-def test_more_in_flight_give_more_in_all_and_each_waits_longer() -> None:
+def test_more_concurrency_raises_throughput_and_latency() -> None:
     costs = times()
     found = [steady(costs, OVER, loop(flight, 1024.0, 256.0, 1e9)) for flight in (1.0, 8.0, 64.0)]
     assert np.diff([float(each.rate[0]) for each in found]).min() > 0

@@ -24,7 +24,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-def test_the_first_line_that_names_a_cause_is_reported_not_the_last_that_names_none() -> None:
+def test_the_first_line_with_a_cause_is_reported() -> None:
     state, line = first_error(VLLM, VLLM_ENGINE.program.failures)
     assert state is TrialState.INVALID
     assert "No common block size for 16" in line
@@ -41,18 +41,18 @@ def test_the_first_line_that_names_a_cause_is_reported_not_the_last_that_names_n
         ("", ""),
     ],
 )
-def test_without_a_pattern_an_exception_goes_before_an_error_and_that_before_the_last_line(log: str, line: str) -> None:
+def test_without_a_pattern_the_reason_is_an_exception_or_an_error_or_the_last_line(log: str, line: str) -> None:
     assert first_error(log, ()) == (None, line)
 
 
 @pytest.mark.parametrize("engine", [VLLM_ENGINE, SGLANG_ENGINE, LLAMACPP_ENGINE])
 @pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
-def test_lines_of_one_long_word_are_looked_through(engine: Engine, line: str) -> None:
+def test_long_single_word_lines_are_searched(engine: Engine, line: str) -> None:
     log = f"{line}\n" * 2500 + "ValueError: at last"
     assert first_error(log, engine.program.failures)[1] == "ValueError: at last"
 
 
-def test_running_out_of_memory_goes_before_what_follows_from_it() -> None:
+def test_out_of_memory_is_classified_before_its_consequences() -> None:
     patterns = (
         FailurePattern(pattern="ValueError", state=TrialState.INVALID),
         FailurePattern(pattern="out of memory", state=TrialState.OUT_OF_MEMORY, advice="use less"),
@@ -63,7 +63,7 @@ def test_running_out_of_memory_goes_before_what_follows_from_it() -> None:
     )
 
 
-def test_of_a_long_log_beginning_and_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_and_end_of_a_long_log_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "HEAD_BYTES", 20)
     monkeypatch.setattr(failures, "TAIL_BYTES", 10)
     (tmp_path / "log").write_text("first line" + "x" * 100 + "\nlast line")
@@ -74,15 +74,15 @@ def test_of_a_long_log_beginning_and_end_are_read(tmp_path: Path, monkeypatch: p
     assert log_text(tmp_path / "none") == ""
 
 
-def test_of_a_server_that_dies_under_load_what_it_reported_then_is_reported_and_nothing_harmless(
+def test_a_server_crash_under_load_is_reported_with_its_error_and_no_harmless_lines(
     tmp_path: Path,
 ) -> None:
     begun = "ImportError: fast_kernels is not there\nready\n"
     (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
     assert "its log: bus error in worker 1" in str(died("instance 0", "ended", tmp_path / "log", (), len(begun)))
     (tmp_path / "log").write_text("listening\nerrors are ignored\nPOST /v1/completions 200\n")
-    told = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
-    assert "its log names no error, and ends: POST /v1/completions 200" in told
+    reported = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
+    assert "its log names no error, and ends: POST /v1/completions 200" in reported
 
 
 def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("state", failures.WORDS)
-def test_what_the_program_reports_last_is_classified_as_it_was_meant(state: TrialState) -> None:
+def test_final_messages_of_the_program_are_classified(state: TrialState) -> None:
     line = str(TrialFailure(state, "it\nsaid " + "much " * 200))
     ended = Exit(code=1, ended_by=None, duration_s=1.0)
     found, reason = classify(ended, f"load 1 of 1\n{line}\n", PATTERNS)

@@ -57,7 +57,7 @@ SHORT = ("dies", "never_healthy", "refuses", "out_of_memory", "garbage", "stale"
 @pytest.mark.parametrize(
     "behaviour", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in WRONG]
 )
-def test_a_trial_that_went_wrong_has_its_class_its_reason_and_no_figures(behaviour: str, tmp_path: Path) -> None:
+def test_a_failed_trial_has_its_class_its_reason_and_no_figures(behaviour: str, tmp_path: Path) -> None:
     state, reason = WRONG[behaviour]
     where = trials.platform(tmp_path, behaviour, seconds=9.0 if state is TrialState.TIMED_OUT else 60.0)
     done = trials.run(where, tmp_path, parallel=4)
@@ -72,7 +72,7 @@ def test_a_server_that_floods_its_log_is_measured(tmp_path: Path) -> None:
     assert done.state is TrialState.MEASURED, done.reason
 
 
-def test_figures_of_an_earlier_trial_in_the_folder_do_not_pass_for_this_ones(tmp_path: Path) -> None:
+def test_figures_of_an_earlier_trial_in_the_folder_are_not_used(tmp_path: Path) -> None:
     assert trials.run(trials.platform(tmp_path, "well"), tmp_path).state is TrialState.MEASURED
     done = trials.run(trials.platform(tmp_path, "garbage"), tmp_path)
     assert (done.state, done.measurement) == (TrialState.FAILED, None)
@@ -86,7 +86,7 @@ def test_a_server_whose_port_was_taken_is_started_on_another_one(tmp_path: Path)
     assert len({each["port"] for each in trials.asked(tmp_path)}) == 1
 
 
-def test_no_prompt_is_sent_twice_so_that_no_prefix_cache_knows_it(tmp_path: Path) -> None:
+def test_prompts_are_unique_so_that_no_prefix_cache_holds_them(tmp_path: Path) -> None:
     points = (trials.LOAD, dataclasses.replace(trials.LOAD, concurrency=2))
     done = trials.run(trials.platform(tmp_path, "well", loads=points, repeats=3), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
@@ -112,7 +112,7 @@ def test_tokens_are_counted_by_the_server_not_by_pieces(tmp_path: Path) -> None:
     assert rate * repeat["duration_s"] == pytest.approx(trials.LOAD.output_len * 8)
 
 
-def test_requests_go_to_all_instances_each_on_cores_of_its_own(tmp_path: Path) -> None:
+def test_requests_go_to_all_instances_each_on_separate_cores(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     done = trials.run(trials.platform(tmp_path, "well"), tmp_path, instances=2)
@@ -123,7 +123,7 @@ def test_requests_go_to_all_instances_each_on_cores_of_its_own(tmp_path: Path) -
     assert len({each["port"] for each in trials.asked(tmp_path)}) == 2
 
 
-def test_what_the_user_sets_goes_before_what_the_engine_sets(tmp_path: Path) -> None:
+def test_user_variables_override_engine_variables(tmp_path: Path) -> None:
     where = trials.platform(tmp_path, "well")
     trials.run(where, tmp_path)
     assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "passive"
@@ -135,7 +135,7 @@ def test_what_the_user_sets_goes_before_what_the_engine_sets(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("behaviour", ["has_children", "ignores_sigterm"])
-def test_a_server_is_stopped_with_all_that_it_started(behaviour: str, tmp_path: Path) -> None:
+def test_a_server_is_stopped_with_all_its_processes(behaviour: str, tmp_path: Path) -> None:
     done = trials.run(trials.platform(tmp_path, behaviour), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
     assert all_gone(tmp_path)

@@ -40,7 +40,7 @@ def test_a_client_that_fails_leaves_no_figures(behaviour: str, reason: str, tmp_
     assert all_gone(tmp_path)
 
 
-def test_a_client_that_is_not_there_is_invalid(tmp_path: Path) -> None:
+def test_a_missing_client_is_invalid(tmp_path: Path) -> None:
     done = trials.run(trials.platform(tmp_path, "well", client=("/no/such/client",)), tmp_path)
     assert (done.state, done.measurement) == (TrialState.INVALID, None)
     assert "serve.client.command: /no/such/client cannot be started" in str(done.reason)

@@ -53,7 +53,7 @@ def platform(folder: Path, weights: Path, **given: object) -> Platform:
     return dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec))
 
 
-def test_two_instances_answer_all_that_was_asked_and_run_what_was_asked(weights: Path, tmp_path: Path) -> None:
+def test_two_instances_answer_all_requests_and_run_the_requested_settings(weights: Path, tmp_path: Path) -> None:
     asked = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
     done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **asked)
     assert done.state is TrialState.MEASURED, done.reason
@@ -71,7 +71,7 @@ def test_two_instances_answer_all_that_was_asked_and_run_what_was_asked(weights:
     assert all_gone(weights.parent)
 
 
-def test_unequal_instances_serve_side_by_side_with_threads_of_their_own(weights: Path, tmp_path: Path) -> None:
+def test_unequal_instances_serve_in_parallel_with_separate_threads(weights: Path, tmp_path: Path) -> None:
     where = platform(tmp_path, weights, loads=(dataclasses.replace(LOAD, num_prompts=18, concurrency=6),))
     (group,) = where.task.cluster.groups
     task = dataclasses.replace(where.task, cluster=Cluster(groups=(dataclasses.replace(group, devices_per_node=3),)))
@@ -87,7 +87,7 @@ def test_unequal_instances_serve_side_by_side_with_threads_of_their_own(weights:
     assert all_gone(weights.parent)
 
 
-def test_each_slot_has_room_for_a_whole_request_however_many_slots_there_are(weights: Path, tmp_path: Path) -> None:
+def test_each_slot_holds_a_whole_request_for_any_number_of_slots(weights: Path, tmp_path: Path) -> None:
     done = trials.run(platform(tmp_path, weights), tmp_path, parallel=8)
     assert done.state is TrialState.MEASURED, done.reason
 
@@ -101,7 +101,7 @@ def test_an_answer_that_does_not_fit_into_a_slot_voids_the_trial(weights: Path, 
     assert "tokens instead of 200" in str(done.reason)
 
 
-def test_weights_that_cannot_be_read_are_reported_by_the_engines_first_error(tmp_path: Path) -> None:
+def test_unreadable_weights_are_reported_with_the_engines_first_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     done = trials.run(platform(tmp_path, broken), tmp_path)

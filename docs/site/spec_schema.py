@@ -1,0 +1,26 @@
+"""Writes examples/spec.schema.json from the engines of this repository.
+
+Usage: `python docs/site/spec_schema.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flagcore.plugins import WORKLOADS, engines
+from flagcore.plugins.installed import installed, origin
+from flagcore.spec import json_schema
+
+FILE = Path(__file__).parents[2] / "examples" / "spec.schema.json"
+
+
+def schema() -> str:
+    """Return the JSON Schema of a spec without engines of other distributions that are installed here."""
+    points = installed(WORKLOADS).points
+    own = {name for name, each in points.items() if {origin(point).name for point in each} == {"flagcore"}}
+    return json.dumps(json_schema({name: each for name, each in engines().items() if name in own}), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(schema(), encoding="utf-8")
