@@ -28,7 +28,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.predict import layout_of, training
+from flagcore.engines.megatron.predict import given
 from flagcore.engines.megatron.time.step import step_time
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
@@ -192,8 +192,9 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
             seconds = record["measured"].get("step_time_s")
             if seconds and record["cluster"]["chip"].casefold() in names:
                 task, columns = _posed(record, workload, loaded.find_chip)
-                train = replace(training(task), global_batch=0)
-                grouped[repr((train, task.cluster))].append((train, layout_of(task, columns), task, len(measured)))
+                train, layout = given(task, columns)
+                train = replace(train, global_batch=0)
+                grouped[repr((train, task.cluster))].append((train, layout, task, len(measured)))
                 measured.append(seconds)
                 sources.append(record["source"])
         groups = tuple(

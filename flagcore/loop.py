@@ -243,7 +243,7 @@ class _Search:
     ) -> Trial:
         """Return a trial of a candidate with its prediction, its time limit, and how its steps are shortened."""
         trial = replace(
-            predicted_trial(self.problem, candidate, role, fidelity),
+            predicted_trial(self.problem, self.uses.workload, candidate, role, fidelity),
             began_s=self.elapsed,
             chosen_because=choice.because if choice else None,
             believed=dict(choice.belief) if choice else None,

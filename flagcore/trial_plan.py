@@ -15,19 +15,21 @@ from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.problem import Problem
 from flagcore.stages.limit import search_time, time_limit
-from flagcore.stages.predict import GIB, predict_columns, record
+from flagcore.stages.predict import GIB, predict_columns, predict_stage_layers, record
 from flagcore.stages.probe import ranks_to_probe
 from flagcore.stages.shorten import shorten
 
 
-def predicted_trial(problem: Problem, candidate: Candidate, role: Role, fidelity: str) -> Trial:
+def predicted_trial(problem: Problem, workload: Workload, candidate: Candidate, role: Role, fidelity: str) -> Trial:
     """Return a trial of a candidate with its prediction."""
+    row, platform = _row(problem, candidate), problem.platform
+    layers = predict_stage_layers(platform.task, workload, problem.space.columns(np.array([row])), platform.costs)
     return Trial(
         number=0,
         candidate=candidate,
         role=role,
         state=TrialState.RUNNING,
-        predicted=record(problem.platform.task, problem.predictions.row(_row(problem, candidate))),
+        predicted=record(platform.task, problem.predictions.row(row), layers.get(0, ())),
         fidelity=fidelity,
     )
 

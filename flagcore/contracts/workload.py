@@ -157,6 +157,9 @@ class Pipelined(Protocol):
     def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
         """Return the passes of the candidate in the first row of `columns`; None if unknown."""
 
+    def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
+        """Return the layers of each stage of each row whose split the engine derives, nothing for other rows."""
+
 
 @runtime_checkable
 class EndsEarly(Protocol):
@@ -281,6 +284,11 @@ def require_job_records(workload: Workload) -> JobRecords:
 def memory_components(workload: Workload, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
     """Return `Breakdown.components`, nothing for an engine without."""
     return workload.components(task, columns, stages, costs) if isinstance(workload, Breakdown) else {}
+
+
+def stage_layers(workload: Workload, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
+    """Return `Pipelined.stage_layers`, nothing for an engine without."""
+    return workload.stage_layers(task, columns, costs) if isinstance(workload, Pipelined) else ()
 
 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:

@@ -124,7 +124,7 @@ class Knob:
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()
-    """The values of a knob of kind word or words."""
+    """The values of a knob of kind word or words; of a text, those that a space may list."""
     spellings: Mapping[str, int | str] = field(default_factory=dict)
     """Other spellings of values: words that stand for a number, or old names of words."""
     minimum: float | None = 1
@@ -244,7 +244,7 @@ class Knob:
 
     def axis(self, values: Sequence[KnobValue], also: Sequence[KnobValue] = ()) -> Axis:
         """Return the axis of some values; `also` are further values that a candidate may have."""
-        words = {"share": SHARES, "word": self.words}.get(self.kind, ())
+        words = {"share": SHARES, "word": self.words, "text": self.words}.get(self.kind, ())
         if self.effects:
             words = tuple(value for value in self.values if isinstance(value, str))
         return Axis(

@@ -17,6 +17,7 @@ from flagcore.report.text import (
     heading,
     knob_of,
     latency_name,
+    layers_text,
     objective_text,
     state_name,
     value_text,
@@ -100,6 +101,8 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {whose}: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
     sizes = ", ".join(f"{_(name)} {gib:.3g}" for name, gib in memory_parts(memory).items())
     yield f"  {_('memory')}: {sizes} GiB"
+    if layers := predicted.get("stage_layers"):
+        yield "  " + _("Layers of each pipeline stage: {layers}", layers=layers_text(layers))
 
 
 def _believed(account: Mapping[str, Any]) -> Iterator[str]:

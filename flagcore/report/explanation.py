@@ -10,6 +10,7 @@ from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import N_, _
 from flagcore.report.formats import shown, table
 from flagcore.report.names import NAMES
+from flagcore.report.text import layers_text
 from flagcore.stages import predict
 
 HEADINGS = NAMES["component_memory"]
@@ -34,7 +35,10 @@ def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
         return served_text(record)
-    return "\n\n".join([model_text(record["model"]), memory_text(record["memory"], labels), time_text(record)])
+    layers = record.get("stage_layers")
+    split = [_("Layers of each pipeline stage: {layers}", layers=layers_text(layers))] if layers else []
+    parts = [model_text(record["model"]), *split, memory_text(record["memory"], labels), time_text(record)]
+    return "\n\n".join(parts)
 
 
 def served_text(record: Mapping[str, Any]) -> str:

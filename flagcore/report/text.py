@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from flagcore.domain.candidate import Candidate
@@ -163,6 +164,12 @@ def knob_of(name: str, knobs: Knobs) -> Knob:
 def details(flag: str, knobs: Knobs) -> list[str]:
     """Return the names of the knobs that detail a flag."""
     return [knob.name for knob in knobs.values() if knob.part_of == flag]
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """Return the layers of each pipeline stage as text, equal neighbours once."""
+    runs = [(count, len(list(equal))) for count, equal in groupby(layers)]
+    return ", ".join(f"{number} x {count}" if number > 1 else str(count) for count, number in runs)
 
 
 def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:

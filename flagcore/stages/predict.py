@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Costs, Workload, memory_components
+from flagcore.contracts import Costs, Workload, memory_components, stage_layers
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import objective_value
 from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction
@@ -69,6 +69,16 @@ def predict_components(
     return found
 
 
+def predict_stage_layers(task: Task, workload: Workload, columns: Columns, costs: Costs) -> dict[int, Sequence[int]]:
+    """Return the layers of each stage of the rows whose split the engine derives, by row."""
+    return {
+        int(row): layers
+        for effects, some, rows in rows_by_effects(task, columns)
+        for row, layers in zip(rows, stage_layers(workload, engine_task(task, effects), some, costs), strict=False)
+        if layers
+    }
+
+
 def part_name(part: str) -> str:
     """Return the name of a part of a step."""
     return PART_NAMES.get(part) or part.removesuffix("_s").replace("_", " ")
@@ -97,8 +107,11 @@ def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
     ]
 
 
-def record(task: Task, prediction: Prediction) -> dict[str, object]:
-    """Return a prediction as plain data in the format of job records: GiB, seconds; unknown figures are left out."""
+def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> dict[str, object]:
+    """Return a prediction as plain data in the format of job records: GiB, seconds; unknown figures are left out.
+
+    `layers` are those of each stage, where the engine derived them.
+    """
     if isinstance(task.spec.work, ServeSpec):
         return _served(task.spec.objective, prediction)
     data: dict[str, object] = {}
@@ -115,7 +128,8 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
             data["mfu"] = rate / peak
         data["time"] = dict(prediction.time_s)
         data["limit"] = limit(prediction)
-    return data | {"memory": _memory(prediction)}
+    split = {"stage_layers": list(layers)} if layers else {}
+    return data | {"memory": _memory(prediction)} | split
 
 
 def _served(objective: str, prediction: Prediction) -> dict[str, object]:

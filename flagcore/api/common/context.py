@@ -23,7 +23,7 @@ from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import predict_columns, predict_components, record
+from flagcore.stages.predict import predict_columns, predict_components, predict_stage_layers, record
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import search_context
 from flagcore.store import RunDirectory
@@ -63,11 +63,12 @@ def prediction_records(task: Task, workload: Workload, columns: Columns, costs: 
     """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
     predicted = predict_columns(task, workload, columns, costs)
     components = predict_components(task, workload, columns, predicted.worst_stage, costs)
+    layers = predict_stage_layers(task, workload, columns, costs)
     records = []
     for row in range(len(predicted.step_time_s)):
         figures = replace(predicted.row(row), components=of_row(components, row))
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
-        records.append(why | record(task, figures))
+        records.append(why | record(task, figures, layers.get(row, ())))
     return records
 
 

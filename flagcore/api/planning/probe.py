@@ -95,7 +95,7 @@ def probe(
         for number, each in enumerate(_chosen(problem, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             on_start = _reporter(on_rank, candidate_text(each, problem.knobs), world)
-            trial = predicted_trial(problem, each, Role.SEARCH, PROBE)
+            trial = predicted_trial(problem, workload, each, Role.SEARCH, PROBE)
             limit = limit_of(problem, workload, trial, (), len(ranks))
             try:
                 several = problem.platform, workload, launcher, each, where, limit, ranks, on_start

@@ -60,6 +60,7 @@ from flagcore.engines.megatron.rules import (
     TP,
 )
 from flagcore.engines.megatron.settings import recompute_modules
+from flagcore.engines.megatron.split import SPLIT
 
 
 class UselessSelectiveRecompute:
@@ -96,6 +97,7 @@ class Megatron:
     components = staticmethod(prediction.components)
     rank = staticmethod(prediction.rank_figures)
     passes = staticmethod(prediction.passes)
+    stage_layers = staticmethod(prediction.stage_layers)
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
 
@@ -135,18 +137,28 @@ class Megatron:
         """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
+        neutral[SPLIT] = (None, "balanced")
         full: dict[str, tuple[KnobValue, ...]] = {GRANULARITY: ("full",), METHOD: ("uniform",), RECOMPUTE_LAYERS: (1,)}
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the smallest TP x PP that fits, DP for the rest; if none fits, the row that needs least memory.
 
-        Ties go, in this order, to no recompute, the smaller EP, the plain optimizer, TP before PP, and
-        sequence parallelism where there is TP.
+        An even split that fits comes first. Ties go, in this order, to no recompute, the smaller EP, the plain
+        optimizer, TP before PP, and sequence parallelism where there is TP.
         """
         need = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         width = columns[TP] * columns[PP]
-        keys = (need, width, columns[RECOMPUTE], columns[EP], columns[DIST_OPT], columns[PP], -columns[SP])
+        keys = (
+            need,
+            columns[SPLIT],
+            width,
+            columns[RECOMPUTE],
+            columns[EP],
+            columns[DIST_OPT],
+            columns[PP],
+            -columns[SP],
+        )
         return int(np.lexsort(keys[::-1])[0])
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:

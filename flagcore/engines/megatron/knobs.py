@@ -54,6 +54,16 @@ SPACE_KNOBS = (
     _size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
     _size("tensor_model_parallel_size", "TP", "Number of devices that split each layer's matrices."),
     _size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
+    _knob(
+        "layer_split",
+        "split",
+        "Split of the layers over pipeline stages: null even, balanced derived for each candidate.",
+        has_flag=False,
+        kind="word",
+        words=("balanced",),
+        auto=lambda task: ("balanced",),
+        auto_help="balanced: each candidate's fastest split that its memory allows, which may be the even one",
+    ),
     _size("context_parallel_size", "CP", "Number of devices that split the sequence of each sample."),
     _size(
         "micro_batch_size",
@@ -90,8 +100,8 @@ SPACE_KNOBS = (
         "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
         minimum=0,
         maximum=LAYERS,
-        auto=lambda task: (None, *divisors(task.spec.model.num_layers)),
-        auto_help="off, and every divisor of the number of layers",
+        auto=lambda task: (None, *_layers_of_a_part(task.spec.model.num_layers)),
+        auto_help="off, and every divisor of the number of layers or of the next multiple of 4",
     ),
     _switch(
         "use_recompute",
@@ -170,6 +180,10 @@ def _column(knob: Knob, value: KnobValue) -> IntArray:
     except (ValueError, TypeError):
         raise SpecError(key=knob.name, value=value, problem="is not a valid value of this knob") from None
     return np.array([code], dtype=np.int64)
+
+
+def _layers_of_a_part(layers: int) -> list[int]:
+    return sorted({*divisors(layers), *divisors(-(-layers // 4) * 4)})
 
 
 def divisors(number: int) -> tuple[int, ...]:

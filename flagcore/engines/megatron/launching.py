@@ -10,14 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec, TrainSpec
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
-from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.engines.megatron.knobs import BY_NAME, columns
 from flagcore.engines.megatron.options import DEFAULTS, TRIAL, schedule
+from flagcore.engines.megatron.predict import layout_texts
+from flagcore.engines.megatron.split import EACH, SPLIT
+from flagcore.engines.megatron.stages import LAYOUT
 from flagcore.errors import LaunchError, NoDevice, SpecError
 
 PROGRAM = "flagcore.engines.megatron.trial"
@@ -30,6 +33,7 @@ TRIAL_SETTINGS = (
     "expert_tensor_parallel_size",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
+    LAYOUT,
 )
 """Settings that the trial program takes."""
 
@@ -121,14 +125,26 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     Without a command of the user, the job itself is Megatron-LM's own program. Raises SpecError or LaunchError if that
     cannot be done.
     """
-    train = platform.task.spec.train
+    train, values = platform.task.spec.train, with_layout(platform, candidate)
     if train.command is not None:
-        return own_launch(platform, candidate, folder, for_real=for_real)
+        return own_launch(platform, values, folder, for_real=for_real)
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)
-        return reference_launch(platform.task, candidate.as_dict(), folder)
+        return reference_launch(platform.task, values, folder)
     return _program(_job(platform, candidate, folder), folder)
+
+
+def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return a candidate's values with the layout of its stages in place of `balanced`, none for an even split.
+
+    A layout has its virtual stages, too: Megatron takes no number of layers beside it.
+    """
+    values = candidate.as_dict()
+    if values.pop(SPLIT, None) != "balanced":
+        return values
+    (text,) = layout_texts(platform.task, columns(platform.task, candidate.as_dict()), platform.costs)
+    return values | ({LAYOUT: text, EACH: None} if text else {})
 
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
@@ -161,7 +177,7 @@ def _job(
             "seed": SEED,
             "balanced_routing": probe is not None,
         },
-        "candidate": candidate.as_dict() | _trial_settings(train),
+        "candidate": with_layout(platform, candidate) | _trial_settings(train),
         "device": {
             "type": support.device_type,
             "backend": support.distributed_backend,

@@ -9,7 +9,7 @@ from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
-from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
+from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
@@ -49,8 +49,7 @@ def settings_in_force(spec: Spec) -> Settings:
 
 def options(task: Task) -> Options:
     """Return the options of a task. Raises SpecError for settings that exclude each other, NotModelled."""
-    train, model = task.spec.train, task.spec.model
-    settings = settings_in_force(task.spec)
+    train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
 
     def on(key: str) -> bool:
@@ -59,10 +58,8 @@ def options(task: Task) -> Options:
     def width(key: str) -> int:
         return BYTES[str(settings.get(key, "fp32"))]
 
-    layout = settings.get(LAYOUT)
     return Options(
         schedule=schedule(settings.get("pipeline_schedule")),
-        stage_layout=parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else (),
         account_for_embedding=on(EMBEDDING),
         account_for_loss=on(LOSS),
         recompute_modules=recompute_modules(settings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.balance import layouts, relieved, split_layers
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
@@ -18,9 +20,11 @@ from flagcore.engines.megatron.options import options, precision, settings_in_fo
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
-from flagcore.engines.megatron.split import Split
+from flagcore.engines.megatron.parallel.pipeline import placed, stage
+from flagcore.engines.megatron.split import Split, balanced
+from flagcore.engines.megatron.stages import LAYOUT, parse_layout
 from flagcore.engines.megatron.time import step
-from flagcore.engines.megatron.time.step import rank_time, step_time
+from flagcore.engines.megatron.time.step import Blocks, in_a_run, rank_time, step_time
 from flagcore.i18n import N_
 
 BLOCK_ROWS = 1 << 15
@@ -35,15 +39,79 @@ share a plain processor and disturb each other."""
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return memory (bytes of one device) and time (seconds of one step) of every row of `columns`."""
+    train, layout = given(task, columns)
+    chosen, running = balanced(columns), in_a_run(costs)
+    blocks = Blocks.of(train, layout, running)
+    train, layout = split_layers(train, layout, chosen, running, blocks)
+    found = _predictions(train, layout, costs, blocks)
+    train, layout, changed = relieved(train, layout, chosen, found.share_in_use, running, blocks)
+    if not changed.any():
+        return found
+    rows, kept = np.flatnonzero(changed), np.flatnonzero(~changed)
+    back = np.argsort(np.concatenate((kept, rows)), kind="stable")
+    return Predictions.join([found.take(kept), _predictions(train, layout[rows], costs, blocks[rows])]).take(back)
+
+
+def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout]:
+    """Return what physics takes of each row, with the split of layers for which `predict` predicts it."""
+    train, layout = given(task, columns)
+    chosen, running = balanced(columns), in_a_run(costs)
+    if not chosen.any():
+        return train, layout
+    blocks = Blocks.of(train, layout, running)
+    train, layout = split_layers(train, layout, chosen, running, blocks)
+    found = memory_in_use(train, layout, costs)
+    return relieved(train, layout, chosen, found.used / found.capacity, running, blocks)[:2]
+
+
+def given(task: Task, columns: Columns) -> tuple[Training, Layout]:
+    """Return what physics takes of each row, with even splits for those that are derived."""
     train, layout = training(task), layout_of(task, columns)
-    rows = layout.data.size
-    blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)] or [slice(0, 0)]
-    return Predictions.join([_predict(train, layout[block], costs) for block in blocks])
+    if text := settings_in_force(task.spec).get(LAYOUT):
+        stages = parse_layout(str(text), train.model.num_layers, train.model.mtp_num_layers)
+        layout, options = placed(train.model, layout, train.options, stages)
+        train = replace(train, options=options)
+    return train, layout
+
+
+def layout_texts(task: Task, columns: Columns, costs: Costs) -> list[str]:
+    """Return the layout that Megatron needs for each row's derived split, empty for one that needs none."""
+    train, layout = inputs(task, columns, costs)
+    texts = layouts(train, layout)
+    return [text if derived else "" for text, derived in zip(texts, balanced(columns).tolist(), strict=True)]
+
+
+def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
+    """Return the layers of each pipeline stage of each row with a derived split, nothing for the others."""
+    if not balanced(columns).any():
+        return []
+    train, layout = inputs(task, columns, costs)
+    end = [np.minimum(layout.pipeline - 1.0, float(place)) for place in range(int(layout.pipeline.max(initial=1.0)))]
+    held = np.stack([stage(train.model, layout, place, train.options).layers for place in end], axis=1)
+    lengths = np.where(balanced(columns), layout.pipeline, 0.0).astype(np.int64)
+    return [row[:length].astype(np.int64).tolist() for row, length in zip(held, lengths, strict=True)]
+
+
+def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
+    """Return the predictions of each row. Rows with as many stages to look at are worked on together."""
+    turns = np.zeros_like(layout.split)
+    if train.options.splits is not None:
+        turns = 2.0 ** np.ceil(np.log2(train.options.splits.counts))[layout.split.astype(np.int64)]
+    kinds = np.where(layout.pipeline > 2, 3 + turns * (layout.split > 0), layout.pipeline).astype(np.int64)
+    order = np.argsort(kinds, kind="stable")
+    starts = np.searchsorted(kinds[order], np.unique(kinds)).tolist()
+    parts = [
+        order[first : min(first + BLOCK_ROWS, end)]
+        for start, end in pairwise([*starts, order.size])
+        for first in range(start, end, BLOCK_ROWS)
+    ]
+    found = Predictions.join([_predict(train, layout[rows], costs, blocks[rows]) for rows in parts or [order]])
+    return found if len(parts) <= 1 else found.take(np.argsort(order, kind="stable"))
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights that a rank of each row's stage holds, and the bytes of its worst moment, by component."""
-    train, layout = training(task), layout_of(task, columns)
+    train, layout = inputs(task, columns, costs)
     index = stages.astype(np.float64)
     workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
     return component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
@@ -62,7 +130,7 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return the memory and the busy time of one global rank of the first row, in Megatron's order tp-cp-ep-dp-pp."""
-    train, layout = training(task), layout_of(task, columns)[slice(0, 1)]
+    train, layout = inputs(task, {knob: values[:1] for knob, values in columns.items()}, costs)
     costs = costs.groups[sum(rank >= first for first in costs.further)]
     memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(memory.peak)
@@ -81,7 +149,7 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
     """Return the passes of the first row's pipeline, None where they are not known."""
-    return step.passes(training(task), layout_of(task, columns), costs)
+    return step.passes(*inputs(task, {knob: values[:1] for knob, values in columns.items()}, costs), costs)
 
 
 def training(task: Task) -> Training:
@@ -140,12 +208,13 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         block=np.where(full & block, layers, 0.0),
         first_layers=first.astype(np.float64),
         last_layers=last.astype(np.float64),
+        split=np.zeros_like(data),
     )
 
 
-def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
+def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
     found = memory_in_use(train, layout, costs)
-    time_s = step_time(train, layout, costs)
+    time_s = step_time(train, layout, costs, blocks)
     total = sum(time_s.values(), np.zeros(()))
     known = DENSE if train.model.num_moe_experts is None else EXPERTS
     bounds = [known]

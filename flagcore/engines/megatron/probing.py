@@ -14,7 +14,7 @@ from flagcore.domain.space import Columns
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import columns
 from flagcore.engines.megatron.parallel.pipeline import stage
-from flagcore.engines.megatron.predict import layout_of, rank_figures, training
+from flagcore.engines.megatron.predict import inputs, rank_figures
 from flagcore.engines.megatron.reading import INVALID_JSON
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 
@@ -30,7 +30,7 @@ def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ..
     longest and, if all these are dense, of one with experts.
     """
     row = columns(task, candidate.as_dict())
-    train, layout = training(task), layout_of(task, row)
+    train, layout = inputs(task, row, costs)
     width, stages = (int(layout.tensor[0] * layout.context[0] * layout.data[0]), int(layout.pipeline[0]))
     figures = [rank_figures(task, row, each * width, costs) for each in range(stages)]
     chosen = {

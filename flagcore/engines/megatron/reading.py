@@ -18,6 +18,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs, read_on
+from flagcore.engines.megatron.split import EACH, SPLIT
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import read_regular
 
@@ -176,13 +177,17 @@ def _of_program(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[
 
 
 def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
-    """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types."""
+    """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types.
+
+    A derived split is printed as its layout, which has the virtual stages, too.
+    """
     effective: dict[str, KnobValue] = {}
+    derived = (EACH,) if candidate.as_dict().get(SPLIT) == "balanced" else ()
     for name, wanted in candidate.items:
         knob = BY_NAME.get(name)
         printed = log.arguments.get(PRINTED.get(name, name), log.arguments.get(name))
         left_open = knob is not None and knob.comparable and (wanted is None or knob.kind == "text")
-        if printed is None or left_open:
+        if printed is None or left_open or name in derived:
             continue
         if isinstance(wanted, bool):
             effective[name] = printed == "True"

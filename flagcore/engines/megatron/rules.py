@@ -16,7 +16,7 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore.engines.megatron.options import settings_in_force
-from flagcore.engines.megatron.split import FIRST, LAST, Split
+from flagcore.engines.megatron.split import FIRST, LAST, SPLIT, Split, balanced, derived
 from flagcore.engines.megatron.split import VIRTUAL as CHUNKS
 from flagcore.engines.megatron.stages import LAYOUT
 
@@ -141,22 +141,22 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         return several
 
     return (
-        Rule(name="pipeline_stages", knobs=(PP,), message=_split_message(split), broken=split.uneven),
+        Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven),
         Rule(
             name="virtual_needs_pipeline",
-            knobs=(PP, VIRTUAL),
+            knobs=(PP, SPLIT, VIRTUAL),
             message=f"virtual pipeline stages need {PP} > 1",
             broken=lambda c: interleaved(c) & (c[PP] == 1),
         ),
         Rule(
             name="virtual_stages",
-            knobs=(PP, VIRTUAL),
+            knobs=(PP, SPLIT, VIRTUAL),
             message=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
             broken=split.ragged,
         ),
         Rule(
             name="interleaved_microbatches",
-            knobs=(DP, MBS, PP, VIRTUAL),
+            knobs=(DP, MBS, PP, LAYOUT, VIRTUAL),
             message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
             broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
         ),
@@ -221,13 +221,17 @@ def _recompute(task: Task) -> Sequence[Rule]:
         ),
         Rule(
             name="uniform_recompute",
-            knobs=(PP, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            knobs=(PP, SPLIT, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
             message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
             broken=lambda c: (
                 _recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
-                & _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+                & np.where(
+                    balanced(c),
+                    c[RECOMPUTE_LAYERS] > 1,
+                    _leaves_remainder(c[RECOMPUTE_LAYERS], split.chunk_layers(c)),
+                )
             ),
         ),
         Rule(
@@ -238,7 +242,7 @@ def _recompute(task: Task) -> Sequence[Rule]:
         ),
         Rule(
             name="recompute_num_layers",
-            knobs=(PP, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            knobs=(PP, SPLIT, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
             message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
             broken=lambda c: (
                 _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
@@ -250,13 +254,15 @@ def _recompute(task: Task) -> Sequence[Rule]:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return the merges of values that Megatron treats as equal: knobs without effect, two spellings of one
     schedule."""
-    split, dense = Split.of(task), task.spec.model.num_moe_experts is None
+    split, dense, derives = Split.of(task), task.spec.model.num_moe_experts is None, derived(task)
     settings = settings_in_force(task.spec)
-    sharded = task.spec.train.command is not None and any(settings.get(name) for name in NEED_DIST_OPT)
+    sharded = any(settings.get(name) for name in NEED_DIST_OPT)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
-        one = (c[PP] == 1) | (c[VIRTUAL] * c[PP] == split.counted)
-        return {VIRTUAL: np.where(one, 0, c[VIRTUAL])}
+        own, parts = balanced(c), split.virtual(c)
+        one = (c[PP] == 1) | np.where(own, parts == 1, c[VIRTUAL] * c[PP] == split.counted)
+        each = np.where(own & (c[VIRTUAL] > 0), -(-split.layers // (c[PP] * parts)), c[VIRTUAL])
+        return {VIRTUAL: np.where(one, 0, each)}
 
     def recompute_layers(c: Columns) -> dict[str, IntArray]:
         block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
@@ -279,7 +285,12 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(EP,),
             canonical=lambda c: {EP: np.ones_like(c[EP]) if dense else c[EP]},
         ),
-        Merge(name="one_virtual_stage", knobs=(PP, VIRTUAL), canonical=virtual),
+        Merge(
+            name="nothing_to_balance",
+            knobs=(PP, SPLIT),
+            canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & derives, c[SPLIT], 0)},
+        ),
+        Merge(name="one_virtual_stage", knobs=(PP, SPLIT, VIRTUAL), canonical=virtual),
         Merge(
             name="granularity_without_recompute",
             knobs=(RECOMPUTE, GRANULARITY),
@@ -296,7 +307,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
             canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
         ),
         Merge(
-            name="recompute_of_every_layer", knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS), canonical=recompute_layers
+            name="recompute_of_every_layer",
+            knobs=(PP, SPLIT, VIRTUAL, METHOD, RECOMPUTE_LAYERS),
+            canonical=recompute_layers,
         ),
     )
 

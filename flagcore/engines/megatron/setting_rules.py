@@ -25,7 +25,7 @@ from flagcore.engines.megatron.rules import (
     SP,
     VIRTUAL,
 )
-from flagcore.engines.megatron.split import Split
+from flagcore.engines.megatron.split import SPLIT, Split
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
 STAGES = "recompute_num_layers_per_stage"
@@ -55,7 +55,7 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(
             name=EXPERT_OVERLAP,
-            knobs=(PP, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
+            knobs=(PP, SPLIT, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
             message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
             broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
         ),
@@ -125,5 +125,5 @@ def _schedule_rule(wanted: SettingValue, split: Split, batch: int) -> Rule:
         result: BoolArray = (c[PP] > 1) & wrong
         return result
 
-    knobs = (PP, VIRTUAL, DP, MBS) if dual else (PP, VIRTUAL)
+    knobs = (PP, SPLIT, VIRTUAL, DP, MBS) if dual else (PP, SPLIT, VIRTUAL)
     return Rule(name="pipeline_schedule", knobs=knobs, message=message, broken=broken)

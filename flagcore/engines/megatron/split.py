@@ -8,18 +8,24 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.options import settings_in_force
+from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.engines.megatron.options import schedule, settings_in_force
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
 
 PIPELINE, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 VIRTUAL = "virtual_pipeline_model_parallel_size"
+BY_STAGE = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
+SPLIT, BALANCED = "layer_split", 1
+"""The knob of the split, and the code of its value `balanced`: a split derived for each candidate."""
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Layers of a model and the settings about their split. `layout_layers` are the layers of each stage of a layout.
+
+    A derived split has at least one layer on each virtual stage but the last; here only their mean is known.
 
     `counted` is the number of layers in an even split: embedding and loss may count as one each. `last_stages` is how
     many of the layout's last stages must be the last of a device: those from the one with multi-token prediction on.
@@ -55,7 +61,9 @@ class Split:
         if self.layout_layers:
             return np.maximum(len(self.layout_layers) // c[PIPELINE], 1)
         stage, each = self.counted // c[PIPELINE], c[EACH]
-        from_each = np.where(each > 0, np.maximum(stage // np.maximum(each, 1), 1), 1)
+        parts = stage // np.maximum(each, 1)
+        parts = np.where(balanced(c), -(-self.layers // (c[PIPELINE] * np.maximum(each, 1))), parts)
+        from_each = np.where(each > 0, np.maximum(parts, 1), 1)
         number = c.get(VIRTUAL, np.zeros_like(each))
         return np.where(number > 0, number, from_each)
 
@@ -79,7 +87,7 @@ class Split:
         first, last = self.ends(c)
         complete: BoolArray = middle * stages + first + last == self.counted
         empty: BoolArray = (stages > 0) & (middle < 1)
-        return ~complete | empty
+        return np.where(balanced(c), self.layers < c[PIPELINE] - 1, ~complete | empty)
 
     def ragged(self, c: Columns) -> BoolArray:
         """Return where a device's layers do not divide over its virtual stages."""
@@ -91,7 +99,7 @@ class Split:
         by_each = (each > 0) & (((self.counted // c[PIPELINE]) % np.maximum(each, 1) != 0) | (first > 0) | (last > 0))
         by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
         broken: BoolArray = np.where(number > 0, by_number > 0, by_each)
-        return broken
+        return np.where(balanced(c), self.layers < c[PIPELINE] * self.virtual(c) - 1, broken)
 
     def stage_layers(self, c: Columns) -> IntArray:
         """Return the layers of the largest pipeline stage."""
@@ -99,13 +107,14 @@ class Split:
             return max(self.layout_layers) * self.virtual(c)
         first, last = self.ends(c)
         largest: IntArray = np.maximum(np.maximum(first, last), self._middle(c)[0])
-        return largest
+        return np.where(balanced(c), -(-self.layers // c[PIPELINE]), largest)
 
     def chunk_layers(self, c: Columns) -> list[IntArray]:
         """Return all numbers of layers that a virtual stage may have, the largest first."""
         if self.layout_layers:
             return [np.full_like(c[PIPELINE], number) for number in sorted(set(self.layout_layers), reverse=True)]
         chunk = self.stage_layers(c) // self.virtual(c)
+        chunk = np.where(balanced(c), -(-self.layers // (c[PIPELINE] * self.virtual(c))), chunk)
         return [chunk] if self.counted == self.layers else [chunk, np.maximum(chunk - 1, 0)]
 
     def _middle(self, c: Columns) -> tuple[IntArray, IntArray]:
@@ -113,3 +122,20 @@ class Split:
         first, last = self.ends(c)
         stages = c[PIPELINE] - (first > 0) - (last > 0)
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
+
+
+def balanced(c: Columns) -> BoolArray:
+    """Return which rows have a derived split."""
+    none = np.zeros_like(c[PIPELINE])
+    chosen: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1)
+    return chosen
+
+
+def derived(task: Task) -> bool:
+    """Return whether splits can be derived: no setting is about the split, or treats stages one by one, the engine's
+    release takes a layout, and all stages are on devices of one kind.
+    """
+    settings, version = settings_in_force(task.spec), task.spec.train.engine_version
+    given = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *BY_STAGE))
+    named = schedule(settings.get("pipeline_schedule")) is not None
+    return not given and not named and len(task.cluster.groups) == 1 and BY_NAME[LAYOUT].available(version)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue
@@ -45,6 +47,48 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
     return tuple(
         StageLayers(embedding=s.count("E"), layers=s.count("t"), mtp=s.count("m"), loss=s.count("L")) for s in stages
     )
+
+
+def layout_text(chunks: Sequence[int], mtp_num_layers: int) -> str:
+    """Return the layout of (virtual) stages with so many layers, in order of the model; equal neighbours once."""
+    stages = ["t" * count if count < 3 else f"t*{count}" for count in chunks]
+    middle = [
+        f"{stage}|" * number if number < 3 or not stage else f"({stage}|)*{number}"
+        for stage, number in ((stage, len(list(equal))) for stage, equal in groupby(stages[1:-1]))
+    ]
+    return f"E{stages[0]}|{''.join(middle)}{stages[-1]}{'m' * mtp_num_layers}L"
+
+
+def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
+    """Return the layers of each virtual stage, in order of the model, from those of each device.
+
+    `leading` are the dense layers that come first in the model. A device has as many on each of its virtual stages as
+    on the next one, or one more. The very last one has what is left: it has the loss, too.
+    """
+    most, dense = -(-max(layers) // virtual), [device for device, count in enumerate(leading) if count]
+    chunks = []
+    for device, count in enumerate(layers):
+        first = leading[device]
+        if device == len(layers) - 1:
+            sizes = _filled(count, virtual, max(most, first))
+        elif virtual > 1 and (device < max(dense, default=0) or first > -(-count // virtual)):
+            sizes = [first, *_spread(count - first, virtual - 1)]
+        else:
+            sizes = _spread(count, virtual)
+        chunks.append(sizes)
+    return [sizes[place] for place in range(virtual) for sizes in chunks]
+
+
+def _spread(count: int, parts: int) -> list[int]:
+    return [count // parts + (place < count % parts) for place in range(parts)]
+
+
+def _filled(count: int, parts: int, most: int) -> list[int]:
+    """Return parts of at least one, and at most `most`, and in the last one what is left."""
+    sizes: list[int] = []
+    for later in reversed(range(parts - 1)):
+        sizes.append(min(most, count - sum(sizes) - later))
+    return [*sizes, count - sum(sizes)]
 
 
 def published_split(model: Model, stages: int) -> dict[str, SettingValue]:

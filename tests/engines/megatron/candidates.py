@@ -55,7 +55,16 @@ DEEPSEEK_16B = Model(
 MOE = dataclasses.replace(LLAMA, num_layers=24, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=4096)
 
 ONES = ("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "micro_batch")
-ZEROS = ("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block", "first_layers", "last_layers")
+ZEROS = (
+    "sharded_optimizer",
+    "sequence_parallel",
+    "selective",
+    "uniform",
+    "block",
+    "first_layers",
+    "last_layers",
+    "split",
+)
 NEUTRAL = {**dict.fromkeys(ONES, 1.0), **dict.fromkeys(ZEROS, 0.0), "microbatches": 8.0}
 NUMBER = 400
 """Random candidates of one draw."""

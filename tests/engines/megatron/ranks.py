@@ -13,6 +13,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.parallel.layout import Layout, Options, StageLayers, Training
+from flagcore.engines.megatron.parallel.pipeline import placed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,10 +72,12 @@ def of_physics(
         account_for_embedding=knobs.get(EMBEDDING, False),
         account_for_loss=knobs.get(LOSS, False),
         recompute_modules=frozenset(knobs.get("recompute_modules", ("core_attn",))),
-        stage_layout=stages,
     )
     values = {"sequence": 4096, "global_batch": 8, "precision": "bf16", "fused_activation": True, **train}
-    return Training(model=Model(name="x", **shape), options=options, **values), layout(knobs, steps)
+    found, split = Model(name="x", **shape), layout(knobs, steps)
+    if stages:
+        split, options = placed(found, split, options, stages)
+    return Training(model=found, options=options, **values), split
 
 
 def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
@@ -103,6 +106,7 @@ def layout(knobs: dict[str, Any], steps: int = 1) -> Layout:
         block=np.array([number * block]),
         first_layers=one(FIRST, 0),
         last_layers=one(LAST, 0),
+        split=np.zeros(1),
     )
 
 

@@ -168,9 +168,10 @@ def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None
 def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
     given = [(1, 0, 0, 0), (0, 16, 0, 0), (0, 0, 0, 0), (0, 16, 0, 1)]
     stages = tuple(StageLayers(embedding=e, layers=n, mtp=m, loss=loss) for e, n, m, loss in given)
-    split, work = layout(pipeline=4, sequence_parallel=1), train(options=Options(stage_layout=stages))
+    split, options = pipeline.placed(LLAMA, layout(pipeline=4, sequence_parallel=1), Options(), stages)
+    work = train(options=options)
     table, layer, norm = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 4096
-    assert [parameters(LLAMA, split, index, work.options) for index in range(4)] == [
+    assert [parameters(LLAMA, split, index, options) for index in range(4)] == [
         table,
         16 * layer,
         0,

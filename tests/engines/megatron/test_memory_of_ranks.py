@@ -18,6 +18,7 @@ from tests.engines.megatron.ranks import (
     EP,
     ETP,
     FIRST,
+    LETTERS,
     MICRO,
     PP,
     SHARDED,
@@ -139,13 +140,32 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "wide experts, recompute of all": (FEW_EXPERTS, 0, {**WIDE, **EP2, **selective("moe")}),
     "latent attention, recompute, experts": (DEEP, 0, {**WIDE, **EP2, **selective("mla_up_proj", "layernorm")}),
 }
+SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "seven layers": ({**DENSE, "num_layers": 7}, {PP: 4, LETTERS: "Et|tt|tt|ttL"}),
+    "seven layers, recompute": ({**DENSE, "num_layers": 7}, {PP: 4, LETTERS: "Ett|tt|tt|tL", **full("block", 1)}),
+    "seven layers, interleaved": ({**DENSE, "num_layers": 7}, {PP: 2, VP: 2, LETTERS: "Ett|tt|tt|tL"}),
+    "experts and a dense layer": ({**SHARED, "num_layers": 5}, {PP: 3, LETTERS: "Ett|tt|tL", **EP2}),
+    "two tokens and no layer at the loss": ({**DEEP, "num_layers": 5}, {PP: 3, LETTERS: "Ett|ttt|mL", **EP2}),
+}
+"""Layouts as they are derived; memory of all their stages."""
+CASES |= {
+    f"{name}, stage {stage}": (model, stage * knobs.get(DP, 1), knobs)
+    for name, (model, knobs) in SPLITS.items()
+    for stage in range(knobs[PP])
+}
 
 
 def steps(knobs: dict[str, Any]) -> int:
     return 4 if knobs.get(PP, 1) > 1 else 2
 
 
-LOOSE = {"interleaved, second": 0.007, "experts, interleaved": 0.02}
+LOOSE = {
+    "interleaved, second": 0.007,
+    "experts, interleaved": 0.02,
+    "seven layers, interleaved, stage 1": 0.025,
+    "experts and a dense layer, stage 1": 0.006,
+    "two tokens and no layer at the loss, stage 1": 0.008,
+}
 """What a pipeline's loop still holds of virtual stages is known to within two of its tensors."""
 
 

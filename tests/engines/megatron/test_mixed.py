@@ -15,6 +15,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.memory.training import memory_in_use, rank_memory
 from flagcore.engines.megatron.parallel.layout import Layout, Options, Placement, StageLayers
+from flagcore.engines.megatron.parallel.pipeline import placed
 from flagcore.engines.megatron.time.step import step_time
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
@@ -136,8 +137,7 @@ def test_a_layout_puts_fewer_layers_on_the_stages_of_the_slow_chip() -> None:
             StageLayers(embedding=int(place == 0), layers=count, mtp=0, loss=int(place == ends))
             for place, count in enumerate(layers)
         ]
-        options = Options(stage_layout=tuple(stages))
-        split = halves(data=4, pipeline=4)
+        split, options = placed(LLAMA, halves(data=4, pipeline=4), Options(), stages)
         return float(seconds(split, mixed(costs(), costs(TIMES)), options=options)[0])
 
     assert of(11, 11, 5, 5) < 0.8 * of(8, 8, 8, 8)

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.options import options
-from flagcore.engines.megatron.parallel.layout import Options, StageLayers
+from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.errors import NotModelled, SpecError
 from flagcore.stages.build import check
@@ -94,10 +94,6 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"cuda_graph": "iteration"},
     ),
     "no graphs": ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, {"cuda_graph": ""}),
-    "layout": (
-        {"pipeline_model_parallel_layout": "Et|t*3L"},
-        {"stage_layout": (StageLayers(embedding=1, layers=1), StageLayers(layers=3, loss=1))},
-    ),
     "switches": (
         {
             "overlap_grad_reduce": True,

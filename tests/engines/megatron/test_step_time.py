@@ -68,6 +68,7 @@ ONE = {
     "block": 0.0,
     "first_layers": 0.0,
     "last_layers": 0.0,
+    "split": 0.0,
 }
 
 

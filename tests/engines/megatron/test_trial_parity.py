@@ -42,6 +42,7 @@ EP2 = {"expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
 SP = {"sequence_parallel": True}
 VPP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
+LAYOUT = "pipeline_model_parallel_layout"
 DISTOPT = {"use_distributed_optimizer": True}
 
 
@@ -76,6 +77,8 @@ DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor and context": {**TP2, **CP2, **SP},
     "uneven first stage": {**PP2, "num_layers_in_first_pipeline_stage": 1},
     "uneven last stage": {**PP2, "num_layers_in_last_pipeline_stage": 1},
+    "layout of three stages": {"pipeline_model_parallel_size": 3, LAYOUT: "Ett|t|tL"},
+    "layout, interleaved": {**PP2, LAYOUT: "Et|t|tt|L"},
     "full recomputation, uniform": UNIFORM,
     "full recomputation, block": BLOCK,
     "core attention recomputed": selective("core_attn"),
@@ -90,6 +93,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, sequence, expert": {**TP2, **SP, **EP2, **ETP1},
     "pipeline": PP2,
     "interleaved pipeline": VPP2,
+    "layout": {**PP2, LAYOUT: "Et|tttL"},
     "context": CP2,
     "context as expert": {**CP2, **EP2, **ETP1},
     "expert and pipeline, recomputation": {**DP2, **EP2, **PP2, **UNIFORM},
@@ -110,7 +114,12 @@ TIED_LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved pipeline": VPP2,
 }
 PLAIN_LAYOUTS: dict[str, dict[str, Any]] = {"tensor": TP2}
-PREDICTS_TWO_LAYOUTS: dict[str, dict[str, Any]] = {"data": DP2, "tensor, sequence": {**TP2, **SP}, "pipeline": PP2}
+PREDICTS_TWO_LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": DP2,
+    "tensor, sequence": {**TP2, **SP},
+    "pipeline": PP2,
+    "layout": {**PP2, LAYOUT: "Ettt|tmL"},
+}
 LOW_PRECISION_LAYOUTS: dict[str, dict[str, Any]] = {
     "data, distributed optimizer": {**DP2, **DISTOPT},
     "tensor, sequence": {**TP2, **SP},

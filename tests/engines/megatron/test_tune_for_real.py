@@ -105,3 +105,18 @@ def test_long_steps_are_shortened_scaled_and_repeated_whole(tmp_path: Path) -> N
     scaled, whole = (each["measured"]["step_time_s"]["median"] for each in (first, result["best"]))
     assert scaled == pytest.approx(whole, rel=0.6)  # steps of milliseconds on shared cores
     assert "scaled from" in str(api.explain_candidate(tmp_path / "run", f"trial {first['number']}"))
+
+
+def test_layers_that_do_not_divide_run_with_the_split_that_was_predicted(tmp_path: Path) -> None:
+    spec = {**SPEC, "model": {**SPEC["model"], "num_layers": 5, "vocab_size": 4000}}  # type: ignore[dict-item]
+    space = {"pipeline_model_parallel_size": 2, "micro_batch_size": [1, 2], "use_recompute": False}
+    spec["auto_tuner"] = {"space": space, "control": {"train_iters": 3, "max_trials": 2, "repeats": 0}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    tuned = api.tune(tmp_path / "spec.yaml", run_dir=tmp_path / "run")
+    split = [trial for trial in tuned.data["trials"] if trial["predicted"].get("stage_layers")]
+    assert split
+    for trial in split:
+        assert trial["state"] in ("measured", "stopped"), trial["reason"]
+        metrics = json.loads((tuned.run_dir / "trials" / str(trial["number"]) / "metrics.json").read_text())
+        assert metrics["effective"]["layers_per_stage"] == trial["predicted"]["stage_layers"]
+        assert sum(metrics["effective"]["layers_per_stage"]) == 5

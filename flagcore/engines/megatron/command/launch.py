@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from flagcore.contracts import Platform
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, redact_arguments, redact_data
 from flagcore.domain.spec import Task
@@ -22,13 +22,13 @@ ARGUMENTS = "arguments.json"
 """In a trial's folder: its command, and what differs from the user's."""
 
 
-def own_launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
-    """Return how to start `candidate` with the user's own command.
+def own_launch(platform: Platform, values: Mapping[str, KnobValue], folder: str, *, for_real: bool) -> Launch:
+    """Return how to start a candidate of these `values` with the user's own command.
 
     Where the command's arguments are not Megatron-LM's, the flags take the place of `{flags}` or follow its words.
     Raises SpecError for a script that cannot be read, LaunchError if `arguments.json` cannot be written.
     """
-    task, values = platform.task, candidate.as_dict()
+    task = platform.task
     spec, train, knobs = task.spec, task.spec.train, environment(values)
     command = user_command(spec, {**platform.environment, **knobs})
     if command is None:

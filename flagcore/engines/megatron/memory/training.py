@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,23 +58,30 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     step. Room is measured as the share of its device's capacity that a stage uses. A stage with unknown capacity is the
     worst unless another exceeds its own, so that no candidate is reported to fit that may not.
     """
-    place, models = Placement.of(layout, costs), [each.memory for each in costs.groups]
-    workspaces = [np.array(model.workspace_bytes()) for model in models]
-    capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
-    estimate = _Estimate.of(train, layout)
-    found = []
-    for where in stages(train.model, layout, train.options, place.starts):
-        memory = estimate.memory(where, place.pick(where.index, workspaces))
-        reserved = [model.reserved_bytes(memory.peak) for model in models]
-        used = [model.device_used_bytes(held) for model, held in zip(models, reserved, strict=True)]
-        chosen = [place.pick(where.index, values) for values in (reserved, used, capacities)]
-        found.append(InUse(memory=memory, reserved=chosen[0], used=chosen[1], capacity=chosen[2]))
-    if len(models) == 1:
+    place = Placement.of(layout, costs)
+    found = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, place.starts))
+    if len(costs.groups) == 1:
         need = np.stack([each.memory.peak for each in found])
     else:
         share = np.stack([each.used for each in found]) / np.stack([each.capacity for each in found])
         need = np.where(np.isnan(share), 1.0, share)
     return pick(np.argmax(need, axis=0), found)
+
+
+def stages_in_use(train: Training, layout: Layout, costs: Costs, wanted: Sequence[Stage]) -> list[InUse]:
+    """Return the memory of some stages."""
+    place, models = Placement.of(layout, costs), [each.memory for each in costs.groups]
+    workspaces = [np.array(model.workspace_bytes()) for model in models]
+    capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
+    estimate = _Estimate.of(train, layout)
+    found = []
+    for where in wanted:
+        memory = estimate.memory(where, place.pick(where.index, workspaces))
+        reserved = [model.reserved_bytes(memory.peak) for model in models]
+        used = [model.device_used_bytes(held) for model, held in zip(models, reserved, strict=True)]
+        chosen = [place.pick(where.index, values) for values in (reserved, used, capacities)]
+        found.append(InUse(memory=memory, reserved=chosen[0], used=chosen[1], capacity=chosen[2]))
+    return found
 
 
 def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:

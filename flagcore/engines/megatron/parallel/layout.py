@@ -41,21 +41,52 @@ class StageLayers:
     loss: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Splits:
+    """Splits of layers over stages, by number from 1; candidates with number 0 are split by the rules of `Layout`.
+
+    `holdings` is what each stage of a split holds: (splits, stages, fields of `pipeline.Part`). `turns` are the first
+    stage, the second, and those that hold something else than the one before, the last one repeated: (splits, turns);
+    `counts` is how many of them differ, `lengths` the number of stages.
+    """
+
+    holdings: FloatArray
+    lengths: FloatArray
+    turns: FloatArray
+    counts: IntArray
+
+    @classmethod
+    def of(cls, holdings: FloatArray, lengths: FloatArray, before: Splits | None = None) -> Splits:
+        """Return splits of `lengths` stages with these holdings, numbered behind those of `before`."""
+        held, length = (np.zeros((1, 1, holdings.shape[2])), np.ones(1))
+        if before is not None:
+            held, length = before.holdings, before.lengths
+        longest = max(held.shape[1], holdings.shape[1])
+        both = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (held, holdings)]
+        held, length = np.concatenate(both), np.concatenate((length, lengths))
+        place, last = np.arange(longest), length[:, None] - 1.0
+        turn = np.ones(held.shape[:2], dtype=np.bool_)
+        turn[:, 2:] = (held[:, 2:] != held[:, 1:-1]).any(axis=2)
+        turns = np.sort(np.where(turn & (place < last), place, last), axis=1)
+        counts = np.maximum((turns < last).sum(axis=1), 1)
+        return cls(held, length, turns[:, : counts.max()], counts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Settings of Megatron and of other schedules, for formulas. `flagcore.engines.megatron.settings` describes
     what each setting means.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `stage_layout` is empty where layers are split by the rules of `Layout`, `recompute_stage_layers` where all stages
-    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
+    `splits` are those of candidates with a `Layout.split`. `recompute_stage_layers` is empty where all stages recompute
+    as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
     `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
     as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, for any number of its
     experts there.
     """
 
     schedule: str | None = None
-    stage_layout: tuple[StageLayers, ...] = ()
+    splits: Splits | None = None
     account_for_embedding: bool = False
     account_for_loss: bool = False
     recompute_modules: frozenset[str] = frozenset({"core_attn"})
@@ -131,7 +162,8 @@ class Layout(ArrayRecord):
 
     `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the
     start of each (virtual) stage, `selective` 1 where only the attention core is recomputed; 0 is off.
-    `first_layers` and `last_layers` are 0 where the pipeline is split evenly.
+    `first_layers` and `last_layers` are 0 where the pipeline is split evenly, `split` is the number of a candidate's
+    split in `Options.splits`, 0 for one by these rules.
     """
 
     data: FloatArray
@@ -150,18 +182,11 @@ class Layout(ArrayRecord):
     block: FloatArray
     first_layers: FloatArray
     last_layers: FloatArray
+    split: FloatArray
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
         """Return the first row of each combination of the named counts, and for each candidate which one it has."""
-        key = np.zeros(self.data.shape, dtype=np.int64)
-        for name in names:
-            values = getattr(self, name).astype(np.int64)
-            many = int(values.max(initial=0)) + 1
-            if int(key.max(initial=0)) * many >= 1 << 62:
-                key = np.unique(key, return_inverse=True)[1]
-            key = key * many + values
-        _, first, which = np.unique(key, return_index=True, return_inverse=True)
-        return first, which
+        return distinct([getattr(self, name) for name in names])
 
     def tokens(self, sequence: int) -> FloatArray:
         """Return the tokens of one micro-batch that a tensor-parallel group holds."""
@@ -192,6 +217,19 @@ class Layout(ArrayRecord):
     def expert_shards(self) -> FloatArray:
         """Return the ranks that share the optimizer state of an expert's weight."""
         return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)
+
+
+def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
+    """Return the first row of each combination of some counts, and for each row which combination it has."""
+    key = np.zeros(columns[0].shape, dtype=np.int64)
+    for column in columns:
+        values = column.astype(np.int64)
+        many = int(values.max(initial=0)) + 1
+        if int(key.max(initial=0)) * many >= 1 << 62:
+            key = np.unique(key, return_inverse=True)[1]
+        key = key * many + values
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    return first, which
 
 
 MOST_CHOICES = 30

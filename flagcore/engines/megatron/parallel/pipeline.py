@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.parallel.layout import DEFAULTS, ArrayRecord, Layout, Options, pick
+from flagcore.engines.megatron.parallel.layout import (
+    DEFAULTS,
+    ArrayRecord,
+    Layout,
+    Options,
+    Splits,
+    StageLayers,
+    pick,
+)
 from flagcore.physics.schedules import catalogue
 
 
@@ -49,34 +57,52 @@ class Stage(Part):
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
     """Return the stages that can be the worst of each candidate, in order; short pipelines repeat the last one.
 
-    These are the first, the second, the first one without leading dense layers, those of `starts` (the first on other
-    devices), and the last: all others equal the one before and hold fewer micro-batches. Where options treat stages
-    one by one it is all of them.
+    These are the first, the second, those that hold something else than the one before, those of `starts` (the first
+    on other devices), and the last: all others equal the one before and hold fewer micro-batches. Where options treat
+    stages one by one it is all of them.
     """
-    end = layout.pipeline - 1.0
-    if options.stage_layout or options.recompute_stage_layers or options.offload_stages or options.schedule:
-        count = int(layout.pipeline.max(initial=1.0))
-        return [stage(model, layout, np.minimum(end, float(number)), options) for number in range(count)]
-    wanted = [np.zeros_like(end), np.minimum(end, 1.0)]
+    end, longest = layout.pipeline - 1.0, int(layout.pipeline.max(initial=1.0))
+    wanted = _turns(model, layout, options)
+    if starts:
+        wanted = [*np.sort(np.stack([*wanted, *starts]), axis=0)]
+    by_stage = options.recompute_stage_layers or options.offload_stages or options.schedule
+    if by_stage or longest <= len(wanted) + 1:
+        wanted = [np.minimum(end, float(number)) for number in range(longest - 1)]
+    return [stage(model, layout, index, options) for index in (*wanted, end)]
+
+
+def _turns(model: Model, layout: Layout, options: Options) -> list[FloatArray]:
+    """Return the first stage of each candidate, the second, and those that hold something else than the one before."""
+    end, number = layout.pipeline - 1.0, layout.split.astype(np.int64)
+    even = [np.zeros_like(end), np.minimum(end, 1.0)]
     if model.num_moe_experts is not None and model.moe_first_dense_layers:
         chunk = _chunk_layers(model, layout, options)
-        wanted.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
-    if starts:
-        wanted = list(np.sort(np.stack([*wanted, *starts]), axis=0))
-    return [stage(model, layout, index, options) for index in (*wanted, end)]
+        even.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
+    if options.splits is None or not number.any():
+        return even
+    count = int(options.splits.counts[number].max())
+    turns = options.splits.turns[number, :count].T
+    if number.all():
+        return [*turns]
+    even += [end] * (count - len(even))
+    return [np.where(number > 0, turns[min(place, count - 1)], each) for place, each in enumerate(even)]
 
 
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
     """Return stage `index` of each candidate.
 
-    A layout of stages holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
+    A candidate with a split of its own (`Layout.split`) has the layers of that. Otherwise layers are split evenly
     except the numbers given for the first and last stage, embedding and loss counting as a layer each if options
     require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
     """
-    part = _even(model, layout, index, options)
-    if options.stage_layout:
-        fits = layout.pipeline * layout.virtual == len(options.stage_layout)
-        part = pick(fits.astype(np.int64), [part, _placed(model, layout, index, options)])
+    number = layout.split.astype(np.int64)
+    if options.splits is None or not number.any():
+        part = _even(model, layout, index, options)
+    else:
+        held = options.splits.holdings[number, index.astype(np.int64)]
+        part = Part(*held.T)
+        if not number.all():
+            part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
     deferred, copies = np.zeros(()), 1
     if options.schedule:
         deferred = catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
@@ -89,6 +115,26 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         deferred=deferred,
         copies=float(copies),
     )
+
+
+def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
+    """Return candidates split by one layout of (virtual) stages: those that have as many."""
+    table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
+    before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
+    leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
+    if model.num_moe_experts is None:
+        leading = table[:, 2]
+    norm = table[:, 1]
+    if model.mtp_num_layers:
+        norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
+    columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
+    fits = layout.pipeline * layout.virtual == len(stages)
+    lengths = np.unique(layout.pipeline[fits]).astype(np.int64)
+    devices = np.zeros((lengths.size, int(lengths.max(initial=1)), columns.shape[1]))
+    for place, length in enumerate(lengths):
+        devices[place, :length] = columns.reshape(-1, length, columns.shape[1]).sum(axis=0)
+    number = np.where(fits, 1.0 + np.searchsorted(lengths, layout.pipeline), 0.0)
+    return replace(layout, split=number), replace(options, splits=Splits.of(devices, lengths.astype(np.float64)))
 
 
 def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
@@ -133,25 +179,6 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     ):  # it follows the last layer, which need not be where the loss is
         norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
     return Part(first, last, norm, layers, dense, last * model.mtp_num_layers)
-
-
-def _placed(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
-    """Return the layers that a layout assigns to stage `index`: (virtual) stage c p + r for each c."""
-    table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in options.stage_layout], dtype=np.float64)
-    before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
-    leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
-    if model.num_moe_experts is None:
-        leading = table[:, 2]
-    norm = table[:, 1]
-    if model.mtp_num_layers:
-        norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
-    columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
-    total = np.zeros((len(index), columns.shape[1]))
-    for chunk in range(int(layout.virtual.max(initial=1.0))):
-        place = (chunk * layout.pipeline + index).astype(np.int64)
-        there = (chunk < layout.virtual) & (place < len(columns))
-        total += columns[np.minimum(place, len(columns) - 1)] * there[:, None]
-    return Part(*total.T)
 
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:

@@ -44,8 +44,46 @@ class Parts(ArrayRecord):
 
     dense: Block
     moe: Block
-    embedding: Block
-    head: Block
+    embedding: StageTime
+    head: StageTime
+
+    def __getitem__(self, rows: slice | IntArray) -> Parts:
+        dense = self.dense[rows]
+        moe = dense if self.moe is self.dense else self.moe[rows]
+        return Parts(dense, moe, self.embedding[rows], self.head[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of all candidates, worked out once for each combination of what they depend on.
+
+    `few` are candidates with all combinations, `which` is the one that each candidate has; `parts` are the blocks of
+    `few` on the devices of each node group.
+    """
+
+    few: Layout
+    which: IntArray
+    parts: tuple[Parts, ...]
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout, costs: Costs) -> Blocks:
+        first, which = layout.distinct(LAYER_COUNTS)
+        few = layout[first]
+        return cls(few, which, tuple(_parts(train, few, each) for each in costs.groups))
+
+    def __getitem__(self, rows: slice | IntArray) -> Blocks:
+        return replace(self, which=self.which[rows])
+
+    def on(self, group: int) -> Parts:
+        """Return the blocks of each candidate on the devices of a node group."""
+        return self.parts[group][self.which]
+
+
+def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
+    dense = layer_time(train, layout, costs, moe=False)
+    moe = layer_time(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    ends = embedding_time(train, layout, costs), head_time(train, layout, costs)
+    return Parts(dense, moe, *(StageTime(end.forward, end.backward, end.weight) for end in ends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +97,20 @@ class _Silence:
         return np.zeros(np.shape(ranks))
 
 
-def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
+def step_time(train: Training, layout: Layout, costs: Costs, blocks: Blocks | None = None) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
+
+    `blocks` are those of the candidates `in_a_run`, if they are known.
 
     Each stage has the kernels and collectives of its own node group. Times of a step are those of the slowest stage.
     The rest of the pipeline's time is split into messages that this stage waits for, and bubble.
     """
-    costs = _in_a_run(costs)
+    costs = in_a_run(costs)
     place, groups = Placement.of(layout, costs), costs.groups
     found = stages(train.model, layout, train.options, place.starts)
     params = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
-    times = _stage_times(train, layout, groups, place, found, params)
+    blocks = Blocks.of(train, layout, costs) if blocks is None else blocks
+    times = _stage_times(train, layout, groups, blocks, place, found, params)
     slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward = slowest.forward, slowest.backward
 
@@ -100,13 +141,13 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
 
     None where a cost is not known, or where node groups differ: messages between them take different times.
     """
-    layout, costs = layout[slice(0, 1)], _in_a_run(costs)
+    layout, costs = layout[slice(0, 1)], in_a_run(costs)
     if costs.further:
         return None
     place, count = Placement.of(layout, costs), int(layout.pipeline[0])
     found = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
     params = [split_parameters(stage_parameters(train, layout, each)) for each in found]
-    times = _stage_times(train, layout, costs.groups, place, found, params)
+    times = _stage_times(train, layout, costs.groups, Blocks.of(train, layout, costs), place, found, params)
     forward = tuple(float(time.forward.total[0]) for time in times)
     backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
     send = float(message_seconds(train, layout, costs, place)[0]) if count > 1 else 0.0
@@ -132,38 +173,30 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     Nothing is waited for: neither other ranks nor collectives.
     """
     alone = replace(costs, collectives=_Silence())
-    found, parts = stage(train.model, layout, index, train.options), _parts(train, layout, alone)
+    found, parts = stage(train.model, layout, index, train.options), Blocks.of(train, layout, alone).on(0)
     dense, experts = split_parameters(stage_parameters(train, layout, found))
     time = _stage_time(train, layout, alone, parts, found, (dense, experts))
     compute = time.forward.compute + time.backward.compute + time.weight
     return layout.microbatches * compute, optimizer_time(train, layout, costs, found, (dense, experts))
 
 
-def _in_a_run(costs: Costs) -> Costs:
+def in_a_run(costs: Costs) -> Costs:
     """Return costs whose kernels are as long as in a run on many devices."""
     kernels = costs.kernels if costs.run_slowdown == 1.0 else slowed(costs.kernels, costs.run_slowdown)
-    return replace(costs, kernels=kernels, further={start: _in_a_run(each) for start, each in costs.further.items()})
-
-
-def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
-    """Return the blocks, worked out once for each combination of what they depend on."""
-    first, which = layout.distinct(LAYER_COUNTS)
-    few = layout[first]
-    dense = layer_time(train, few, costs, moe=False)
-    moe = layer_time(train, few, costs, moe=True) if train.model.num_moe_experts is not None else dense
-    return Parts(dense, moe, embedding_time(train, few, costs), head_time(train, few, costs))[which]
+    return replace(costs, kernels=kernels, further={start: in_a_run(each) for start, each in costs.further.items()})
 
 
 def _stage_times(
     train: Training,
     layout: Layout,
     groups: Sequence[Costs],
+    blocks: Blocks,
     place: Placement,
     found: Sequence[Stage],
     params: Sequence[tuple[FloatArray, FloatArray]],
 ) -> list[StageTime]:
     """Return the times of some stages, each with the costs of the node group on which it lies."""
-    made = [(each, _parts(train, layout, each)) for each in groups]
+    made = [(each, blocks.on(number)) for number, each in enumerate(groups)]
     return [
         place.pick(each.index, [_stage_time(train, layout, *costs, each, have) for costs in made])
         for each, have in zip(found, params, strict=True)
@@ -181,14 +214,18 @@ def _stage_time(
     again = _recomputed(train, layout, found)
     selective = layout.selective * (1.0 - again)
 
-    def layers(block: Block) -> Block:
-        backward = block.backward + block.forward * again + block.repeated * selective
-        return Block(block.forward, backward, block.weight, block.repeated)
+    def layers(block: Block) -> StageTime:
+        backward = block.backward
+        for more, times in ((block.forward, again), (block.repeated, selective)):
+            backward = backward + more * times if times.any() else backward
+        return StageTime(block.forward, backward, block.weight)
 
     experts = train.model.num_moe_experts is not None
     routed, plain = found.moe + found.mtp * experts, found.dense + found.mtp * (not experts)
-    total = layers(parts.dense) * plain + parts.embedding * found.first + parts.head * found.last
-    if experts:
+    total = layers(parts.dense) * plain
+    for block, count in ((parts.embedding, found.first), (parts.head, found.last)):
+        total = total + block * count if count.any() else total
+    if experts and routed.any():
         total = total + layers(parts.moe) * routed
     accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
     weight = total.weight + costs.kernels.memory_seconds(accumulation * (params[0] + params[1]))

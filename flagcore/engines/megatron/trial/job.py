@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flagcore.domain.model import Model
+from flagcore.engines.megatron.stages import parse_layout
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class Candidate:
     num_layers_per_virtual_pipeline_stage: int | None = None
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
     micro_batch_size: int = 1
     use_distributed_optimizer: bool = False
     sequence_parallel: bool = False
@@ -131,6 +133,10 @@ class Job:
     @property
     def virtual_stages(self) -> int | None:
         """Model chunks on each pipeline stage, or None when the schedule is not interleaved."""
+        if layout := self.candidate.pipeline_model_parallel_layout:
+            parts = len(parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers))
+            chunks = parts // self.candidate.pipeline_model_parallel_size
+            return chunks if chunks > 1 else None
         layers_per_chunk = self.candidate.num_layers_per_virtual_pipeline_stage
         if layers_per_chunk is None:
             return None

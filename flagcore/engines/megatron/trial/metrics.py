@@ -82,6 +82,10 @@ def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: l
     copies = groups.get_data_parallel_world_size()
     chunks = groups.get_virtual_pipeline_model_parallel_world_size()
     recomputes = config.recompute_granularity is not None
+    of_chunk = layers_per_stage[0] // chunks if chunks else None
+    split = {"num_layers_per_virtual_pipeline_stage": of_chunk}
+    if layout := getattr(config, "pipeline_model_parallel_layout", None):
+        split = {"layout": str(layout)}
     return {
         "data_parallel_size": copies,
         "tensor_model_parallel_size": groups.get_tensor_model_parallel_world_size(),
@@ -89,7 +93,7 @@ def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: l
         "context_parallel_size": groups.get_context_parallel_world_size(),
         "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
-        "num_layers_per_virtual_pipeline_stage": layers_per_stage[0] // chunks if chunks else None,
+        **split,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
         "layers_per_stage": layers_per_stage,

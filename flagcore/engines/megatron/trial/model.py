@@ -120,6 +120,8 @@ def transformer_config(job: Job) -> Any:
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": True,
     }
+    if candidate.pipeline_model_parallel_layout:
+        values["pipeline_model_parallel_layout"] = candidate.pipeline_model_parallel_layout
     if candidate.recomputes:
         values |= {name: getattr(candidate, name) for name in _OF_RECOMPUTE}
         if candidate.recompute_modules is not None:

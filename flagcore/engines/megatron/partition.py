@@ -1,0 +1,188 @@
+"""The best split of layers over the stages of a pipeline: how many layers the first stages and the last one have.
+
+Layers of one kind are equal, so a split is how many each device has, all its virtual stages together. A split is best
+if every other stage would take as long as the slowest one if it had one more layer: the search starts from an even
+split and moves one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.engines.megatron.time.pace import Pace
+
+EQUAL = 1.0 + 1e-9
+"""Times this near are equal."""
+
+MOST_LEADING = 4
+"""Leading dense layers of which all ways to put them on the first stages are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """Where the leading dense layers lie: how many on each of the first stages, and on the last one.
+
+    A virtual stage with a dense layer behind it holds no layer with experts.
+    """
+
+    dense: tuple[int, ...]
+    last: int = 0
+
+    @classmethod
+    def all(cls, leading: int) -> Iterator[Fronts]:
+        """Yield all ways to place so many leading layers, all on the first stage first."""
+        yield cls((leading,))
+        if leading > MOST_LEADING:
+            for each in range(1, leading):
+                yield cls((*[each] * (leading // each), *[leading % each] * (leading % each > 0)))
+            return
+        for count in range(1, leading + 1):
+            for dense in product(range(1, leading + 1), repeat=count):
+                if sum(dense) <= leading and dense != (leading,):
+                    yield cls(dense, leading - sum(dense))
+
+    def fit(self, pipeline: FloatArray) -> BoolArray:
+        """Return which pipelines can have them so."""
+        before = pipeline - 1.0
+        return before == len(self.dense) if self.last else before >= len(self.dense)
+
+    def least(self, virtual: FloatArray) -> list[FloatArray]:
+        """Return the fewest layers of these stages: one on each virtual stage, but none on the very last."""
+        ends = np.maximum(virtual - 1.0 - (self.last > 0), 0.0)
+        return [*(max(count, 1) + virtual - 1.0 for count in self.dense), self.last + ends]
+
+    def most(self, virtual: FloatArray) -> list[FloatArray]:
+        """Return the most layers of these stages."""
+        full = len(self.dense) - (self.last == 0)
+        any_number = np.full_like(virtual, np.inf)
+        limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
+        return [*limits, *[any_number] * (len(self.dense) + 1 - full)]
+
+    def even(self, each: FloatArray) -> BoolArray:
+        """Return where they lie like this in virtual stages of `each` layers."""
+        full, rest = (self.dense, self.last) if self.last else (self.dense[:-1], self.dense[-1])
+        alike: BoolArray = each >= rest
+        for count in full:
+            alike &= each == count
+        return alike
+
+
+@dataclass(frozen=True, slots=True)
+class Middles:
+    """The stages between: how many, and with limits the sums of the smallest ones and how many are not among them."""
+
+    count: FloatArray
+    room: FloatArray
+    below: FloatArray | None = None
+    others: FloatArray | None = None
+
+    @classmethod
+    def of(cls, count: FloatArray, limits: FloatArray | None) -> Middles:
+        """`limits` are the most layers of each stage, (candidates, stages), 0 behind the last one."""
+        if limits is None:
+            return cls(count, np.where(count > 0, np.inf, 0.0))
+        there = np.arange(limits.shape[1]) < count[:, None]
+        ordered = np.sort(np.where(there, limits, np.inf), axis=1)
+        below = np.cumsum(np.where(np.isfinite(ordered), ordered, 0.0), axis=1)
+        below = np.concatenate((np.zeros((len(count), 1)), below[:, :-1]), axis=1)
+        return cls(count, np.where(there, limits, 0.0).sum(axis=1), below, count[:, None] - np.arange(limits.shape[1]))
+
+    def __getitem__(self, rows: IntArray) -> Middles:
+        below = None if self.below is None else self.below[rows]
+        others = None if self.others is None else self.others[rows]
+        return Middles(self.count[rows], self.room[rows], below, others)
+
+    def level(self, layers: FloatArray) -> FloatArray:
+        """Return the most layers of one of these stages if they hold so many, inf where they cannot."""
+        if self.below is None or self.others is None:
+            level = np.ceil(layers / np.maximum(self.count, 1.0))
+        else:
+            each = (layers[:, None] - self.below) / np.maximum(self.others, 1.0)
+            level = np.ceil(np.where(self.others > 0, each, 0.0).max(axis=1, initial=0.0))
+        return np.where(layers > self.room, np.inf, level)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The layers of the first stages and of the last one, (stages, candidates), and the seconds of the slowest stage,
+    inf where there is no such split.
+    """
+
+    layers: FloatArray
+    seconds: FloatArray
+
+
+def search(
+    pace: Pace,
+    virtual: FloatArray,
+    total: int,
+    fronts: Fronts,
+    middles: Middles,
+    most: Sequence[FloatArray] | None = None,
+) -> Ends:
+    """Return the best split with these leading layers, and at most so many layers on the first stages and the last."""
+    least = np.stack(fronts.least(virtual))
+    limits = np.stack(fronts.most(virtual) if most is None else [*map(np.minimum, fronts.most(virtual), most)])
+    ends, possible = _start(total, least, limits, middles, virtual)
+    slowest = np.full(virtual.shape, np.inf)
+    moving = np.flatnonzero(possible)
+    while moving.size:
+        some, between, few = ends[:, moving], middles[moving], pace[moving]
+        rest = total - some.sum(axis=0)
+        now, after = _stage_seconds(few, fronts, some), _stage_seconds(few, fronts, some + 1.0)
+        after = np.where(some + 1.0 > limits[:, moving], np.inf, after)
+        now = np.vstack((now, _middle_seconds(few, between, rest, -np.inf)))
+        after = np.vstack((after, _middle_seconds(few, between, rest + 1.0, np.inf)))
+        row, giver = np.arange(moving.size), np.argmax(now, axis=0)
+        spare = np.vstack((some - least[:, moving], rest - between.count * virtual[moving]))[giver, row] >= 1.0
+        after[giver, row] = np.inf
+        taker = np.argmin(after, axis=0)
+        slowest[moving] = now[giver, row]
+        goes = spare & (after[taker, row] * EQUAL < now[giver, row])
+        moved = np.vstack((some, rest))
+        moved[giver[goes], row[goes]] -= 1.0
+        moved[taker[goes], row[goes]] += 1.0
+        moving = moving[goes]
+        ends[:, moving] = moved[:-1, goes]
+    return Ends(ends, slowest)
+
+
+def _start(
+    total: int, least: FloatArray, limits: FloatArray, middles: Middles, virtual: FloatArray
+) -> tuple[FloatArray, BoolArray]:
+    """Return an even split, or one that keeps the limits, and where there is any."""
+    stages = len(least) + middles.count
+    ends = np.clip(np.floor(total / stages), least, limits)
+    alone = middles.count == 0
+    ends[-1] = np.where(alone, total - ends[:-1].sum(axis=0), ends[-1])
+    rest = total - ends.sum(axis=0)
+    wrong = (rest < middles.count * virtual) | (rest > middles.room) | ((ends < least) | (ends > limits)).any(axis=0)
+    filled, left = least.copy(), total - least.sum(axis=0)
+    left = left - np.minimum(left, middles.room)
+    for place in reversed(range(len(least))):
+        more = np.clip(left, 0.0, limits[place] - least[place])
+        filled[place] += more
+        left = left - more
+    enough = (total - least.sum(axis=0) >= middles.count * virtual) & (least <= limits).all(axis=0)
+    return np.where(wrong, filled, ends), ~wrong | ((left <= 0) & enough)
+
+
+def _stage_seconds(pace: Pace, fronts: Fronts, layers: FloatArray) -> FloatArray:
+    ends = len(layers) - 1
+    return np.stack(
+        [
+            *(pace.seconds(layers[place], count, first=place == 0) for place, count in enumerate(fronts.dense)),
+            pace.seconds(layers[ends], fronts.last, last=True),
+        ]
+    )
+
+
+def _middle_seconds(pace: Pace, middles: Middles, layers: FloatArray, none: float) -> FloatArray:
+    level = middles.level(layers)
+    known = np.isfinite(level) & (middles.count > 0)
+    return np.where(known, pace.seconds(np.where(known, level, 1.0), 0), np.where(middles.count > 0, np.inf, none))

@@ -1,0 +1,246 @@
+"""Derived splits of layers against all splits that there are, in time and under limits of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import Costs
+from flagcore.domain.model import Model
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.balance import layouts, relieved, split_layers
+from flagcore.engines.megatron.memory.training import memory_in_use
+from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
+from flagcore.engines.megatron.parallel.pipeline import placed, stage
+from flagcore.engines.megatron.predict import given, inputs, layout_texts
+from flagcore.engines.megatron.split import SPLIT
+from flagcore.engines.megatron.stages import LAYOUT, chunk_layers, layout_text, parse_layout
+from flagcore.engines.megatron.time.step import Blocks, in_a_run, step_time
+from flagcore.stages.build import build
+from tests import small
+from tests.engines.megatron.candidates import layout, train
+
+PP, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+DENSE = dataclasses.replace(
+    small.DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, num_query_groups=4, kv_channels=64
+)
+WIDE = dataclasses.replace(DENSE, vocab_size=200_000)
+EXPERTS = dataclasses.replace(WIDE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=512)
+HEAVY = dataclasses.replace(EXPERTS, ffn_hidden_size=32768, mtp_num_layers=1)
+WORK = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+
+
+def costs(capacity: float | None = 80e9) -> Costs:
+    return small.costs(small.task(), capacity)
+
+
+def derived(work: Training, split: Layout, of: Costs) -> tuple[Training, Layout]:
+    """Return candidates with the splits that `predict` gives them."""
+    every, running = np.ones(split.pipeline.shape, dtype=np.bool_), in_a_run(of)
+    blocks = Blocks.of(work, split, running)
+    work, split = split_layers(work, split, every, running, blocks)
+    found = memory_in_use(work, split, of)
+    return relieved(work, split, every, found.used / found.capacity, running, blocks)[:2]
+
+
+def slowest(work: Training, split: Layout, of: Costs) -> np.ndarray:
+    """Return the seconds of a micro-batch on the slowest stage of each candidate."""
+    parts = step_time(work, split, of)
+    return np.asarray(sum(parts[name] for name in WORK)) / split.microbatches
+
+
+def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
+    """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one."""
+    model, length, chunks = work.model, int(split.pipeline[0]), int(split.virtual[0])
+    counts = [
+        (*some, model.num_layers - sum(some))
+        for some in product(range(1, model.num_layers + 1), repeat=length * chunks - 1)
+        if sum(some) <= model.num_layers
+    ]
+    table = np.array(counts, dtype=np.float64)
+    before = np.cumsum(table, axis=1) - table
+    dense = table if model.num_moe_experts is None else np.clip(model.moe_first_dense_layers - before, 0.0, table)
+    last = (np.arange(table.shape[1]) == table.shape[1] - 1) * np.ones_like(table)
+    norm = last
+    if model.mtp_num_layers:
+        norm = np.arange(table.shape[1]) == (np.arange(table.shape[1]) * (table > 0)).max(axis=1)[:, None]
+    first = (np.arange(table.shape[1]) == 0) * np.ones_like(table)
+    held = np.stack((first, last, norm, table, dense, last * model.mtp_num_layers), axis=2).astype(np.float64)
+    devices = held.reshape(len(table), chunks, length, 6).sum(axis=1)
+    splits = Splits.of(devices, np.full(len(table), float(length)))
+    rows = split[np.zeros(len(table), dtype=np.int64)]
+    rows = dataclasses.replace(rows, split=np.arange(1.0, len(table) + 1.0))
+    return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
+
+
+CASES: dict[str, list[Model]] = {
+    "dense": [dataclasses.replace(DENSE, num_layers=count) for count in range(3, 10)],
+    "wide": [dataclasses.replace(WIDE, num_layers=count, mtp_num_layers=1) for count in (4, 6, 9)],
+    "experts": [
+        dataclasses.replace(each, num_layers=count, moe_first_dense_layers=leading)
+        for each in (EXPERTS, HEAVY)
+        for count in (4, 6, 7, 9)
+        for leading in range(4)
+    ],
+}
+RECOMPUTE: dict[str, dict[str, float]] = {
+    "none": {},
+    "full": {"uniform": 1.0},
+    "block": {"block": 1.0},
+    "selective": {"selective": 1.0},
+}
+
+
+def cases(kind: str, **counts: float) -> Iterator[tuple[Training, Layout]]:
+    for model in CASES[kind]:
+        stages = counts["pipeline"] * counts["virtual"]
+        if stages - 1 <= model.num_layers <= (9 if stages < 7 else 8):
+            yield train(model, transformer_engine=kind != "dense"), layout(**counts)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("kind", CASES)
+def test_slowest_stage_is_that_of_the_best_of_all_splits(
+    kind: str, virtual: int, pipeline: int, recompute: str
+) -> None:
+    for work, split in cases(kind, pipeline=pipeline, virtual=virtual, **RECOMPUTE[recompute]):
+        best = slowest(*all_splits(work, split), costs()).min()
+        found = slowest(*derived(work, split, costs()), costs())[0]
+        assert found == pytest.approx(best, rel=1e-6), work.model
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_slowest_stage_is_that_of_the_best_split_that_memory_allows(kind: str) -> None:
+    narrower = 0
+    for work, split in (case for pipeline in (2, 3, 4) for case in cases(kind, pipeline=pipeline, virtual=1)):
+        split = dataclasses.replace(split, microbatches=np.array([16.0]))
+        every = all_splits(work, split)
+        seconds, used = slowest(*every, costs()), memory_in_use(*every, costs()).used
+        fastest = used[np.argmin(seconds)]
+        for share in (0.97, 0.93, 0.9):
+            room = costs(fastest * share)
+            fits = used <= fastest * share
+            if not fits.any():
+                continue
+            chosen = derived(work, split, room)
+            assert memory_in_use(*chosen, room).used[0] <= fastest * share, work.model
+            assert slowest(*chosen, room)[0] == pytest.approx(seconds[fits].min(), rel=1e-6), work.model
+            narrower += 1
+    assert narrower > 3
+
+
+@pytest.mark.parametrize(("layers", "pipeline"), [*product((61, 94), (4, 8, 16))])
+def test_layers_that_do_not_divide_are_spread_with_the_loss_and_multi_token_prediction(
+    layers: int, pipeline: int
+) -> None:
+    model = dataclasses.replace(EXPERTS, num_layers=layers, mtp_num_layers=1, moe_first_dense_layers=3)
+    work, split = derived(train(model), layout(pipeline=[pipeline] * 2, virtual=[1, 2], microbatches=64), costs())
+    held = np.stack([stage(model, split, np.full(2, float(place)), work.options).layers for place in range(pipeline)])
+    assert held.sum(axis=0).tolist() == [layers, layers]
+    assert (held[-1] < held[1:-1].max(axis=0)).all()  # the last stage has the loss, too
+    assert (np.ptp(held[1:-1], axis=0) <= 1).all()
+
+
+def test_layout_of_a_derived_split_means_that_split() -> None:
+    for virtual, pipeline, leading in product((1, 2, 3), (2, 3, 4), range(4)):
+        model = dataclasses.replace(HEAVY, num_layers=13, moe_first_dense_layers=leading)
+        split = layout(pipeline=pipeline, virtual=virtual)
+        found = derived(train(model), split, costs())
+        (text,) = layouts(*found)
+        stages = parse_layout(text, 13, 1)
+        assert len(stages) == pipeline * virtual
+        assert all(each.layers for each in stages[:-1])
+        again, options = placed(model, split, train(model).options, stages)
+        assert options.splits is not None
+        assert found[0].options.splits is not None
+        np.testing.assert_array_equal(options.splits.holdings[1], found[0].options.splits.holdings[1])
+        assert again.split.tolist() == [1.0]
+
+
+def test_a_split_that_is_no_faster_than_the_even_one_stays_even() -> None:
+    work, split = derived(train(dataclasses.replace(DENSE, num_layers=8)), layout(pipeline=[2, 4, 8]), costs())
+    assert split.split.tolist() == [0.0, 0.0, 0.0]
+    assert layouts(work, split) == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        ([1, 1], "Et|tL"),
+        ([4, *[4] * 14, 1], "Et*4|(t*4|)*14tL"),
+        ([2, 3, 3, 2, 0], "Ett|t*3|t*3|tt|L"),
+    ],
+)
+def test_equal_stages_of_a_layout_are_written_once(chunks: list[int], text: str) -> None:
+    assert layout_text(chunks, 0) == text
+    assert [each.layers for each in parse_layout(text, sum(chunks), 0)] == chunks
+
+
+def test_virtual_stages_of_a_device_differ_by_one_layer_at_most_but_those_with_dense_layers_and_the_loss() -> None:
+    assert chunk_layers([5, 5, 2], [3, 0, 0], 2) == [3, 3, 2, 2, 2, 0]
+    assert chunk_layers([4, 5, 4], [1, 2, 0], 2) == [1, 3, 3, 3, 2, 1]
+
+
+def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() -> None:
+    task = small.task(dataclasses.replace(small.DENSE, num_layers=7), devices=4)
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    columns = space.columns()
+    assert set(columns[PP].tolist()) == {1, 2, 4}
+    assert (columns[SPLIT][columns[PP] == 1] == 0).all()
+    assert (columns[SPLIT][columns[PP] > 1] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "version"),
+    [
+        ({LAYOUT: "Ettt|ttttL"}, None),
+        ({"num_layers_in_last_pipeline_stage": 3}, None),
+        ({"account_for_loss_in_pipeline_split": True}, None),
+        ({"pipeline_schedule": "zb-h1"}, None),
+        ({}, "0.12.0"),
+    ],
+)
+def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
+    settings: dict[str, Any], version: str | None
+) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=7)
+    task = small.task(model, devices=2, settings=settings, engine_version=version)
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    assert set(space.columns()[SPLIT].tolist()) == {0}
+
+
+def test_one_candidate_alone_has_the_split_that_it_has_among_others() -> None:
+    model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
+    task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    of = small.costs(task, 3e9)
+    many, texts = WORKLOAD.predict(task, space.columns(), of), layout_texts(task, space.columns(), of)
+    assert any(texts)
+    for row in range(0, len(space), 7):
+        one = space.columns(np.array([row]))
+        assert WORKLOAD.predict(task, one, of).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
+        assert layout_texts(task, one, of) == [texts[row]]
+        if texts[row]:  # the layout as a setting is the same job
+            fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})
+            as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}
+            again = WORKLOAD.predict(fixed, as_given, of)
+            assert again.step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-9)
+            assert again.device_used_bytes[0] == pytest.approx(many.device_used_bytes[row], rel=1e-9)
+
+
+def test_stages_of_a_derived_split_are_reported() -> None:
+    task = small.task(dataclasses.replace(small.DENSE, num_layers=7), devices=4)
+    columns = WORKLOAD.columns(task, {PP: 4, SPLIT: "balanced"})
+    (layers,) = WORKLOAD.stage_layers(task, columns, small.costs(task))
+    assert sum(layers) == 7
+    assert len(layers) == 4
+    assert list(WORKLOAD.stage_layers(task, WORKLOAD.columns(task, {PP: 4}), small.costs(task))) == []
+    assert inputs(task, WORKLOAD.columns(task, {PP: 4}), small.costs(task))[1].split.tolist() == [0.0]
+    assert given(task, columns)[1].split.tolist() == [0.0]
