@@ -375,3 +375,11 @@ def test_trial_that_fails_before_its_last_step_does_not_count(end: Exit, tmp_pat
     done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=steps))
     assert done.state.failed
     assert done.measurement is None
+
+
+def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:
+    peer = FailurePattern(pattern=r"closed by peer", state=TrialState.FAILED, weak=True)
+    log = "[rank0]: RuntimeError: gloo: Connection closed by peer\n[rank1]: ValueError: heads"
+    patterns = (peer, *WORKLOAD.failure_patterns())
+    assert classify(ended(1), log, patterns) == (TrialState.INVALID, "ValueError: heads")
+    assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import types
+import typing
 
 DEVICES = 8
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace")
@@ -233,5 +234,7 @@ class NoTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+if not hasattr(typing, "override"):  # newer releases are for Python 3.12
+    typing.override = lambda method: method
 sys.meta_path.insert(0, Patched())
 sys.meta_path.append(NoTriton())
