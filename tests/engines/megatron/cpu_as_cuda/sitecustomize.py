@@ -191,7 +191,7 @@ def schedules(module):
 
 
 def start(module):
-    module._warmup_jit_function = lambda: None
+    module._warmup_jit_function = lambda *args, **kwargs: None
 
 
 PATCHES = {
