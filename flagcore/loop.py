@@ -84,7 +84,7 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
     if fidelity == ESTIMATE:
         uses.open_store(problem)
         return TuneResult(plan=dry_run(problem), problem=problem, error=None)
-    require_launchable(problem)
+    require_launchable(problem, uses.workload)
     devices = uses.plugins.devices()
     present(problem.platform, devices, needed=1 if fidelity == PROBE else None)
     search = _Search(problem, uses, devices=side_by_side(problem.platform, devices))

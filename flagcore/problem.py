@@ -105,15 +105,17 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
 
 
 def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
-    """Return `platform` with the plugins' knobs that the spec names in its task. Raises SpecError for wrong ones.
+    """Return `platform` with those knobs with effects in its task that the spec names: of plugins, and settings of the
+    engine that the space compares. Raises SpecError for wrong ones.
 
     A plugin's knob that has the name of one of the engine's own is left out.
     """
     task, spec = platform.task, platform.task.spec
-    own = {name for knob in workload.knobs if knob.searchable for name in knob.names}
+    own = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
     known = tuple(knob for knob in platform.knobs if knob.name not in own)
     named = {**(spec.baseline or {}), **spec.space}
-    chosen = tuple(knob for knob in known if knob.name in named)
+    settings = [_compared(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named]
+    chosen = (*settings, *(knob for knob in known if knob.name in named))
     if isinstance(spec.work, TrainSpec):
         for name in named.keys() - own - {knob.name for knob in chosen}:
             section = "space" if name in spec.space else "baseline"
@@ -135,11 +137,28 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
     return replace(platform, task=task, knobs=known, environment=environment)
 
 
-def require_launchable(problem: Problem) -> None:
-    """Raise SpecError if no trial can use a value of a plugin's knob, or if this shell sets one of its variables."""
+def _compared(task: Task, knob: Knob) -> Knob:
+    """Return a setting as a knob of the values that a spec compares. Raises SpecError for an `auto` without meaning."""
+    asked, baseline = task.spec.space.get(knob.name, ()), task.spec.baseline or {}
+    if isinstance(asked, str) and knob.auto is None:
+        problem, fix = "cannot be auto", "list the values to compare"
+        raise SpecError(key=f"auto_tuner.space.{knob.name}", value=asked, problem=problem, fix=fix)
+    values = knob.auto(task) if isinstance(asked, str) and knob.auto else asked
+    return knob.compared([*values, *(baseline[name] for name in (knob.name,) if name in baseline)])
+
+
+def require_launchable(problem: Problem, workload: Workload) -> None:
+    """Raise SpecError if no trial can use a value of a knob with effects, or if this shell sets a variable of one."""
     task = problem.platform.task
     for knob in task.knobs:
         key = f"auto_tuner.space.{knob.name}"
+        for value, effect in knob.effects.items():
+            if effect.passed:
+                try:
+                    workload.ready(engine_task(task, [effect]).spec)
+                except SpecError as error:
+                    if error.key == f"train.settings.{knob.name}":
+                        raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
         for name in {name for effect in knob.effects.values() for name in effect.environment} & os.environ.keys():
             conflict = f"sets the variable {name}, which this shell sets, too"
             raise SpecError(key=key, value=os.environ[name], problem=conflict, fix=f"unset {name}")

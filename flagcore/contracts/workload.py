@@ -28,7 +28,7 @@ class SearchSpace(Protocol):
         """Return the knobs of the space in the order in which they are crossed."""
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        """Return the rules that make a candidate illegal."""
+        """Return the rules that make a candidate illegal. Raises SpecError for settings that exclude each other."""
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return the merges that make candidates equal."""

@@ -1,7 +1,8 @@
-"""What the knobs that plugins add to a task change: the task that the engine sees, its candidates, its predictions.
+"""What the knobs with effects change, those of plugins and settings of the engine that a space compares: the task that
+the engine sees, its candidates, its predictions.
 
-Engines see only their own knobs. The value of a plugin's knob changes a task's settings, which the engine predicts, or
-scales what the engine predicts.
+Engines see only their own axes. The value of a knob with effects changes a task's settings, which the engine predicts,
+or scales what the engine predicts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def plugin_axis(task: Task, knob: Knob) -> Axis:
     asked, own = task.spec.space.get(knob.name, (knob.neutral,)), has_own_command(task.spec)
     if isinstance(asked, str):
         usable = [value for value, effect in knob.effects.items() if not effect.no_launch_reason(own_command=own)]
-        asked = (knob.neutral, *usable)
+        asked = tuple(dict.fromkeys((knob.neutral, *usable)))
     return knob.axis(asked, also=knob.values)
 
 
@@ -49,6 +50,11 @@ def engine_task(task: Task, effects: Sequence[Effect] = ()) -> Task:
     if settings and isinstance(spec.work, TrainSpec):
         spec = replace(spec, work=replace(spec.work, settings={**spec.work.settings, **settings}))
     return task if spec is task.spec and not names else replace(task, spec=spec, knobs=())
+
+
+def task_to_start(task: Task, effects: Sequence[Effect]) -> Task:
+    """Return `task` as its engine starts trials of it: with the settings of those effects that it passes."""
+    return engine_task(task, [effect for effect in effects if effect.passed])
 
 
 def engine_candidate(task: Task, candidate: Candidate) -> Candidate:

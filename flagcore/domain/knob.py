@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -22,7 +22,7 @@ several of `words`, several whole numbers."""
 
 Scope = Literal["space", "record", "setting"]
 """Where a knob may be given: in a space, a baseline and a job record's candidate; in that candidate alone; in a job's
-settings, as one value for all candidates."""
+settings, as one value for all candidates, and with `space`, too, as values that a space compares."""
 
 WHOLE_STEP = "step"
 """The part of a step that an effect applies to if it applies to the whole step."""
@@ -48,12 +48,14 @@ class Factor:
 class Effect:
     """What one value of a knob changes, as data.
 
-    `settings` are engine settings that predict it. `time` scales `part`, a part of a step as in `Prediction.time_s`, or
-    WHOLE_STEP; `memory` scales the peak of allocated memory. `flags` are added to the user's own launch command,
-    `environment` to the variables of a trial. If both are empty, a trial cannot use the value.
+    `settings` are engine settings that predict it; `passed` says that the engine starts trials with them. `time` scales
+    `part`, a part of a step as in `Prediction.time_s`, or WHOLE_STEP; `memory` scales the peak of allocated memory.
+    `flags` are added to the user's own launch command, `environment` to the variables of a trial. If both are empty, a
+    trial cannot use the value, unless its settings are passed.
     """
 
     settings: Mapping[str, KnobValue | float] = field(default_factory=dict)
+    passed: bool = False
     part: str = WHOLE_STEP
     time: Factor = Factor()
     memory: Factor = Factor()
@@ -62,6 +64,8 @@ class Effect:
 
     def no_launch_reason(self, *, own_command: bool) -> str:
         """Return why a trial cannot use the value, with the user's own command or without; empty if it can."""
+        if self.passed:
+            return ""
         if self.flags:
             return "" if own_command else f"{' '.join(self.flags)} needs a launch command: give train.command"
         return "" if self.environment else "no source documents how to enable it"
@@ -146,7 +150,7 @@ class Knob:
     versions: str = ""
     """PEP 440 specifier of the engine releases that have the knob; empty: all."""
     effects: Mapping[KnobValue, Effect] = field(default_factory=dict)
-    """What each value other than `neutral` changes. If there are any, no other values are valid."""
+    """What each value changes; plugins leave out `neutral`. If there are any, no other values are valid."""
     requires: tuple[Requirement, ...] = ()
     """What must hold where the knob is not neutral."""
     experts_only: bool = False
@@ -168,8 +172,13 @@ class Knob:
 
     @property
     def searchable(self) -> bool:
-        """Whether a space can list its values. Others have one value for all candidates of a run."""
-        return "space" in self.scope
+        """Whether every space has the knob."""
+        return "space" in self.scope and "setting" not in self.scope
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it is a setting whose values a space can compare; a space that does not name it has one value."""
+        return {"space", "setting"} <= set(self.scope)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -179,11 +188,17 @@ class Knob:
     @property
     def values(self) -> tuple[KnobValue, ...]:
         """All values, the neutral one first, of a knob with effects; empty for others."""
-        return (self.neutral, *self.effects) if self.effects else ()
+        return tuple(dict.fromkeys((self.neutral, *self.effects))) if self.effects else ()
 
     def effect(self, value: KnobValue) -> Effect | None:
-        """Return the effect of `value`; None for the neutral value and for a knob without effects."""
-        return None if value == self.neutral else self.effects.get(value)
+        """Return the effect of `value`, or None."""
+        return self.effects.get(value)
+
+    def compared(self, values: Sequence[KnobValue]) -> Knob:
+        """Return the knob of a setting of which a space compares `values`. The neutral value is one of them."""
+        given = [value for value in dict.fromkeys((self.neutral, *values)) if value is not None]
+        effects: dict[KnobValue, Effect] = {value: Effect(settings={self.name: value}, passed=True) for value in given}
+        return replace(self, effects=effects)
 
     def available(self, version: str | None) -> bool:
         """Return whether an engine release has the knob. Unknown releases have it."""
@@ -288,6 +303,19 @@ def _parse_word(knob: Knob, value: object) -> Any:
     return word if word in knob.words else _INVALID
 
 
+def _parse_text(knob: Knob, value: object) -> Any:
+    return value if isinstance(value, str) and value else _INVALID
+
+
+def _parse_words(knob: Knob, value: object) -> Any:
+    """Return several words as one text, sorted, with commas."""
+    given = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(given, list):
+        return _INVALID
+    words = {str(knob.spellings.get(each, each)) for each in given}
+    return ",".join(sorted(words)) if words and words <= set(knob.words) else _INVALID
+
+
 def _parse_share(knob: Knob, value: object) -> Any:
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
@@ -302,6 +330,8 @@ _PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
     "flag": _parse_flag,
     "word": _parse_word,
     "share": _parse_share,
+    "text": _parse_text,
+    "words": _parse_words,
 }
 
 

@@ -88,7 +88,10 @@ def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plu
     parts: Parts = {
         "work": ((("train",),), lambda: train_of(document.train, knobs, base)),
         "space": ((SPACE,), lambda: space_of(tuner.space, knobs)),
-        "baseline": ((BASELINE,), lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs)),
+        "baseline": (
+            (BASELINE,),
+            lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs, settings=True),
+        ),
         "control": (limits, lambda: _control(tuner.control, file)),
     }
     if kind is Document:

@@ -116,7 +116,7 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
     if record.rank is not None and record.rank >= devices:
         problem = f"must be below cluster.devices = {devices}"
         raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {devices - 1}")
-    train, candidate = record.train, candidate_of(record.candidate, knobs)
+    train, candidate = record.train, candidate_of(record.candidate, knobs, settings=False)
     settings = settings_of(train, knobs) | settings_of(train.settings, knobs)
     settings |= settings_of(record.candidate, knobs, exclude=candidate)
     return Job(

@@ -58,14 +58,24 @@ def knobs_of(
 def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the model of a space."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
-    return _section("Space", doc, [(knob, _listed(_kind(knob)), AUTO) for knob in knobs if knob.searchable])
+    rows = [
+        (knob, _compared(knob), None) if knob.comparable else (knob, _listed(_kind(knob)), AUTO)
+        for knob in knobs
+        if knob.searchable or knob.comparable
+    ]
+    return _section("Space", doc, rows)
 
 
 @lru_cache(maxsize=64)
 def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
     """Return the model of a baseline."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
-    return _section("Baseline", doc, [(knob, _kind(knob), None) for knob in knobs if knob.searchable])
+    rows = [
+        (knob, _kind(knob) | None if knob.comparable else _kind(knob), None)
+        for knob in knobs
+        if knob.searchable or knob.comparable
+    ]
+    return _section("Baseline", doc, rows)
 
 
 @lru_cache(maxsize=64)
@@ -89,18 +99,19 @@ def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[K
     """Return every knob's values without duplicates, or "auto"."""
     by_name, found = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
     for name, value in section.model_dump().items():
-        if by_name[name].effects and name not in section.model_fields_set:
-            continue  # a plugin's knob that is absent stays neutral
+        if (by_name[name].effects or by_name[name].comparable) and name not in section.model_fields_set:
+            continue  # absent, a plugin's knob or a setting has one value
         values = value if isinstance(value, list) else [value]
         parsed = (_parsed(by_name[name], each) for each in values if each != AUTO)
         found[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
     return found
 
 
-def candidate_of(section: Section, knobs: Sequence[Knob]) -> dict[str, KnobValue]:
-    """Return the knobs that a baseline or a record's candidate has, without the settings that a record may have."""
+def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> dict[str, KnobValue]:
+    """Return the knobs that a baseline or a record's candidate has, with the `settings` that a space can compare."""
     given = section.model_dump(exclude_unset=True)
-    candidates = {knob.name: knob for knob in knobs if knob.searchable or "record" in knob.scope}
+    scopes = {knob.name: knob.searchable or "record" in knob.scope or (settings and knob.comparable) for knob in knobs}
+    candidates = {knob.name: knob for knob in knobs if scopes[knob.name]}
     return {name: _parsed(candidates[name], value) for name, value in given.items() if name in candidates}
 
 
@@ -241,6 +252,22 @@ def _listed(kind: Any) -> Any:
     return Literal["auto"] | kind | Annotated[list[kind], Field(min_length=1)]
 
 
+def _compared(knob: Knob) -> Any:
+    """Return the type of a setting's values in a space: one, or a list; of several words a text is one value."""
+    if knob.kind != "words":
+        return _listed(_kind(knob) | None)
+    word: Any = Literal[knob.words or ("",)]
+    text: Any = _words_text(knob)
+    listed: Any = list[text | list[word] | None]
+    return Literal["auto"] | text | Annotated[listed, Field(min_length=1)]
+
+
+def _words_text(knob: Knob) -> Any:
+    """Return the type of several words in one text with commas or blanks."""
+    one = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
+    return Annotated[str, Field(pattern=f"^[ ,]*({one})([ ,]+({one}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
+
+
 def _kind(knob: Knob) -> Any:
     """Return the type of a knob's values; null is one where the neutral value of a searchable knob is None.
 
@@ -273,7 +300,6 @@ def _several(word: Any, knob: Knob) -> Any:
             return words
         return [knob.spellings.get(each, each) if isinstance(each, str) else each for each in words]
 
-    one = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
-    text = Annotated[str, Field(pattern=f"^[ ,]*({one})([ ,]+({one}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
+    text = _words_text(knob)
     listed: Any = Annotated[list[word], Field(min_length=1)]
     return Annotated[listed, BeforeValidator(split, json_schema_input_type=text | listed)]

@@ -253,7 +253,8 @@ def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> tuple[str, str]:
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         right = next(key for key in known if key[-1] == close[0])
         return _(DID_YOU_MEAN, name=key_text((*at, *right))), close[0]
-    return _("known here: {names}", names=", ".join(here)), ""
+    few = here if len(here) <= 20 else [*here[:7], "...", *here[-3:]]
+    return _("known here: {names}", names=", ".join(few)), ""
 
 
 def _initials(key: str) -> tuple[str, ...]:

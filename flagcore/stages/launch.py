@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flagcore.contracts import Launcher, Platform, Running, Workload
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, with_flags
+from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
 
 
@@ -26,9 +26,9 @@ def launch(
 def planned_launch(
     platform: Platform, workload: Workload, candidate: Candidate, folder: str, *, for_real: bool = False
 ) -> Launch:
-    """Return how the engine starts a candidate, with the flags and variables of the plugins' knobs."""
+    """Return how the engine starts a candidate, with the settings, flags and variables of knobs with effects."""
     task = platform.task
     effects = effects_of(task, candidate.as_dict())
-    bare = replace(platform, task=with_flags(engine_task(task), effects))
+    bare = replace(platform, task=with_flags(task_to_start(task, effects), effects))
     planned = workload.launch(bare, engine_candidate(task, candidate), folder, for_real=for_real)
     return replace(planned, environment={**planned.environment, **environment_of(effects)})

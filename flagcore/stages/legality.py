@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
 from flagcore.contracts import Workload
-from flagcore.domain.candidate import KnobValue
-from flagcore.domain.effects import engine_task, plugin_axis
+from flagcore.domain.effects import engine_task, plugin_axes, plugin_axis
 from flagcore.domain.engine import EngineSupport, Refused
-from flagcore.domain.knob import Effect, Knob, Requirement
+from flagcore.domain.knob import Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, Legality, Rule
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.variants import engine_legality
 from flagcore.errors import NoDevice
 
 JOB_KEYS = ("precision", "attention", "implementation")
@@ -23,24 +21,18 @@ JOB_KEYS = ("precision", "attention", "implementation")
 SHARED = ("settings.", "engine_args.")
 """The prefixes of settings that all candidates share."""
 
-_Setting: TypeAlias = tuple[str, KnobValue, int, Effect]
-"""A knob's name, one of its values that changes the engine's settings, its code and its effect."""
-
 
 def legality(task: Task, workload: Workload, support: EngineSupport | None = None) -> Legality:
     """Return the axes, rules and merges of `task`: the engine's, those of plugins' knobs, and rejected values.
 
     Raises SpecError for a space that the engine cannot read.
     """
-    bare = engine_task(task)
-    own = workload.axes(bare)
-    axes = (*own, *(plugin_axis(task, knob) for knob in task.knobs))
-    rules = workload.rules(bare)
-    if task.knobs:
-        required = [rule for knob in task.knobs for rule in _requirements(task, knob, own)]
-        rules = (*_with_settings(task, rules), *required, *_rules_of_settings(task, workload, rules))
+    own = workload.axes(engine_task(task))
+    axes = (*own, *plugin_axes(task))
+    rules, merges = engine_legality(task, workload.rules, workload.merges)
+    required = [rule for knob in task.knobs for rule in _requirements(task, knob, axes)]
     refused = () if support is None else refusals(axes, support, task.spec)
-    return Legality(axes=axes, rules=(*rules, *_releases(task, workload, own), *refused), merges=workload.merges(bare))
+    return Legality(axes=axes, rules=(*rules, *required, *_releases(task, workload, own), *refused), merges=merges)
 
 
 def _releases(task: Task, workload: Workload, own: Sequence[Axis]) -> Iterator[Rule]:
@@ -156,47 +148,3 @@ def _fails(knob: str, neutral: int, requirement: Requirement, axis: Axis | None,
     if requirement.one_of:
         holds &= np.isin(values, [axis.encode(each) for each in requirement.one_of])
     return used & ~holds
-
-
-def _settings(task: Task) -> list[_Setting]:
-    return [
-        (knob.name, value, plugin_axis(task, knob).encode(value), effect)
-        for knob in task.knobs
-        for value, effect in knob.effects.items()
-        if effect.settings
-    ]
-
-
-def _with_settings(task: Task, rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Yield the engine's rules. A rule named after a setting does not apply where a knob overrides that setting."""
-    settings = _settings(task)
-    for rule in rules:
-        overrides = [(knob, code) for knob, _, code, effect in settings if rule.name in effect.settings]
-        if overrides:
-            knobs = tuple(dict.fromkeys([*rule.knobs, *(knob for knob, _ in overrides)]))
-            rule = replace(rule, knobs=knobs, broken=partial(_broken_unless, overrides, rule))
-        yield rule
-
-
-def _rules_of_settings(task: Task, workload: Workload, own: Sequence[Rule]) -> Iterator[Rule]:
-    """Yield the engine's rules that exist only with the settings of an effect, limited to where it applies."""
-    known: Container[tuple[str, str]] = {(rule.name, rule.message) for rule in own}
-    for knob, value, code, effect in _settings(task):
-        for rule in workload.rules(engine_task(task, [effect])):
-            if rule.name in effect.settings or (rule.name, rule.message) not in known:
-                yield Rule(
-                    name=f"{knob}_{rule.name}",
-                    knobs=(knob, *rule.knobs),
-                    message=f"{knob} = {value}: {rule.message}",
-                    broken=partial(_broken_where, knob, code, rule),
-                )
-
-
-def _broken_unless(overrides: Sequence[tuple[str, int]], rule: Rule, columns: Columns) -> BoolArray:
-    broken: BoolArray = rule.broken(columns) & ~np.any([columns[knob] == code for knob, code in overrides], axis=0)
-    return broken
-
-
-def _broken_where(knob: str, code: int, rule: Rule, columns: Columns) -> BoolArray:
-    broken: BoolArray = (columns[knob] == code) & rule.broken(columns)
-    return broken

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of
+from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.launch import Exit, failure
 from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
@@ -52,10 +52,10 @@ def probe(
     Processes are ended on every exception.
     """
     task = platform.task
-    prober, bare, own = require_prober(workload), engine_task(task), engine_candidate(task, candidate)
-    chosen = tuple(ranks) or prober.probe_ranks(bare, own, platform.costs)
-    columns = workload.columns(bare, own.as_dict())
+    prober, own = require_prober(workload), engine_candidate(task, candidate)
     as_set = engine_task(task, effects_of(task, candidate.as_dict()))
+    chosen = tuple(ranks) or prober.probe_ranks(as_set, own, platform.costs)
+    columns = workload.columns(as_set, own.as_dict())
     predicted = {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in chosen}
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, running_ranks = [rank for rank in chosen if rank not in done], list[_RunningRank]()
@@ -111,9 +111,10 @@ def _start(
     except OSError as error:
         raise LaunchError(f"{where} cannot be made: {error.strerror or error}") from None
     task = platform.task
-    bare, own = replace(platform, task=engine_task(task)), engine_candidate(task, candidate)
+    effects, own = effects_of(task, candidate.as_dict()), engine_candidate(task, candidate)
+    bare = replace(platform, task=task_to_start(task, effects))
     planned = require_prober(workload).probe_launch(bare, own, blank.rank, where, blank.device)
-    variables = environment_of(effects_of(task, candidate.as_dict()))
+    variables = environment_of(effects)
     planned = platform.prepared(replace(planned, environment={**planned.environment, **variables}))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
     return _RunningRank(blank, launcher.start(limits), where)

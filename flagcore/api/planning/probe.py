@@ -77,7 +77,7 @@ def probe(
             typed = as_candidate(problem.space.axes, columns).as_dict()
             problem = build_problem(replace(spec, baseline=typed), loaded, workload)
             candidate = "baseline"  # which is in every space
-        require_launchable(problem)
+        require_launchable(problem, workload)
         warn_about_problem(problem, workload)
         here = loaded.devices()
         present(problem.platform, here, needed=1)

@@ -86,6 +86,7 @@ class Megatron:
     axes = staticmethod(knob_rows.axes)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
+        options.check(task, options.settings_in_force(task.spec))
         return (*legality.rules(task), *setting_rules.setting_rules(task))
 
     labels = prediction.LABELS

@@ -23,7 +23,7 @@ MEMORY = re.compile(
     r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|"
     r".*?max allocated:\s*([0-9.]+) \|.*?max reserved:\s*([0-9.]+)"
 )
-ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)?\s*([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
+ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)?\s*([a-z_0-9]+) \.{3,}\s*(\S+|\[.*\])\s*$")
 MIB = 1 << 20
 MOST_MIB = 1 << 30
 """A petabyte: a line with more is ignored."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
+from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
@@ -33,10 +34,10 @@ def runs(train: TrainSpec) -> str:
 def settings_in_force(spec: Spec) -> Settings:
     """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
 
-    Raises SpecError where spec and command contradict each other.
+    Raises SpecError where they contradict a command whose arguments cannot be changed.
     """
     train, command = spec.train, settings_of_command(spec)
-    for key, value in command.items():
+    for key, value in () if readable_command(spec) else command.items():
         if train.settings.get(key, value) != value:
             raise SpecError(
                 key=f"train.settings.{key}",
@@ -67,7 +68,7 @@ def options(task: Task) -> Options:
         account_for_loss=on(LOSS),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
-        grad_bytes=_grad_bytes(train.precision, settings),
+        grad_bytes=_grad_bytes(precision(train, settings), settings),
         main_grad_bytes=width("main_grads_dtype"),
         main_param_bytes=width("main_params_dtype"),
         exp_avg_bytes=width("exp_avg_dtype"),
@@ -96,6 +97,13 @@ def options(task: Task) -> Options:
         cross_entropy_fusion=on("cross_entropy_loss_fusion"),
         dropout=on("attention_dropout") or on("hidden_dropout"),
     )
+
+
+def precision(train: TrainSpec, settings: Settings) -> str:
+    """Return the precision of matrix products: that of the job, or the FP8 that settings ask for beside 16 bits."""
+    if train.precision not in ("bf16", "fp16") or not settings.get("fp8_format"):
+        return train.precision
+    return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
 
 
 def check(task: Task, settings: Settings) -> None:

@@ -14,7 +14,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
-from flagcore.engines.megatron.options import options
+from flagcore.engines.megatron.options import options, precision, settings_in_force
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
@@ -98,7 +98,7 @@ def training(task: Task) -> Training:
         model=task.spec.model,
         sequence=train.seq_length,
         global_batch=train.global_batch_size,
-        precision=train.precision,
+        precision=precision(train, settings_in_force(task.spec)),
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",

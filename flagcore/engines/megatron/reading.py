@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.logs import MegatronLog, log_files, read_logs, read_on
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import read_regular
@@ -37,7 +39,7 @@ def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False
     """Return the measurement of a trial. Raises NoMetrics."""
     if task.spec.train.command is not None:
         return _read_command(task, candidate, folder)
-    return _read_program(task, folder, partial=partial)
+    return _read_program(task, candidate, folder, partial=partial)
 
 
 def program_progress(folder: str) -> tuple[float, ...]:
@@ -68,7 +70,7 @@ def steps_wanted(task: Task) -> int | None:
     return control.train_iters if train.command is not None else None
 
 
-def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
+def _read_program(task: Task, candidate: Candidate, folder: str, *, partial: bool) -> Measurement:
     if partial:
         steps = _steps(Path(folder, STEPS))
         return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
@@ -82,7 +84,7 @@ def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
             peak_allocated_bytes=_most(ranks, "peak_allocated_bytes"),
             peak_reserved_bytes=_most(ranks, "peak_reserved_bytes"),
             device_used_bytes=_most(ranks, "device_used_bytes"),
-            effective=dict(data["effective"]),
+            effective=dict(_of_program(candidate, data["effective"])),
             versions={name: str(version) for name, version in data["versions"].items()},
             devices=tuple(
                 {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
@@ -162,17 +164,37 @@ def _most(ranks: Sequence[Mapping[str, Any]], figure: str) -> int | None:
     return max(known) if known else None
 
 
+def _of_program(candidate: Candidate, effective: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what the trial program ran, without settings that the candidate leaves to the engine; lists as texts."""
+    wanted = candidate.as_dict()
+    for name, value in effective.items():
+        is_setting = name in wanted and name in BY_NAME and BY_NAME[name].comparable
+        if not is_setting:
+            yield name, value
+        elif value is not None and wanted[name] is not None:
+            yield name, ",".join(sorted(value)) if isinstance(value, list) else value
+
+
 def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
     """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types."""
     effective: dict[str, KnobValue] = {}
-    for knob, wanted in candidate.items:
-        printed = log.arguments.get(knob)
-        if printed is None:
+    for name, wanted in candidate.items:
+        knob = BY_NAME.get(name)
+        printed = log.arguments.get(PRINTED.get(name, name), log.arguments.get(name))
+        left_open = knob is not None and knob.comparable and (wanted is None or knob.kind == "text")
+        if printed is None or left_open:
             continue
         if isinstance(wanted, bool):
-            effective[knob] = printed == "True"
+            effective[name] = printed == "True"
         elif printed == "None":
-            effective[knob] = None
-        else:
-            effective[knob] = int(printed) if printed.isdecimal() else printed
+            effective[name] = None
+        elif not printed.startswith("["):
+            effective[name] = int(printed) if printed.isdecimal() else DTYPES.get(printed, printed)
+        elif "<" not in printed:  # which a list of an enumeration's members has
+            effective[name] = ",".join(sorted(re.findall(r"\w+", printed)))
     return effective
+
+
+PRINTED = {"fp8_format": "fp8", "cuda_graph_scope": "cuda_graph_modules"}
+"""Names under which Megatron prints settings."""
+DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}

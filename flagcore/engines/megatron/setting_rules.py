@@ -5,12 +5,14 @@ Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Meg
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.knobs import FULL
-from flagcore.engines.megatron.options import numbers, schedule, settings_in_force
+from flagcore.engines.megatron.options import Settings, numbers, precision, schedule, settings_in_force
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
     DP,
@@ -70,8 +72,29 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
         _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
+        *_dependent(task, settings),
     )
     return tuple(rule for rule in rules if settings.get(rule.name))
+
+
+def _dependent(task: Task, settings: Settings) -> Iterator[Rule]:
+    """Yield a rule that no candidate keeps for each setting that does nothing, or is refused, without another."""
+    others = {
+        "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
+        "moe_flex_dispatcher_backend": (
+            "moe_token_dispatcher_type: flex",
+            settings.get("moe_token_dispatcher_type") == "flex",
+        ),
+        "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
+        "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
+    }
+    for name, (other, given) in others.items():
+        if not given and name in task.spec.train.settings:
+            yield Rule(name=name, knobs=(DP,), message=f"{name} needs {other}", broken=_everything)
+
+
+def _everything(c: Columns) -> BoolArray:
+    return np.ones(c[DP].shape, dtype=np.bool_)
 
 
 def _schedule_rule(wanted: SettingValue, split: Split, batch: int) -> Rule:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flagcore.domain.knob import Flag, Kind, Knob
-from flagcore.domain.spec import SettingValue
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Flag, Kind, Knob, Requirement
+from flagcore.domain.spec import SettingValue, Task
 
 LAYERS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
 SHARE: dict[str, Any] = {"minimum": 0, "maximum": 1}
@@ -15,23 +16,36 @@ NOT_FLAGSCALE = "!=0.15.0+flagscale"
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
-def _setting(name: str, kind: Kind, help: str, flag: str | None = None, since: str = "", **changes: Any) -> Knob:
+def _setting(
+    name: str, kind: Kind, help: str, flag: str | None = None, since: str = "", compare: bool = False, **changes: Any
+) -> Knob:
     """Return a row whose flag is its name with hyphens, unless another is given; an empty one means no flag.
 
-    `since` is the first release with the flag; `others` are further spellings.
+    `since` is the first release with the flag; `others` are further spellings. A space can `compare` values.
     """
     spelled = name.replace("_", "-") if flag is None else flag
     own = (Flag(name=spelled, versions=f">={since}" if since else ""),) if spelled else ()
     flags, scope = (*own, *changes.pop("others", ())), changes.pop("scope", ("setting",))
+    scope = (*scope, "space") if compare else scope
     return Knob(name=name, kind=kind, help=help, scope=scope, flags=flags, **changes)
 
 
-def _switch(name: str, help: str, **changes: Any) -> Knob:
-    return _setting(name, "flag", help, **changes)
+def _switch(name: str, help: str, compare: bool = False, **changes: Any) -> Knob:
+    """Return the row of a switch. One that a space can compare is off by default, unless another default is given."""
+    if compare:
+        changes = {"neutral": False, "auto": lambda task: (False, True), **changes}
+    return _setting(name, "flag", help, compare=compare, **changes)
 
 
-def _word(name: str, help: str, words: tuple[str, ...], **changes: Any) -> Knob:
-    return _setting(name, "word", help, words=words, **changes)
+def _word(name: str, help: str, words: tuple[str, ...], compare: bool = False, **changes: Any) -> Knob:
+    if compare:
+        changes = {"auto": _default_or(*words), **changes}
+    return _setting(name, "word", help, words=words, compare=compare, **changes)
+
+
+def _default_or(*values: KnobValue) -> Callable[[Task], Sequence[KnobValue]]:
+    """Return what `auto` stands for: the engine's default, or one of some values."""
+    return lambda task: (None, *values)
 
 
 def _end(place: str) -> Knob:
@@ -47,6 +61,7 @@ SETTINGS = (
         "Name of the pipeline schedule: 1f1b, interleaved, zb-h1, ...; null: the engine's default.",
         flag="",
         maximum=200,
+        compare=True,
     ),
     _setting(
         "pipeline_model_parallel_layout",
@@ -54,6 +69,7 @@ SETTINGS = (
         "Layout of the (virtual) stages: E embedding, t layer, m multi-token prediction, L loss, separated by bars.",
         maximum=4096,
         since="0.13",
+        compare=True,
     ),
     _switch(
         "account_for_embedding_in_pipeline_split",
@@ -69,6 +85,10 @@ SETTINGS = (
         "Devices that split each expert's matrices; null: the tensor-parallel size.",
         maximum=1_000_000,
         scope=("record", "setting"),
+        auto=_default_or(1),
+        auto_help="the tensor-parallel size, and 1",
+        experts_only=True,
+        compare=True,
     ),
     _setting(
         "recompute_modules",
@@ -82,6 +102,8 @@ SETTINGS = (
             "layernorms": "layernorm",
         },
         since="0.12",
+        requires=(Requirement(knob="recompute_granularity", one_of=("selective",)),),
+        compare=True,
     ),
     _word(
         "moe_recompute_level",
@@ -96,7 +118,12 @@ SETTINGS = (
         flag="",
         **LAYERS,
     ),
-    _switch("grad_reduce_in_bf16", "Whether gradients are stored and reduced in bf16 instead of fp32.", since="0.12"),
+    _switch(
+        "grad_reduce_in_bf16",
+        "Whether gradients are stored and reduced in bf16 instead of fp32. It changes numerics.",
+        since="0.12",
+        compare=True,
+    ),
     _switch(
         "accumulate_allreduce_grads_in_fp32",
         "Whether gradients are stored and reduced in fp32; the default for bf16.",
@@ -106,12 +133,41 @@ SETTINGS = (
         "use_precision_aware_optimizer",
         "Whether the optimizer may store its state in other formats than fp32.",
         since="0.11",
+        compare=True,
     ),
-    _word("main_grads_dtype", "Format of the gradients that the optimizer reads; null: fp32.", FORMATS, since="0.11"),
-    _word("main_params_dtype", "Format of the optimizer's copy of the weights; null: fp32.", FORMATS, since="0.11"),
-    _word("exp_avg_dtype", "Format of Adam's first moment; null: fp32.", FORMATS, since="0.11"),
-    _word("exp_avg_sq_dtype", "Format of Adam's second moment; null: fp32.", FORMATS, since="0.11"),
-    _switch("optimizer_cpu_offload", "Whether the optimizer runs on the host.", since="0.12"),
+    _word(
+        "main_grads_dtype",
+        "Format of the gradients that the optimizer reads; null: fp32. It changes numerics.",
+        FORMATS,
+        since="0.11",
+        auto=_default_or("bf16"),
+        compare=True,
+    ),
+    _word(
+        "main_params_dtype",
+        "Format of the optimizer's copy of the weights; null: fp32. It changes numerics.",
+        FORMATS,
+        since="0.11",
+        auto=_default_or("fp16"),
+        compare=True,
+    ),
+    _word(
+        "exp_avg_dtype",
+        "Format of Adam's first moment; null: fp32. It changes numerics.",
+        FORMATS,
+        since="0.11",
+        auto=_default_or("bf16"),
+        compare=True,
+    ),
+    _word(
+        "exp_avg_sq_dtype",
+        "Format of Adam's second moment; null: fp32. It changes numerics.",
+        FORMATS,
+        since="0.11",
+        auto=_default_or("bf16"),
+        compare=True,
+    ),
+    _switch("optimizer_cpu_offload", "Whether the optimizer runs on the host.", since="0.12", compare=True),
     _setting(
         "optimizer_offload_fraction",
         "number",
@@ -119,7 +175,22 @@ SETTINGS = (
         **SHARE,
         since="0.12",
     ),
-    _switch("fp8_param_gather", "Whether weights are stored and gathered in fp8."),
+    _word(
+        "fp8_format",
+        "Format of FP8 matrix products; null: the precision of the job. It changes numerics.",
+        ("e4m3", "hybrid"),
+        auto=_default_or("hybrid"),
+        compare=True,
+    ),
+    _word(
+        "fp8_recipe",
+        "Scaling of FP8 matrix products; null: delayed. It changes numerics.",
+        ("delayed", "tensorwise", "blockwise", "mxfp8"),
+        since="0.12",
+        auto=_default_or("tensorwise", "blockwise", "mxfp8"),
+        compare=True,
+    ),
+    _switch("fp8_param_gather", "Whether weights are stored and gathered in fp8. It changes numerics.", compare=True),
     _switch("fine_grained_activation_offloading", "Whether offload_modules are offloaded to the host.", since="0.16"),
     _setting(
         "offload_modules",
@@ -136,15 +207,18 @@ SETTINGS = (
         "Whether weights, gradients and optimizer are sharded over the data-parallel devices.",
         since="0.14",
         others=(Flag(name="use-custom-fsdp", versions=">=0.12,<0.14"),),
+        compare=True,
     ),
-    _switch("overlap_grad_reduce", "Whether the gradient reduction overlaps with the backward pass."),
-    _switch("overlap_param_gather", "Whether the weight gathering overlaps with the forward pass."),
-    _switch("tp_comm_overlap", "Whether tensor-parallel collectives overlap with matrix products."),
+    _switch("overlap_grad_reduce", "Whether the gradient reduction overlaps with the backward pass.", compare=True),
+    _switch("overlap_param_gather", "Whether the weight gathering overlaps with the forward pass.", compare=True),
+    _switch("tp_comm_overlap", "Whether tensor-parallel collectives overlap with matrix products.", compare=True),
     _switch(
         "overlap_p2p_comm",
         "Whether messages of an interleaved pipeline overlap with compute; null: true.",
         flag="",
         others=(Flag(off="no-overlap-p2p-communication"),),
+        neutral=True,
+        compare=True,
     ),
     _switch(
         "no_overlap_p2p_communication",
@@ -155,18 +229,46 @@ SETTINGS = (
         "overlap_moe_expert_parallel_comm",
         "Whether expert-parallel communication overlaps with another micro-batch.",
         since="0.14",
+        compare=True,
+        experts_only=True,
     ),
-    _switch("delay_wgrad_compute", "Whether weight gradients are computed during expert communication.", since="0.13"),
-    _switch("moe_shared_expert_overlap", "Whether shared experts run during expert-parallel communication."),
-    _word("moe_token_dispatcher_type", "Token dispatcher of the experts.", ("allgather", "alltoall", "flex")),
+    _switch(
+        "delay_wgrad_compute",
+        "Whether weight gradients are computed during expert communication.",
+        since="0.13",
+        compare=True,
+        experts_only=True,
+    ),
+    _switch(
+        "moe_shared_expert_overlap",
+        "Whether shared experts run during expert-parallel communication.",
+        compare=True,
+        experts_only=True,
+    ),
+    _word(
+        "moe_token_dispatcher_type",
+        "Token dispatcher of the experts.",
+        ("allgather", "alltoall", "flex"),
+        auto=_default_or("alltoall", "flex"),
+        compare=True,
+        experts_only=True,
+    ),
     _word(
         "moe_flex_dispatcher_backend",
         "Library of the flex dispatcher; null: deepep.",
         ("deepep", "hybridep"),
         since="0.16",
         others=(Flag(name="moe-enable-deepep", word="deepep", versions=">=0.12"),),
+        auto=_default_or("hybridep"),
+        compare=True,
+        experts_only=True,
     ),
-    _switch("moe_grouped_gemm", "Whether the experts of a device are one grouped matrix product."),
+    _switch(
+        "moe_grouped_gemm",
+        "Whether the experts of a device are one grouped matrix product.",
+        compare=True,
+        experts_only=True,
+    ),
     _setting(
         "moe_expert_capacity_factor",
         "number",
@@ -193,6 +295,8 @@ SETTINGS = (
             Flag(name="enable-cuda-graph", word="local", versions=">=0.11"),
             Flag(name="external-cuda-graph", word="transformer_engine", versions=">=0.12"),
         ),
+        auto=_default_or("local", "transformer_engine"),
+        compare=True,
     ),
     _setting(
         "cuda_graph_scope",
@@ -202,11 +306,20 @@ SETTINGS = (
         spellings={"moe_layer": "moe"},
         flag="",
         others=(Flag(name="cuda-graph-modules", versions=">=0.18"), Flag(name="cuda-graph-scope", versions=">=0.12")),
+        compare=True,
     ),
     _word("trainable", "Trained parameters: all weights, or low-rank adapters only.", ("all", "adapters"), flag=""),
     _setting("attention_dropout", "number", "Dropout rate of the attention probabilities; null: 0.", **SHARE),
     _setting("hidden_dropout", "number", "Dropout rate of the outputs of each block; null: 0.", **SHARE),
-    _switch("cross_entropy_loss_fusion", "Whether the loss is one fused kernel."),
+    _switch(
+        "gradient_accumulation_fusion",
+        "Whether matrix products add up weight gradients; null: true. Predictions do not depend on it.",
+        flag="",
+        others=(Flag(off="no-gradient-accumulation-fusion"),),
+        neutral=True,
+        compare=True,
+    ),
+    _switch("cross_entropy_loss_fusion", "Whether the loss is one fused kernel.", compare=True),
 )
 
 EXPERT_LEVELS: Mapping[str, frozenset[str]] = {
