@@ -57,12 +57,14 @@ class Exit:
 class FailurePattern:
     """A regular expression for one log line and what it means.
 
-    The line is the trial's reason, or its group `reason` where there is one; `advice` is added to it.
+    The line is the trial's reason, or its group `reason` where there is one; `advice` is added to it. A `weak` pattern
+    counts only if no other has a line: it is the consequence of another failure, such as the loss of a peer.
     """
 
     pattern: str
     state: TrialState
     advice: str = ""
+    weak: bool = False
 
 
 TAIL_BYTES = 256 * 1024
@@ -105,7 +107,9 @@ def classify(
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
-    for known in sorted((_FULL_DISK, *patterns), key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
+    for known in sorted(
+        (_FULL_DISK, *patterns), key=lambda each: (each.weak, each.state is not TrialState.OUT_OF_MEMORY)
+    ):
         for line in lines:
             if found := re.search(known.pattern, line):
                 reason = _without(known.state, found.groupdict().get("reason") or line)

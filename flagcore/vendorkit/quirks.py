@@ -5,7 +5,8 @@
 - `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
   `engine_args.NAME`): `name`, `knob`, `values` or `above` (a number), `reason`.
 - `forced`: settings that must have one value: `name`, `setting`, `value`, `reason`.
-- `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice`.
+- `failures`: log lines: `pattern`, `state`, `example`, and optionally `advice` and `weak` (counts only if no other
+  pattern has a line).
 - `notes`: sentences for users that no rule can express: `note`.
 
 Each entry has its `source` and may name its `engine` (or `engines`), `kinds` (`train`, `serve`), `chips` and

@@ -420,3 +420,11 @@ def test_the_reason_of_a_timeout_has_the_origin_of_the_limit(tmp_path: Path) -> 
     done = measure(Ran(ended(-15, "timeout")), small.platform(TASK), Engine(), trial, str(tmp_path), None)  # type: ignore[arg-type]
     assert done.state is TrialState.TIMED_OUT
     assert "300 s to start" in (done.reason or "")
+
+
+def test_loss_of_a_peer_counts_only_if_nothing_else_explains_the_failure() -> None:
+    peer = FailurePattern(pattern=r"closed by peer", state=TrialState.FAILED, weak=True)
+    log = "[rank0]: RuntimeError: gloo: Connection closed by peer\n[rank1]: ValueError: heads"
+    patterns = (peer, *WORKLOAD.failure_patterns())
+    assert classify(ended(1), log, patterns) == (TrialState.INVALID, "ValueError: heads")
+    assert classify(ended(1), log.partition("\n")[0], patterns)[0] is TrialState.FAILED

@@ -42,5 +42,5 @@ FAILURES = (
         state=TrialState.FAILED,
         advice="this rank was ended by the signal of that number",
     ),
-    _line(ANY_ERROR, TrialState.FAILED),
+    FailurePattern(pattern=f"{RANK}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, weak=True),
 )

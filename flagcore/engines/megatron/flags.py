@@ -28,8 +28,13 @@ A user's own program may take flags of flagcore's own settings, too.
 
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
     """Return the settings that the flags of `train.command` give. A flag's last mention counts, as for the engine."""
+    return dict(_settings_of(tuple(_arguments(spec))))
+
+
+@lru_cache(maxsize=64)
+def _settings_of(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
     found: dict[str, SettingValue] = {}
-    for flag, values in _flags_of(_arguments(spec)):
+    for flag, values in _flags_of(command):
         if flag in BY_FLAG:
             knob, word = BY_FLAG[flag]
             text = "true" if knob.kind == "flag" else word or ",".join(values)
@@ -95,8 +100,9 @@ def expand(
 
 
 def _setting_flags(spec: Spec) -> list[str]:
-    """Return the flags of the spec's settings that its own command does not have."""
-    present, settings = settings_of_command(spec), dict(spec.train.settings)
+    """Return the flags of the spec's settings that its own command does not have, or that replace those it has."""
+    present = {} if readable_command(spec) else settings_of_command(spec)
+    settings = dict(spec.train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
     if {**present, **settings}.get("moe_token_dispatcher_type") == "flex":

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
+from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
@@ -33,10 +34,10 @@ def runs(train: TrainSpec) -> str:
 def settings_in_force(spec: Spec) -> Settings:
     """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
 
-    Raises SpecError where spec and command contradict each other.
+    Raises SpecError where they contradict a command whose arguments cannot be changed.
     """
     train, command = spec.train, settings_of_command(spec)
-    for key, value in command.items():
+    for key, value in () if readable_command(spec) else command.items():
         if train.settings.get(key, value) != value:
             raise SpecError(
                 key=f"train.settings.{key}",

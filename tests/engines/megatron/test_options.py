@@ -198,10 +198,14 @@ def test_flags_of_a_custom_command_are_settings() -> None:
     assert training(small.task(command=COMMAND)).transformer_engine
 
 
-def test_spec_that_contradicts_its_own_command_is_refused() -> None:
+def test_spec_that_contradicts_a_command_that_cannot_be_changed_is_refused() -> None:
     with pytest.raises(SpecError, match=r"contradicts train\.command"):
-        of({"exp_avg_dtype": "fp8"}, command=(*COMMAND, "--exp-avg-dtype", "bf16"))
+        of({"exp_avg_dtype": "fp8"}, command=("train", "--exp-avg-dtype", "bf16"))
     assert of({"overlap_grad_reduce": True}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
+
+
+def test_settings_of_the_spec_win_over_a_command_of_megatron() -> None:
+    assert not of({"overlap_grad_reduce": False}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
 
 
 def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> None:

@@ -296,7 +296,10 @@ def test_a_stage_uses_one_kind_of_chip() -> None:
     assert "stages_in_one_group" not in {rule.name for rule in WORKLOAD.rules(small.task())}
 
 
-@pytest.mark.parametrize(("settings", "kept"), [({}, 0), ({"overlap_param_gather": True}, 1)])
+GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, 0), (GATHER, 1)])
 def test_distributed_optimizer_of_one_rank_stays_where_a_setting_needs_it(settings: Any, kept: int) -> None:
     task = small.task(settings=settings, command=("train",))
     values = candidate_columns({TP: 4, OPTIMIZER: True})

@@ -15,7 +15,7 @@ from flagcore.engines.megatron.command.arguments import ArgumentProblem
 from flagcore.engines.megatron.command.launch import changed_command
 from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
-from flagcore.engines.megatron.flags import environment
+from flagcore.engines.megatron.flags import environment, settings_of_command
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.errors import SpecError, joined
 from flagcore.files import read_regular
@@ -109,7 +109,7 @@ def command_warnings(spec: Spec) -> list[str]:
         _(
             "{key} sets {flag} {value}, the spec has {other}: {consequence}",
             key=KEY,
-            flag=written[dest] if dest in written else _("no precision"),
+            flag=written.get(dest, f"--{dest.replace('_', '-')}" if dest else _("no precision")),
             value=value if dest in written else "",
             other=other,
             consequence=consequence,
@@ -142,6 +142,9 @@ def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[
     for dest in ("seq_length", "global_batch_size"):
         if effective.get(dest, getattr(train, dest)) != getattr(train, dest):
             yield dest, effective[dest], getattr(train, dest), replaced
+    for name, value in settings_of_command(spec).items():
+        if train.settings.get(name, value) != value:
+            yield name, value, f"train.settings.{name}: {train.settings[name]}", replaced
     wanted = {name: getattr(model, name) for name in SHAPE} | {"num_experts": model.num_moe_experts}
     if effective.get("group_query_attention"):
         wanted["num_query_groups"] = model.num_query_groups

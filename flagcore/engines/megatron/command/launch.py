@@ -15,7 +15,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.command.trial import Change, Changed, as_trial, launched_by, with_values
 from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, release_of, user_command
 from flagcore.engines.megatron.flags import environment, expand, flags
-from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.errors import LaunchError
 
 ARGUMENTS = "arguments.json"
@@ -50,7 +50,8 @@ def changed_command(
     """Return the command of a candidate: with its knobs and, unless `for_real`, as a trial in `folder`."""
     train = replace(task.spec.train, engine_version=release_of(task.spec, command))
     table, words = argument_table(task.spec, command), flags(values, replace(task.spec, work=train), None)
-    names = [flag.name for knob in SPACE_KNOBS for flag in knob.flags]
+    knobs = (*SPACE_KNOBS, *(BY_NAME[name] for name in train.settings))
+    names = [name for knob in knobs for flag in knob.flags for name in (flag.name, flag.off) if name]
     specs = [table.find(f"--{name}") for name in names] + [argument.spec for argument in table.parse(words)[0]]
     first = with_values(command, table, {spec.dest for spec in specs if spec}, words)
     if for_real:

@@ -193,3 +193,14 @@ def test_torchruns_options_are_those_of_a_trial(options: str, expected: str) -> 
 def test_meeting_place_of_several_nodes_stays_the_users() -> None:
     options = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr host --master_port 7"
     assert torchrun(options, nodes=2) == options.split()
+
+
+def test_settings_of_the_spec_replace_switches_of_the_command(tmp_path: Path) -> None:
+    words = f"{LAUNCH} --overlap-grad-reduce --no-overlap-p2p-communication --exp-avg-dtype fp32"
+    found = effective(launch(words, tmp_path).argv)
+    assert (found["overlap_grad_reduce"], found["overlap_p2p_comm"]) == (True, False)
+    settings = {"overlap_grad_reduce": False, "overlap_p2p_comm": True, "exp_avg_dtype": "bf16"}
+    found = effective(launch(words, tmp_path, settings=settings).argv)
+    assert "overlap_grad_reduce" not in found
+    assert found.get("overlap_p2p_comm", True) is True
+    assert found["exp_avg_dtype"] == "bf16"

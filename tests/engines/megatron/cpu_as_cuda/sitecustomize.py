@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import types
+import typing
 
 DEVICES = 8
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace")
@@ -190,7 +191,7 @@ def schedules(module):
 
 
 def start(module):
-    module._warmup_jit_function = lambda: None
+    module._warmup_jit_function = lambda *args, **kwargs: None
 
 
 def experts(module):
@@ -239,5 +240,7 @@ class NoTriton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+if not hasattr(typing, "override"):  # newer releases are for Python 3.12
+    typing.override = lambda method: method
 sys.meta_path.insert(0, Patched())
 sys.meta_path.append(NoTriton())
