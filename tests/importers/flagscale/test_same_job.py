@@ -32,7 +32,7 @@ OWN = {
     "train_dense": (*DATA, "experiment.runner.nnodes=1", "~experiment.envs.node_specific"),
     "train_groups": DATA,
     "train_latent": (),
-    "train_newest": (*DATA, "~train.model.recompute_granularity"),
+    "train_newest": (*DATA, "~train.model.recompute_granularity", "++train.system.checkpoint.load=/data/load"),
     "train_next": ("~train.model.recompute",),
 }
 NO_SPLIT = ("~train.system.decoder_first_pipeline_num_layers",)

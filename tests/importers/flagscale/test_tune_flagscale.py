@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "candidates"), [("dense", 4), ("experts", 2)])
+@pytest.mark.parametrize(("name", "candidates"), [("dense", 4), ("stages", 2)])
 def test_a_tree_is_tuned_through_flagscales_own_program(name: str, candidates: int, tmp_path: Path) -> None:
     shutil.copytree(Path(__file__).parent / "cpu_trees", tmp_path / "conf")
     code = "from flagcore.cli import main; main()"
