@@ -6,6 +6,7 @@ from flagcore.contracts.platform import Costs, Launcher, Platform, Plugins, Runn
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
+    Installed,
     InstalledVersion,
     JobRecords,
     KeyWarnings,
@@ -38,6 +39,7 @@ __all__ = [
     "ImportNote",
     "ImportedSpec",
     "Importer",
+    "Installed",
     "InstalledVersion",
     "JobRecords",
     "KernelCosts",

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Breakdown, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
+from flagcore.contracts import Breakdown, Installed, JobRecords, KeyWarnings, Pipelined, Prober, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -20,7 +20,16 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
 from flagcore.domain.spec import AUTO, Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.megatron import knobs as knob_rows
-from flagcore.engines.megatron import launching, options, probing, published, reading, setting_rules, unused_keys
+from flagcore.engines.megatron import (
+    launching,
+    options,
+    probing,
+    published,
+    reading,
+    setting_rules,
+    trial_program,
+    unused_keys,
+)
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
@@ -56,7 +65,7 @@ class Megatron:
     name = "megatron"
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
-    modules: Mapping[str, str] = launching.MODULES
+    modules: Mapping[str, str] = trial_program.MODULES
 
     columns = staticmethod(knob_rows.columns)
     merges = staticmethod(legality.merges)
@@ -82,6 +91,8 @@ class Megatron:
     launch = staticmethod(launching.launch)
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
+    as_installed = staticmethod(trial_program.as_installed)
+    installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
     stage_ranks = staticmethod(probing.stage_ranks)
@@ -163,7 +174,7 @@ def _level(columns: Columns) -> IntArray:
     return level
 
 
-class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Protocol):
+class _Capabilities(Workload, Prober, Breakdown, Pipelined, JobRecords, KeyWarnings, Installed, Protocol):
     """What Megatron implements, for mypy."""
 
 

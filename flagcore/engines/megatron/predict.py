@@ -102,7 +102,7 @@ def training(task: Task) -> Training:
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",
-        repeated_keys=kind == "trial",
+        gathered_keys=kind == "trial",
         options=options(task),
     )
 

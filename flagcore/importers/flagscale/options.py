@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flagcore.engines.megatron.launching import trial_runs
 from flagcore.engines.megatron.settings import SETTINGS
+from flagcore.engines.megatron.trial_program import trial_runs
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
@@ -56,7 +56,7 @@ def options(flags: Flags, *, nodes: int) -> dict[str, Any]:
         what = f"dropped ({implementation})" if given else "is transformer_engine by default"
         text = f"{what}: trials use megatron-core's own layers; train.command may use others"
         flags.note("transformer_impl", text, "train")
-    if settings := _settings(flags, runs, precision):
+    if settings := _settings(flags, runs):
         found["settings"] = settings
     _note_unused(flags)
     return found
@@ -84,7 +84,7 @@ def _precision(flags: Flags, runs: bool) -> str:
     return "mxfp8" if recipe == "mxfp8" else "fp8"
 
 
-def _settings(flags: Flags, runs: bool, precision: str) -> dict[str, Any]:
+def _settings(flags: Flags, runs: bool) -> dict[str, Any]:
     """Return the settings; if trials can run, only those that the trial program supports."""
     found: dict[str, Any] = {}
     for name, value in flags.given():
@@ -103,7 +103,7 @@ def _settings(flags: Flags, runs: bool, precision: str) -> dict[str, Any]:
         key = _RENAMED_SETTINGS.get(name, name)
         if not _valid(key, value):
             flags.note(name, f"dropped: {value!r} is invalid for train.settings.{key}", "train.settings")
-        elif runs and not trial_runs(precision, key, value):
+        elif runs and not trial_runs(key, value):
             text = f"dropped ({value}): flagcore's trial program does not support it; set it with train.command"
             flags.note(name, text, "train.settings")
         else:
