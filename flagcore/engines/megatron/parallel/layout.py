@@ -97,7 +97,8 @@ class Training:
     the FFN's activation function is one kernel. `transformer_engine`: its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
     attention are whole on each tensor-parallel rank. `gathered_keys`: under context
-    parallelism attention gathers keys and values, a copy for each query head. `options` are the engine's further settings.
+    parallelism attention gathers keys and values, a copy for each query head. `options` are the engine's further
+    settings.
     """
 
     model: Model

@@ -86,7 +86,7 @@ def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device
     return own[:, None] >= positions[None, :]
 
 
-def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool) -> TransformerBlockSubmodules:
+def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> TransformerBlockSubmodules:
     """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert by the config."""
     place = accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage)
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", **place)
@@ -97,7 +97,7 @@ def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool) -
     return spec
 
 
-def mtp_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool) -> Any:
+def mtp_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> Any:
     """Return the multi-token prediction layers of this stage, or None where there are none."""
     if config.mtp_num_layers is None:
         return None
