@@ -41,9 +41,18 @@ def stand_in_for_cuda() -> None:
     # queue a call that waits for the device for ever.
     tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
-    # The all-to-all dispatcher makes a stream, to copy split sizes in the background.
-    torch.cuda.Stream = object
+    # The all-to-all dispatcher makes a stream, to copy split sizes in the background; gradient buffers of newer
+    # releases ask for the one in use.
+    torch.cuda.Stream = torch.cuda.current_stream = _Stream
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
+
+
+class _Stream:
+    """A stream whose work is done when it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
