@@ -35,7 +35,7 @@ CORE = (
 )
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
 ENGINES = {
-    "megatron": ["torch>=2.5", "megatron-core>=0.16,<0.17"],
+    "megatron": ["torch>=2.5", "megatron-core>=0.12"],
     "vllm": ["vllm>=0.11"],
     "sglang": ["sglang>=0.5"],
     "llamacpp": ["xllamacpp>=2026.10"],

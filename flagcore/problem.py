@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from packaging.requirements import Requirement
 
-from flagcore.contracts import Packaged, Platform, Plugins, PruningRule, ReleaseCheck, Workload
+from flagcore.contracts import Installed, Packaged, Platform, Plugins, PruningRule, ReleaseCheck, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_own_command, plugin_columns
 from flagcore.domain.knob import Knob, Knobs
@@ -55,7 +55,10 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     """Discover, build, predict, prune. Raises NothingFits if no combination is legal, with the counts of each rule."""
     if isinstance(workload, ReleaseCheck):
         workload.check_release(spec)
-    platform = with_plugin_knobs(discover(spec, plugins, engine_version(spec, workload)), workload)
+    found = discover(spec, plugins, engine_version(spec, workload))
+    if isinstance(workload, Installed):
+        found = workload.as_installed(found)
+    platform = with_plugin_knobs(found, workload)
     legal = legality(platform.task, workload, platform.support)
     baseline = _baseline(platform, workload, legal)
     values = baseline.as_dict()

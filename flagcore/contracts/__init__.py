@@ -16,6 +16,7 @@ from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Str
 from flagcore.contracts.workload import (
     Breakdown,
     EndsEarly,
+    Installed,
     InstalledVersion,
     JobRecords,
     KeyWarnings,
@@ -56,6 +57,7 @@ __all__ = [
     "ImportNote",
     "ImportedSpec",
     "Importer",
+    "Installed",
     "InstalledVersion",
     "JobRecords",
     "KernelCosts",

@@ -208,6 +208,17 @@ class ReleaseCheck(Protocol):
 
 
 @runtime_checkable
+class Installed(Protocol):
+    """Optional: what a spec leaves open is decided by the software of this machine."""
+
+    def as_installed(self, platform: Platform) -> Platform:
+        """Return `platform` with what its spec leaves open set to what trials here run."""
+
+    def installation_notes(self, platform: Platform) -> Sequence[str]:
+        """Return sentences for the user on what the software of this machine means for its trials."""
+
+
+@runtime_checkable
 class Packaged(Protocol):
     """Optional: an engine whose name is not in that of its distribution."""
 

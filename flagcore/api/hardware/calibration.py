@@ -52,7 +52,7 @@ def calibrate(
     measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
     """
     if find_spec("torch") is None:
-        raise NoDevice(_("torch is not installed; run `pip install torch`"))
+        raise NoDevice(_("torch is not installed; install its build for this device"))
     with loaded_plugins(without) as loaded:
         chip, support, here, engine = _target(loaded)
         if devices is not None and devices > len(here):

@@ -28,7 +28,7 @@ from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
-from flagcore.contracts import Event, OnEvent, OwnCommand, TrialStore, Workload, require_prober
+from flagcore.contracts import Event, Installed, OnEvent, OwnCommand, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
@@ -161,6 +161,8 @@ class _EngineRun:
         warn_about_problem(problem, self.workload)
         if isinstance(self.workload, OwnCommand) and self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
+        if isinstance(self.workload, Installed):
+            warn(self.workload.installation_notes(problem.platform))
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         self.name = directory.claim(fixed_task(self.data, problem), fixed)
         choices, objective = problem.space.choices, self.spec.objective

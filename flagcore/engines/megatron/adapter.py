@@ -14,6 +14,7 @@ import numpy as np
 from flagcore.contracts import (
     Breakdown,
     EndsEarly,
+    Installed,
     JobRecords,
     KeyWarnings,
     OwnCommand,
@@ -40,6 +41,7 @@ from flagcore.engines.megatron import (
     release_check,
     setting_rules,
     shortening,
+    trial_program,
     unused_keys,
 )
 from flagcore.engines.megatron import predict as prediction
@@ -80,7 +82,7 @@ class Megatron:
     name = "megatron"
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
-    modules: Mapping[str, str] = launching.MODULES
+    modules: Mapping[str, str] = trial_program.MODULES
 
     columns = staticmethod(knob_rows.columns)
     merges = staticmethod(legality.merges)
@@ -113,6 +115,8 @@ class Megatron:
     read = staticmethod(reading.read)
     steps_wanted = staticmethod(reading.steps_wanted)
     command_changes = staticmethod(command_changes)
+    as_installed = staticmethod(trial_program.as_installed)
+    installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
     work_parts: Collection[str] = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
     stage_ranks = staticmethod(probing.stage_ranks)
@@ -203,6 +207,7 @@ class _Capabilities(
     Prober,
     Breakdown,
     EndsEarly,
+    Installed,
     JobRecords,
     KeyWarnings,
     OwnCommand,

@@ -8,20 +8,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from flagcore.contracts import Costs
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.balance import layouts, relieved, split_layers
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
+from flagcore.engines.megatron.knobs import columns as row_of
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
 from flagcore.engines.megatron.options import options, precision, settings_in_force
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
-from flagcore.engines.megatron.split import Split, balanced
+from flagcore.engines.megatron.split import EACH, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import LAYOUT, parse_layout
 from flagcore.engines.megatron.time import step
 from flagcore.engines.megatron.time.step import Blocks, in_a_run, rank_time, step_time
@@ -170,7 +172,7 @@ def training(task: Task) -> Training:
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",
-        repeated_keys=kind == "trial",
+        gathered_keys=kind == "trial",
         options=options(task),
     )
 
@@ -296,3 +298,15 @@ def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float
 
 def _sum(parts: Mapping[str, FloatArray]) -> float:
     return float(sum(value[0] for value in parts.values()))
+
+
+def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return a candidate's values with the layout of its stages in place of `balanced`, none for an even split.
+
+    A layout has its virtual stages, too: Megatron takes no number of layers beside it.
+    """
+    values = candidate.as_dict()
+    if values.pop(SPLIT, None) != "balanced":
+        return values
+    (text,) = layout_texts(platform.task, row_of(platform.task, candidate.as_dict()), platform.costs)
+    return values | ({LAYOUT: text, EACH: None} if text else {})

@@ -108,17 +108,12 @@ class FlashAttention(torch.autograd.Function):
 
 
 class CoreAttention(torch.nn.Module):
-    """Causal attention as torch's fused kernel does it, keys and values repeated for each query head or not."""
-
-    repeats = False
+    """Causal attention as torch's fused kernel does it."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        sharing = query.size(2) // key.size(2)
-        if self.repeats and sharing > 1:
-            key, value = (tensor.repeat_interleave(sharing, dim=2) for tensor in (key, value))
         output = FlashAttention.apply(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
         return output.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
@@ -402,7 +397,6 @@ def parameters(job: dict[str, Any]) -> int:
 def train(job: dict[str, Any]) -> dict[str, int]:
     """Return what two steps take on a rank: between steps, and the peaks of their phases, in bytes."""
     join(job)
-    CoreAttention.repeats = job.get("repeated_keys", False)
     with ALLOCATOR:
         return _train(job)
 

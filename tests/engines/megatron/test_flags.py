@@ -147,7 +147,7 @@ def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
 @pytest.mark.parametrize(
     ("settings", "trial", "command"),
     [
-        ({"overlap_grad_reduce": True}, False, True),
+        ({"overlap_grad_reduce": True}, True, True),
         ({"overlap_grad_reduce": False}, True, True),
         ({"moe_token_dispatcher_type": "alltoall"}, True, True),
         ({"moe_token_dispatcher_type": "flex"}, False, True),
@@ -155,8 +155,11 @@ def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
         ({"moe_recompute_level": "full"}, False, True),
         ({"moe_recompute_level": "light"}, False, False),
         ({"accumulate_allreduce_grads_in_fp32": True}, True, True),
-        ({"grad_reduce_in_bf16": True}, False, True),
-        ({"overlap_p2p_comm": False}, False, True),
+        ({"grad_reduce_in_bf16": True}, True, True),
+        ({"overlap_p2p_comm": False}, True, True),
+        ({"tp_comm_overlap": True}, False, True),
+        ({"moe_grouped_gemm": True}, False, True),
+        ({"cp_comm_type": "p2p"}, False, True),
         ({"pipeline_schedule": "1f1b"}, True, True),
         ({"pipeline_schedule": "zb-h1"}, False, False),
         ({"recompute_num_layers_per_stage": "1,2"}, False, False),
@@ -177,11 +180,11 @@ def test_setting_that_no_trial_can_run_is_refused_before_any(settings: Any, tria
 
 
 def test_trial_program_gets_the_settings_that_it_supports(tmp_path: Path) -> None:
-    settings = {"recompute_modules": "layernorm,mlp", "expert_tensor_parallel_size": 1, "overlap_grad_reduce": False}
+    settings = {"recompute_modules": "layernorm,mlp", "expert_tensor_parallel_size": 1, "overlap_grad_reduce": True}
     WORKLOAD.launch(small.platform(small.task(settings=settings)), PLAIN, str(tmp_path))
     job = json.loads((tmp_path / "job.json").read_text())["candidate"]
     assert (job["recompute_modules"], job["expert_tensor_parallel_size"]) == (["layernorm", "mlp"], 1)
-    assert "overlap_grad_reduce" not in job
+    assert (job["overlap_grad_reduce"], job["moe_token_dispatcher_type"]) == (True, "alltoall")
 
 
 def test_the_trial_program_does_not_emulate_several_nodes_on_one() -> None:

@@ -209,11 +209,10 @@ def test_memory_of_a_dispatcher_that_gathers_is_what_megatron_allocates() -> Non
 
 @needs_megatron
 def test_memory_of_other_widths_is_what_megatron_allocates() -> None:
-    plain = of_megatron(DENSE, 0, TP2, steps=2, plain_activation=True, repeated_keys=True)
+    plain = of_megatron(DENSE, 0, TP2, steps=2, plain_activation=True)
     wide = of_megatron(DENSE, 0, {PP: 2}, steps=2, precision="fp32")
-    work = {"fused_activation": False, "repeated_keys": True}
     found = [
-        rank_memory(*of_physics(DENSE, TP2, steps=2, **work), 0),
+        rank_memory(*of_physics(DENSE, TP2, steps=2, fused_activation=False), 0),
         rank_memory(*of_physics(DENSE, {PP: 2}, steps=2, precision="fp32"), 0),
     ]
     for memory, counted in zip(found, run_ranks([plain, wide]), strict=True):

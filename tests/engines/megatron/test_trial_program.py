@@ -148,6 +148,15 @@ def test_effective_knobs_are_read_back(metrics: dict[str, Any]) -> None:
         "recompute_num_layers": 1,
         "recompute_modules": None,
         "precision": "bf16",
+        "fp8_recipe": None,
+        "implementation": "local",
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "overlap_p2p_comm": True,
+        "tp_comm_overlap": False,
+        "cross_entropy_loss_fusion": False,
+        "moe_token_dispatcher_type": None,
+        "moe_grouped_gemm": False,
     }
 
 

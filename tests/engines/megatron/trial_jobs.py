@@ -70,22 +70,22 @@ def make_job(output: Path, model: dict[str, Any], *, train: dict[str, Any] | Non
     )
 
 
-def environment() -> dict[str, str]:
-    """The environment of a process that can import flagcore."""
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+def environment(*packages: Path) -> dict[str, str]:
+    """The environment of a process that can import flagcore, and what lies in further folders before that installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*packages, ROOT)))}
 
 
-def run_jobs(folder: Path, jobs: dict[str, Any]) -> tuple[dict[str, int], str]:
+def run_jobs(folder: Path, jobs: dict[str, Any], *packages: Path) -> tuple[dict[str, int], str]:
     """Run jobs one after the other in one warm process; return their exit codes and its stderr."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(list(jobs.items())), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, __file__, str(path)],
-        env=environment(),
+        env=environment(*packages),
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

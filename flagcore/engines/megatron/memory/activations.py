@@ -115,11 +115,10 @@ def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     angles = 4.0 * unit * train.sequence / layout.context * model.kv_channels
     before = query * (normed & grouped & (layout.tensor < model.num_query_groups))
     plain = 2.0 * (query + key) + value + norms + before + angles
-    if not train.repeated_keys:
+    if not train.gathered_keys:
         return plain
     gathered = query + 2.0 * (query if grouped else key) * layout.context
-    copied = (layout.context > 1) | grouped
-    return np.where(copied, gathered + normed * (query + key + value) + norms + before + angles, plain)
+    return np.where(layout.context > 1, gathered + normed * (query + key + value) + norms + before + angles, plain)
 
 
 def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:

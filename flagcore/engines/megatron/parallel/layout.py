@@ -127,8 +127,9 @@ class Training:
     `flash`: the attention kernel stores no scores. `fused_activation`:
     the FFN's activation function is one kernel. `transformer_engine`: its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank. `repeated_keys`: attention copies keys and values for
-    each query head that shares them. `options` are the engine's further settings.
+    attention are whole on each tensor-parallel rank. `gathered_keys`: under context
+    parallelism attention gathers keys and values, a copy for each query head. `options` are the engine's further
+    settings.
     """
 
     model: Model
@@ -138,7 +139,7 @@ class Training:
     flash: bool = True
     fused_activation: bool = False
     transformer_engine: bool = False
-    repeated_keys: bool = False
+    gathered_keys: bool = False
     options: Options = DEFAULTS
 
     @property

@@ -33,15 +33,18 @@ def report(error: BaseException) -> int:
 def classify(error: BaseException) -> int:
     """Return the exit code for a failure: out of memory, an invalid configuration, or anything else.
 
-    A configuration is invalid when this program's own checks or Megatron's refuse it. Some of Megatron's
+    A configuration is invalid when this program's own checks, Megatron's or transformer-engine's refuse it. Some
     checks run only in the first step (schedules, token dispatch), so what counts is who raised it, not when.
     """
     if ran_out_of_memory(error):
         return OUT_OF_MEMORY
     if isinstance(error, JobError):
         return INVALID
-    refusal = isinstance(error, AssertionError | ValueError | NotImplementedError) or type(error) is RuntimeError
-    return INVALID if refusal and _raised_in(error.__traceback__).startswith("megatron.") else FAILED
+    where = _raised_in(error.__traceback__)
+    refusal = isinstance(error, AssertionError | ValueError | NotImplementedError)
+    if where.startswith("megatron."):
+        return INVALID if refusal or type(error) is RuntimeError else FAILED
+    return INVALID if refusal and where.startswith("transformer_engine.") else FAILED
 
 
 def _first_line(error: BaseException) -> str:

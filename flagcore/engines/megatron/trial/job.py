@@ -29,6 +29,7 @@ class Train:
     """What all candidates share: the work of one step and the number of steps.
 
     `balanced_routing` assigns tokens to experts evenly at random: untrained routers favour a few experts.
+    `implementation` is whose layers are built: megatron-core's (local), or transformer_engine's.
     """
 
     seq_length: int
@@ -37,11 +38,12 @@ class Train:
     train_iters: int
     seed: int
     balanced_routing: bool = False
+    implementation: str = "local"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The knobs, by their names in the search space."""
+    """The knobs and settings, by their names in the spec."""
 
     data_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
@@ -61,6 +63,24 @@ class Candidate:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    accumulate_allreduce_grads_in_fp32: bool | None = None
+    grad_reduce_in_bf16: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    overlap_p2p_comm: bool = True
+    tp_comm_overlap: bool = False
+    cp_comm_type: str | None = None
+    cross_entropy_loss_fusion: bool = False
+    moe_token_dispatcher_type: str = "alltoall"
+    moe_grouped_gemm: bool = False
+    fp8_recipe: str | None = None
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str | None = None
+    main_params_dtype: str | None = None
+    exp_avg_dtype: str | None = None
+    exp_avg_sq_dtype: str | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -109,6 +129,11 @@ class Job:
             * c.pipeline_model_parallel_size
             * c.context_parallel_size
         )
+
+    @property
+    def transformer_engine(self) -> bool:
+        """Whether the layers are transformer-engine's."""
+        return self.train.implementation == "transformer_engine"
 
     @property
     def processes(self) -> int:

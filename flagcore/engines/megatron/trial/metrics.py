@@ -13,6 +13,7 @@ import megatron.core
 import torch
 from megatron.core import parallel_state as groups
 
+from flagcore.engines.megatron.trial import te
 from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import Built
 
@@ -105,14 +106,25 @@ def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: l
         "recompute_method": config.recompute_method,
         "recompute_num_layers": config.recompute_num_layers,
         "recompute_modules": config.recompute_modules if config.recompute_granularity == "selective" else None,
-        "precision": _PRECISIONS[next(built.chunks[0].parameters()).dtype],
+        "precision": job.train.precision if config.fp8 else _PRECISIONS[next(built.chunks[0].parameters()).dtype],
+        "fp8_recipe": config.fp8_recipe if config.fp8 else None,
+        "implementation": job.train.implementation,
+        "overlap_grad_reduce": ddp_config.overlap_grad_reduce,
+        "overlap_param_gather": ddp_config.overlap_param_gather,
+        "overlap_p2p_comm": config.overlap_p2p_comm,
+        "tp_comm_overlap": config.tp_comm_overlap,
+        "cross_entropy_loss_fusion": config.cross_entropy_loss_fusion,
+        "moe_token_dispatcher_type": config.moe_token_dispatcher_type if config.num_moe_experts else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
     }
 
 
-def versions() -> dict[str, str]:
+def versions(job: Job) -> dict[str, str]:
     """Return the versions of the measured software."""
+    extra = {te.DISTRIBUTION: te.installed_version()} if job.transformer_engine else {}
     return {
         "torch": str(torch.__version__),
         "megatron-core": str(megatron.core.__version__),
         "python": platform.python_version(),
+        **extra,
     }

@@ -53,7 +53,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         "microbatches_run": count,
         "parameters": metrics.local_parameters(built),
         "effective": metrics.effective(job, built, job.num_microbatches, [metrics.local_layers(built)]),
-        "versions": metrics.versions(),
+        "versions": metrics.versions(job),
         "startup_s": {"import": import_s, "build": sum(startup.values())},
     }
     metrics.write_metrics(job.output, report)

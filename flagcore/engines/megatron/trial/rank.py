@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from flagcore.domain.devices import SPEED_TEST
-from flagcore.engines.megatron.trial import metrics, stand_ins
+from flagcore.engines.megatron.trial import metrics, stand_ins, te
 from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import Built, build
@@ -51,6 +51,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
 
     Returns the seconds of joining (`groups`) and building (`build`), too.
     """
+    te.check(job)
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number)
     if job.device.type == "cpu":
@@ -120,5 +121,5 @@ def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, 
         "num_microbatches": job.num_microbatches,
         "ranks": [rank for rank, _, _, _ in gathered],
         "effective": metrics.effective(job, built, job.num_microbatches, layers_per_stage),
-        "versions": metrics.versions(),
+        "versions": metrics.versions(job),
     }

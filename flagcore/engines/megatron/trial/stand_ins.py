@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,9 +41,18 @@ def stand_in_for_cuda() -> None:
     # queue a call that waits for the device for ever.
     tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
-    # The all-to-all dispatcher makes a stream when this is None, to copy split sizes in the background.
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    # The all-to-all dispatcher makes a stream, to copy split sizes in the background; gradient buffers of newer
+    # releases ask for the one in use.
+    torch.cuda.Stream = torch.cuda.current_stream = _Stream
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
+
+
+class _Stream:
+    """A stream whose work is done when it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +100,9 @@ def init_fake_world(kind: str, rank: int, world_size: int) -> None:
     for module in (mappings, layers, param_and_grad_buffer):  # they hold the functions under other names
         module.dist_all_gather_func = _all_gather
         module.dist_reduce_scatter_func = _reduce_scatter
-    P2PCommunicator._communicate = _with_messages(P2PCommunicator._communicate)
+    # A class from 0.14 on, functions of the module before.
+    owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
+    owner._communicate = _with_messages(owner._communicate)
 
 
 def _all_gather(output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
