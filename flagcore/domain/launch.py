@@ -108,7 +108,7 @@ def classify(
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
     for known in sorted(
-        (_FULL_DISK, *patterns), key=lambda each: (each.weak, each.state is not TrialState.OUT_OF_MEMORY)
+        (*patterns, _FULL_DISK), key=lambda each: (each.weak, each.state is not TrialState.OUT_OF_MEMORY)
     ):
         for line in lines:
             if found := re.search(known.pattern, line):

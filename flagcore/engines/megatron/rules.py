@@ -156,7 +156,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         ),
         Rule(
             name="interleaved_microbatches",
-            knobs=(DP, MBS, PP, LAYOUT, VIRTUAL),
+            knobs=(DP, MBS, PP, SPLIT, VIRTUAL),
             message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
             broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
         ),

@@ -68,6 +68,7 @@ SETTINGS = (
         "text",
         "Layout of the (virtual) stages: E embedding, t layer, m multi-token prediction, L loss, separated by bars.",
         maximum=4096,
+        versions=">=0.13",
         since="0.13",
         compare=True,
     ),
