@@ -232,11 +232,11 @@ def test_a_setting_without_auto_must_be_listed() -> None:
 
 
 def test_the_trial_program_refuses_values_that_it_cannot_run() -> None:
-    task = task_of({"overlap_grad_reduce": (False, True)})
+    task = task_of({"tp_comm_overlap": (False, True)})
     task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, command=None)))
     with pytest.raises(SpecError) as caught:
-        WORKLOAD.ready(engine_task(task, effects_of(task, {"overlap_grad_reduce": True})).spec)
-    assert caught.value.key == "train.settings.overlap_grad_reduce"
+        WORKLOAD.ready(engine_task(task, effects_of(task, {"tp_comm_overlap": True})).spec)
+    assert caught.value.key == "train.settings.tp_comm_overlap"
 
 
 def spec_of(**tuner: Any) -> Spec:
