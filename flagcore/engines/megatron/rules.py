@@ -256,7 +256,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     schedule."""
     split, dense, derives = Split.of(task), task.spec.model.num_moe_experts is None, derived(task)
     settings = settings_in_force(task.spec)
-    sharded = any(settings.get(name) for name in NEED_DIST_OPT)
+    sharded = task.spec.train.command is not None and any(settings.get(name) for name in NEED_DIST_OPT)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
         own, parts = balanced(c), split.virtual(c)
