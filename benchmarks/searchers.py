@@ -210,8 +210,8 @@ def flagscale(priority: str | None = None, *, memory_model: bool = False) -> Sea
 
     def search(sweep: Sweep) -> list[Search]:
         problem, rows = sweep.problem, list[int]()
-        strategies = [problem.space.candidate(row).as_dict() for row in range(len(problem.space))]
-        assert set(strategies[0]) == set(NESTING)
+        candidates = [problem.space.candidate(row).as_dict() for row in range(len(problem.space))]
+        strategies = [{knob: each[knob] for knob in NESTING} for each in candidates]
         needed = problem.predictions.peak_allocated_bytes.tolist() if memory_model else None
         capacity = problem.predictions.capacity_bytes
         tuner = FlagScale(strategies, priority, needed, float("inf") if capacity is None else float(capacity))

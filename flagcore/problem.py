@@ -199,15 +199,17 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
 
 
 def sizes_fixed_at_one(problem: Problem) -> list[str]:
-    """Return a line for each size whose values above 1 are all illegal by a single rule."""
+    """Return a line for each size whose values above 1 are all illegal by one rule, whose other knobs have one value."""
     axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []
     for rule in problem.legality.rules:
-        axis = axes.get(rule.knobs[0])
-        if len(rule.knobs) > 1 or axis is None or axis.is_flag or axis.words:
+        axis, *others = (axes.get(knob) for knob in rule.knobs)
+        fixed = [each for each in others if each is not None and len(each.values) == 1]
+        if len(fixed) < len(others) or axis is None or axis.is_flag or axis.words:
             continue
         greater = np.array([code for value in axis.values if (code := axis.encode(value)) > 1], dtype=np.int64)
-        if greater.size and rule.broken({axis.knob: greater}).all():
+        columns = {each.knob: np.full_like(greater, each.encode(each.values[0])) for each in fixed}
+        if greater.size and rule.broken({axis.knob: greater, **columns}).all():
             lines.append(f"no candidate has {axis.knob} > 1: {rule.message}")
     return lines
 

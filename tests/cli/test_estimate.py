@@ -305,7 +305,11 @@ def test_a_layer_count_without_any_pipeline_split_is_reported(
 ) -> None:
     assert flag("estimate", project.spec()).code == 0
     assert "no candidate has" not in caplog.text
-    assert flag("estimate", project.spec(model={"num_layers": 5})).code == 0
+    five = {"num_layers": 5}
+    assert flag("estimate", project.spec(model=five)).code == 0
+    assert "no candidate has" not in caplog.text
+    even = {"space": {"layer_split": None}}
+    assert flag("estimate", project.spec(model=five, auto_tuner=even)).code == 0
     (line,) = [line for line in caplog.messages if "no candidate has" in line]
     assert line.startswith("no candidate has pipeline_model_parallel_size > 1: ")
     for words in ("num_layers = 5", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):

@@ -212,7 +212,7 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     open_one = explained(project.run_dir, values_text(untried, BY_NAME))
     assert "max_trials = 5" in open_one["because"][0]
     assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
-    assert 1 <= len(open_one["nearest"]["differs"]) <= 2
+    assert 1 <= len(open_one["nearest"]["differs"].keys() - {"layer_split"}) <= 2
     assert flag("explain", str(project.run_dir), "99").err.endswith(": 0, 1, 2, 3, 4, 5, 6\n")
 
 

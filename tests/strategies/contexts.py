@@ -26,7 +26,7 @@ TASK = small.task(
     devices=8,
     seq_length=2048,
     global_batch_size=64,
-    space={"use_recompute": (False,), "context_parallel_size": (1,)},
+    space={"use_recompute": (False,), "context_parallel_size": (1,), "layer_split": (None,)},
 )
 SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.results import METRICS
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.servers import listeners
@@ -144,7 +144,7 @@ def test_a_server_is_stopped_with_all_its_processes(behaviour: str, tmp_path: Pa
 def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: Path) -> None:
     where = trials.platform(tmp_path, "slow")
     wanted, folder = trials.candidate(where, instances=2), str(trials.trial_folder(tmp_path))
-    running = launch(where, LLAMACPP, LAUNCHER, wanted, folder, 60.0)
+    running = launch(where, LLAMACPP, LAUNCHER, wanted, folder, TimeLimit(seconds=60.0, because="test"))
     while not (tmp_path / "asked.jsonl").exists():
         assert running.poll() is None
         time.sleep(0.05)

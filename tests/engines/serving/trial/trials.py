@@ -14,7 +14,7 @@ from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Control
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
@@ -53,8 +53,8 @@ def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
     """Launch and measure one candidate, as the loop does."""
     wanted, made = candidate(where, **values), str(trial_folder(folder))
     trial = Trial(number=0, candidate=wanted, role=Role.SEARCH, state=TrialState.RUNNING)
-    seconds = where.task.spec.control.max_time_per_task
-    running = launch(where, LLAMACPP, LAUNCHER, wanted, made, seconds)
+    limit = TimeLimit(seconds=where.task.spec.control.max_time_per_task or 300.0, because="test")
+    running = launch(where, LLAMACPP, LAUNCHER, wanted, made, limit)
     return measure(running, where, LLAMACPP, trial, made, None)
 
 
