@@ -199,7 +199,7 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
 
 
 def sizes_fixed_at_one(problem: Problem) -> list[str]:
-    """Return a line for each size whose values above 1 are all illegal by one rule, whose other knobs have one value."""
+    """Return a line for each size whose values above 1 are all illegal by one rule with no other choice."""
     axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []
     for rule in problem.legality.rules:
