@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.command.user_command import readable_command, release_of
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import schedule, settings_in_force
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
@@ -135,7 +136,8 @@ def derived(task: Task) -> bool:
     """Return whether splits can be derived: no setting is about the split, or treats stages one by one, the engine's
     release takes a layout, and all stages are on devices of one kind.
     """
-    settings, version = settings_in_force(task.spec), task.spec.train.engine_version
+    settings, command = settings_in_force(task.spec), readable_command(task.spec)
+    version = release_of(task.spec, command) if command else task.spec.train.engine_version
     given = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *BY_STAGE))
     named = schedule(settings.get("pipeline_schedule")) is not None
     return not given and not named and len(task.cluster.groups) == 1 and BY_NAME[LAYOUT].available(version)

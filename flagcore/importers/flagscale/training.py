@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.engines.megatron.split import SPLIT
 from flagcore.importers.flagscale.command import MISSING, is_placeholder, take_command, take_entries, words
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.experiment import cluster, control
@@ -44,8 +45,8 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
     train = {"engine": "megatron", **sizes, **options(flags), **command}
     tuner: dict[str, Any] = {}
-    if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
-        tuner["space"] = space
+    space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name != SPLIT])
+    tuner["space"] = {**space, SPLIT: None}  # FlagScale splits layers evenly
     if why := _why_not_runnable(baseline, train, model, nodes * devices):
         text = f"cannot run: {why}; the rule of thumb is the baseline instead"
         source.note("train.system", text, "auto_tuner")
