@@ -263,7 +263,7 @@ class _Search:
         return capped(limit, left, f"auto_tuner.control.max_time = {most:g} s")
 
     def _attempt(self, trial: Trial) -> Trial:
-        """Run or probe a candidate once nobody else uses its devices.
+        """Run or probe a candidate once its devices are free.
 
         If somebody does, the trial failed, and proves nothing; so does one that ran out of memory beside others.
         """

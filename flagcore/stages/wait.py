@@ -1,4 +1,4 @@
-"""wait: until nobody else uses the devices of a trial, for a while."""
+"""wait: until the devices of a trial are free, for a limited time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIB = 2**30
 def wait_for_devices(
     platform: Platform, need_bytes: float, seconds: float, on_wait: Callable[[str], object] = lambda busy: None
 ) -> str:
-    """Wait at most `seconds` until the devices of a trial are free, and return who uses them then; empty: nobody.
+    """Wait at most `seconds` until the devices of a trial are free, and return who uses them then, empty if free.
 
     `need_bytes` is what the trial is predicted to need of the machine's memory where its devices share that. `on_wait`
     is called once if it waits. What telemetry cannot read is taken as free.

@@ -154,8 +154,8 @@ def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp
     reported = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}
     layout = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"}}
     wrong = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"}}
-    nobody = {**plain, "candidate": {**plain["candidate"], "pipeline_schedule": "zigzag"}}
-    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, reported, layout, wrong, nobody)))
+    unknown = {**plain, "candidate": {**plain["candidate"], "pipeline_schedule": "zigzag"}}
+    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, reported, layout, wrong, unknown)))
     assert [each["status"] for each in found] == ["ok", "ok", "ok", "invalid", "unknown"]
     exposed = [each["time"]["dp_comm_exposed_s"] for each in found[:2]]
     assert exposed[0] < exposed[1]

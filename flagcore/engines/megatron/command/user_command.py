@@ -224,7 +224,7 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
 
 
 def _release(command: UserCommand, path: str | None) -> str | None:
-    """Return the release of Megatron-LM that a command imports, where that can be told without running it."""
+    """Return the release of Megatron-LM that a command imports, if it is known without running it."""
     program = next((word for word in reversed(command.program) if word.endswith(".py")), None)
     return _found_release(command.directory, program, _interpreter(command), path)
 

@@ -1,4 +1,4 @@
-"""What is told of a user's command before its first trial."""
+"""Warnings and errors about a user's command before its first trial."""
 
 from __future__ import annotations
 
