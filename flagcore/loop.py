@@ -47,7 +47,7 @@ MAX_SHARE_OF_PROBES = 0.5
 """Probes before the first run may take this share of `control.max_time`."""
 
 MAX_BUSY = 3
-"""The search stops when others used the devices of so many trials in a row."""
+"""The search stops when the devices of so many consecutive trials were busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +120,9 @@ class _Search:
         self.started = time.monotonic()
         self.pruned, self.state, self.past = problem.pruned, learn(()), uses.past(problem)
         self.busy = 0
-        """Trials in a row whose devices others used."""
-        self.plan = time_of_search(problem, uses.workload) if self.fidelity == RUN else None
-        """How long all trials may take, until the first event says it."""
+        """Consecutive trials that failed because other programs used their devices."""
+        self.search_time = time_of_search(problem, uses.workload) if self.fidelity == RUN else None
+        """How long all trials may take; None once an event has it."""
         self._learn()
 
     @property
@@ -155,7 +155,7 @@ class _Search:
 
     def _stop_reason(self) -> str | None:
         if self.busy >= MAX_BUSY:
-            return Message("others used the devices of {count} trials in a row", count=self.busy)
+            return Message("the devices of {count} consecutive trials were busy", count=self.busy)
         return stop_reason(self.control, self.state, self.elapsed)
 
     def probe_first(self) -> None:
@@ -265,7 +265,7 @@ class _Search:
     def _attempt(self, trial: Trial) -> Trial:
         """Run or probe a candidate once its devices are free.
 
-        If somebody does, the trial failed, and proves nothing; so does one that ran out of memory beside others.
+        If they stay busy, the trial fails and is inconclusive, as is one that ran out of memory beside other programs.
         """
         platform, began = self.problem.platform, time.monotonic()
         need = memory_needed(platform.task, trial)
@@ -349,10 +349,10 @@ class _Search:
                 best=self.state.best,
                 objective=self.problem.platform.task.spec.objective,
                 knobs=self.problem.knobs,
-                plan=self.plan,
+                search_time=self.search_time,
             )
         )
-        self.plan = None
+        self.search_time = None
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:

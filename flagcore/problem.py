@@ -147,7 +147,8 @@ def _compared(task: Task, knob: Knob) -> Knob:
         problem, fix = "cannot be auto", "list the values to compare"
         raise SpecError(key=f"auto_tuner.space.{knob.name}", value=asked, problem=problem, fix=fix)
     values = knob.auto(task) if isinstance(asked, str) and knob.auto else asked
-    return knob.compared([*values, *(baseline[name] for name in (knob.name,) if name in baseline)])
+    own = (baseline[knob.name],) if knob.name in baseline else ()
+    return knob.compared([*values, *own])
 
 
 def require_launchable(problem: Problem, workload: Workload) -> None:

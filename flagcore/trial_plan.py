@@ -41,7 +41,8 @@ def limit_of(
     platform = problem.platform
     if trial.fidelity != PROBE:
         return time_limit(platform.task, workload, trial, earlier)
-    return time_limit(platform.task, workload, trial, (), ranks or ranks_to_probe(platform, workload, trial.candidate))
+    launches = ranks or len(ranks_to_probe(platform, workload, trial.candidate))
+    return time_limit(platform.task, workload, trial, (), launches)
 
 
 def shortened_steps(problem: Problem, workload: Workload, trial: Trial) -> Shortened | None:

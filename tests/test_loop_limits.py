@@ -200,7 +200,7 @@ def test_a_stored_run_is_read_back_as_it_was(bench: Bench) -> None:
 
 def test_the_first_event_says_how_long_all_trials_may_take(bench: Bench) -> None:
     bench.tune(repeats=0, max_trials=2)
-    plans = [event.plan for event in bench.events]
+    plans = [event.search_time for event in bench.events]
     assert plans[0] is not None
     assert plans[1:] == [None] * (len(plans) - 1)
     assert plans[0].trials == 2

@@ -72,7 +72,7 @@ def probe_command(
         seconds=seconds,
         folder=folder,
         without=without,
-        on_rank=None if quiet else lambda line: options.say(f"flag: {line}"),
+        on_rank=lambda line: None if quiet else options.say(f"flag: {line}"),
     )
     if form not in ("table", "csv"):
         options.show_records([each.as_data() for each in found], form, {})

@@ -40,7 +40,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def _lines(event: Event) -> list[str]:
-    return [*([search_time_text(event.plan)] if event.plan else []), line(event)]
+    return [*([search_time_text(event.search_time)] if event.search_time else []), line(event)]
 
 
 def line(event: Event) -> str:
@@ -126,7 +126,7 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
         task = bar.add_task(_("detecting hardware"), total=None, ends=None)
 
         def draw(event: Event) -> None:
-            lines = [search_time_text(event.plan)] if event.plan else []
+            lines = [search_time_text(event.search_time)] if event.search_time else []
             lines += [line(event)] if event.kind != "trial_started" else []
             for each in [*lines, *(_details(event) if verbose else [])]:
                 console.print(each, highlight=False, markup=False)

@@ -76,9 +76,9 @@ class TrialStore(Protocol):
 class Event:
     """Something that the user may want to see. The command line draws it, tests count it.
 
-    `kind` is trial_started, trial_waits (others use its devices; its `reason` says who) or trial_finished;
+    `kind` is trial_started, trial_waits (others use its devices; its `reason` names them) or trial_finished;
     `seconds_left` estimates the rest of the run, repeats included. `objective` is that of the run, `knobs` are those of
-    its task. `plan`, only at the first event, is how long all trials may take.
+    its task. `search_time`, only of the first event, is how long all trials may take.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Event:
     best: Trial | None
     objective: str = ""
     knobs: Knobs = field(default_factory=dict)
-    plan: SearchTime | None = None
+    search_time: SearchTime | None = None
 
 
 OnEvent: TypeAlias = Callable[[Event], None]

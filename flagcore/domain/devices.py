@@ -35,7 +35,8 @@ SLOW_CORE_RATIO = 2.0
 LOW_CLOCK_RATIO = 0.85
 """A device is throttled if its clock is at most this share of the median of the others."""
 
-SPEED_TEST, CLOCK = "speed_test_s", "clock_hertz"
+SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
+"""Names of figures of a device."""
 
 
 def slow_devices(

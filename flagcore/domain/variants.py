@@ -19,8 +19,8 @@ from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rul
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 
-MOST = 4096
-"""Combinations of settings."""
+MAX_COMBINATIONS = 4096
+"""The most combinations of compared settings."""
 
 T = TypeVar("T")
 _RulesOf: TypeAlias = "Callable[[Task], tuple[Rule, ...]]"
@@ -47,9 +47,9 @@ def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tup
     knobs = [knob for knob in task.knobs if any(effect.settings for effect in knob.effects.values())]
     if not knobs:
         return rules_of(engine_task(task)), merges_of(engine_task(task))
-    if (count := prod(len(knob.values) for knob in knobs)) > MOST:
-        problem, fix = f"compares {count:,} combinations of settings, and {MOST:,} is the most", "give shorter lists"
-        raise SpecError(key="auto_tuner.space", problem=problem, fix=fix)
+    if (count := prod(len(knob.values) for knob in knobs)) > MAX_COMBINATIONS:
+        problem = f"compares {count:,} combinations of settings, of at most {MAX_COMBINATIONS:,}"
+        raise SpecError(key="auto_tuner.space", problem=problem, fix="give shorter lists")
     variants = [
         _variant(task, rules_of, merges_of, knobs, values) for values in product(*(knob.values for knob in knobs))
     ]
@@ -93,42 +93,42 @@ def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Var
 def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
     """Return one rule for all combinations. That of a single value has its name and its message."""
     rule = next(each for each in cases.values() if each)
-    places = _places(axes, cases)
-    if not places:
+    own, found = _by_codes(axes, cases)
+    if not own:
         return rule
-    names = tuple(axes[place].knob for place in places)
-    found = {tuple(values[place] for place in places): each for values, each in cases.items() if each}
-    only = next(iter(found))
-    if len(only) == len(found) == 1 and only[0] != axes[places[0]].neutral and rule.name != names[0]:
-        rule = replace(rule, name=f"{names[0]}_{rule.name}", message=f"{names[0]} = {only[0]}: {rule.message}")
-    known = {_codes(axes, places, values): each.broken for values, each in found.items()}
-    return replace(rule, knobs=(*names, *rule.knobs), broken=partial(_broken, names, known))
+    if len(own) == len(found) == 1 and rule.name != own[0].knob:
+        ((code,),) = found
+        if code != own[0].encode(own[0].neutral):
+            message = f"{own[0].knob} = {own[0].decode(code)}: {rule.message}"
+            rule = replace(rule, name=f"{own[0].knob}_{rule.name}", message=message)
+    names = tuple(axis.knob for axis in own)
+    broken = partial(_broken, names, {codes: each.broken for codes, each in found.items()})
+    return replace(rule, knobs=(*names, *rule.knobs), broken=broken)
 
 
 def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
     """Return one merge for all combinations."""
     merge = next(each for each in cases.values() if each)
-    places = _places(axes, cases)
-    if not places:
+    own, found = _by_codes(axes, cases)
+    if not own:
         return merge
-    names = tuple(axes[place].knob for place in places)
-    known = {
-        _codes(axes, places, [values[place] for place in places]): each.canonical
-        for values, each in cases.items()
-        if each
-    }
-    return replace(merge, knobs=(*names, *merge.knobs), canonical=partial(_canonical, names, merge.knobs, known))
+    names = tuple(axis.knob for axis in own)
+    canonical = partial(_canonical, names, merge.knobs, {codes: each.canonical for codes, each in found.items()})
+    return replace(merge, knobs=(*names, *merge.knobs), canonical=canonical)
 
 
-def _codes(axes: Sequence[Axis], places: Sequence[int], values: Sequence[KnobValue]) -> tuple[int, ...]:
-    return tuple(axes[place].encode(value) for place, value in zip(places, values, strict=True))
+def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[list[Axis], dict[tuple[int, ...], T]]:
+    """Return the axes on which a rule or merge depends, and what it is for each combination of their codes."""
+    places = _places(axes, cases)
+    codes = {values: tuple(axes[place].encode(values[place]) for place in places) for values in cases}
+    return [axes[place] for place in places], {codes[values]: each for values, each in cases.items() if each}
 
 
-def _places(axes: Sequence[Axis], cases: Mapping[_Values, Rule | Merge | None]) -> list[int]:
+def _places(axes: Sequence[Axis], cases: _Cases[T]) -> list[int]:
     """Return the places of the knobs on which a rule or merge depends."""
     found = []
     for place in range(len(axes)):
-        first: dict[_Values, Rule | Merge | None] = {}
+        first: dict[_Values, T | None] = {}
         for values, each in cases.items():
             if not _same(first.setdefault(values[:place] + values[place + 1 :], each), each):
                 found.append(place)

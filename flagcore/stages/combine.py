@@ -14,6 +14,7 @@ from flagcore.domain.probe import Probe, RankMeasurement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Trial, TrialState
 
+GIB = 2**30
 PROBED = (0.97, 1.2)
 """Bounds of measured parts as shares of their probe: the 10th and 90th percentiles of 34 ranks of real worlds, on
 shared cores (docs/probe.md); the same for every device, until others are measured."""
@@ -81,9 +82,6 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
         high_s=known * PROBED[1] + (step - known) * high / total,
         time_s=after,
     )
-
-
-GIB = 2**30
 
 
 def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial:

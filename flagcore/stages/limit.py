@@ -62,7 +62,7 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
         return None
     measured = (each for each in earlier if each.state in (TrialState.MEASURED, TrialState.STOPPED))
     ratios = [ratio * step["value"] / step["high"] for each in measured if (ratio := measured_over(each, "predicted"))]
-    high: float = step["high"] * max(1.0, *ratios, 1.0)
+    high: float = step["high"] * max([1.0, *ratios])
     return high / trial.shortened.scale if trial.shortened else high
 
 

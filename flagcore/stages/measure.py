@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import Platform, Running, Telemetry, Workload, steps_wanted
-from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
+from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
 from flagcore.domain.spec import TrainSpec
@@ -27,8 +27,6 @@ EARLY_STOP_RATIO = 1.5
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
-MEMORY = "memory_used_bytes"
-"""The name of memory in use in telemetry."""
 POWER_LIMIT = "power_limit_watts"
 """The name of the power limit in telemetry. It is a setting without a peak."""
 MAX_SHARE_BEFORE = 0.1
@@ -45,6 +43,7 @@ def measure(
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup, wanted = platform.task.spec.control.warmup_iters, steps_wanted(workload, platform.task)
+    scale = trial.shortened.scale if trial.shortened else 1.0
     beaten_by: Trial | None = None
     stopped = False
     try:
@@ -52,7 +51,6 @@ def measure(
             readings.take()
             steps = progress() if best or wanted else ()
             stopped = wanted is not None and len(steps) >= wanted
-            scale = trial.shortened.scale if trial.shortened else 1.0
             if not stopped and best and _is_too_slow(steps, warmup, best, scale):
                 beaten_by = best
             if stopped or beaten_by:
@@ -206,7 +204,7 @@ class _Readings:
         return int(max(used))
 
     def _memory(self) -> list[float]:
-        return [value for samples in self._samples.values() for value in samples.get(MEMORY, [])]
+        return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]
 
     def summary(self) -> dict[str, float]:
         """Return means by name, and peaks with the prefix `peak_` (none for settings), over all devices."""

@@ -15,6 +15,7 @@ from flagcore.domain.effects import effects_of, engine_candidate, engine_task, e
 from flagcore.domain.launch import Exit, failure
 from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.errors import FlagError, LaunchError
 from flagcore.files import read_regular
@@ -38,7 +39,7 @@ def probe(
     folder: str,
     limit: TimeLimit,
     ranks: Sequence[int] = (),
-    on_rank: Callable[[int], object] | None = None,
+    on_rank: Callable[[int], object] = lambda rank: None,
     *,
     earlier: Sequence[str] = (),
     finish: bool = True,
@@ -51,12 +52,8 @@ def probe(
     the last one unless `finish`: running ones are ended and dropped. Raises FlagError if one cannot be started.
     Processes are ended on every exception.
     """
-    task = platform.task
-    prober, own = require_prober(workload), engine_candidate(task, candidate)
-    as_set = engine_task(task, effects_of(task, candidate.as_dict()))
-    chosen = tuple(ranks) or prober.probe_ranks(as_set, own, platform.costs)
-    columns = workload.columns(as_set, own.as_dict())
-    predicted = {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in chosen}
+    chosen = tuple(ranks) or ranks_to_probe(platform, workload, candidate)
+    predicted = _predicted(platform, workload, candidate, chosen)
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, running_ranks = [rank for rank in chosen if rank not in done], list[_RunningRank]()
     ends = time.monotonic() + limit.seconds
@@ -65,15 +62,13 @@ def probe(
             free = sorted(set(range(devices)) - {each.blank.device for each in running_ranks})
             for device, rank in zip(free, tuple(waiting), strict=False):
                 waiting.remove(rank)
-                if on_rank is not None:
-                    on_rank(rank)
+                on_rank(rank)
                 blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
                 left = replace(limit, seconds=max(1.0, ends - time.monotonic()))
                 running_ranks.append(_start(platform, workload, launcher, candidate, blank, folder, left))
             each, ended = _first(running_ranks)
             running_ranks.remove(each)
-            blank = replace(each.blank, duration_s=ended.duration_s)
-            found = _outcome(blank, ended, platform, workload, each.folder, limit)
+            found = _outcome(each, ended, platform, workload, limit)
             done[found.rank] = found
             if found.measured is None and not finish:
                 break
@@ -83,10 +78,23 @@ def probe(
     return Probe(candidate=candidate, ranks=tuple(done[rank] for rank in chosen if rank in done))
 
 
-def ranks_to_probe(platform: Platform, workload: Workload, candidate: Candidate) -> int:
-    """Return how many ranks a probe of `candidate` runs."""
-    own = engine_candidate(platform.task, candidate)
-    return len(require_prober(workload).probe_ranks(engine_task(platform.task), own, platform.costs))
+def ranks_to_probe(platform: Platform, workload: Workload, candidate: Candidate) -> tuple[int, ...]:
+    """Return the ranks that a probe of `candidate` runs by default."""
+    own, as_set = engine_candidate(platform.task, candidate), _engine_task(platform.task, candidate)
+    return require_prober(workload).probe_ranks(as_set, own, platform.costs)
+
+
+def _predicted(
+    platform: Platform, workload: Workload, candidate: Candidate, ranks: Sequence[int]
+) -> dict[int, RankPrediction]:
+    prober, as_set = require_prober(workload), _engine_task(platform.task, candidate)
+    columns = workload.columns(as_set, engine_candidate(platform.task, candidate).as_dict())
+    return {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in ranks}
+
+
+def _engine_task(task: Task, candidate: Candidate) -> Task:
+    """Return `task` as the engine sees it, with the settings of the knobs of a candidate."""
+    return engine_task(task, effects_of(task, candidate.as_dict()))
 
 
 def _known(
@@ -134,9 +142,8 @@ def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
                 return each, ended
 
 
-def _outcome(
-    blank: RankProbe, ended: Exit, platform: Platform, workload: Workload, folder: str, limit: TimeLimit
-) -> RankProbe:
+def _outcome(each: _RunningRank, ended: Exit, platform: Platform, workload: Workload, limit: TimeLimit) -> RankProbe:
+    blank, folder = replace(each.blank, duration_s=ended.duration_s), each.folder
     if ended.code == 0 and ended.ended_by is None:
         try:
             measured = require_prober(workload).read_probe(platform.task, folder)

@@ -8,7 +8,7 @@ from math import nan
 
 from flagcore.contracts import Platform, Telemetry, use_of
 from flagcore.domain.chip import Device
-from flagcore.domain.devices import DeviceUse
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.domain.serving import ServeSpec
 from flagcore.errors import NoDevice
 
@@ -18,9 +18,6 @@ FREE_SHARE = 0.95
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 5.0
 """A driver may need as long until the memory of a process that ended is free."""
-
-MEMORY = "memory_used_bytes"
-"""The name of memory in use in telemetry."""
 
 MAX_PROCESSES = 3
 """The most processes named for a device."""
@@ -60,7 +57,7 @@ def _in_use(platform: Platform, need_bytes: float) -> Iterator[str]:
     figures = [_figures(reader) for _, reader in used]
     for (device, reader), found in zip(used, figures, strict=True):
         if found is not None:
-            why = _why_not(platform, device, reader, found.get(MEMORY, nan))
+            why = _why_not(platform, device, reader, found.get(MEMORY_IN_USE, nan))
         else:
             why = "does not answer" if any(figures) else ""
         if why:

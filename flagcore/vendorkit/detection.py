@@ -91,7 +91,11 @@ class DeviceDetector:
         if listing.rows:
             return visible(self._with_uuids(tuple(row.device for row in listing.rows)), *self.visible)
         if machine.has_device_files(self.device_file, root):
-            return self.torch_devices(machine.query_torch(self.torch_device, self.torch_attributes))
+            report = machine.query_torch(self.torch_device, self.torch_attributes)
+            if report is None:
+                message = "there is a device file, but %s is missing and torch lists no %s devices"
+                LOG.warning(message, self.tool, self.torch_device)
+            return self.torch_devices(report)
         if machine.pci_ids(self.pci_vendor, root, self.pci_classes):
             LOG.warning(
                 "%s devices are on the PCI bus, but there is neither %s nor /%s: the driver is not installed here",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.smi import tool_output
 
-LOG = logging.getLogger(__name__)
 ACCELERATORS = ("0x03", "0x12")
 """PCI classes of display controllers and of processing accelerators."""
 
@@ -23,14 +22,22 @@ TORCH_SECONDS = 10.0
 _QUERY_TORCH = """
 import importlib.util, json, sys
 import torch
-kind = sys.argv[1]
-if kind != "cuda" and importlib.util.find_spec("torch_" + kind):
-    __import__("torch_" + kind)
-backend = getattr(torch, kind)
-found = [backend.get_device_properties(i) for i in range(backend.device_count())]
+kind, *asked = sys.argv[1:]
+accelerator = getattr(torch, "accelerator", None)
+if kind != "any":
+    if kind != "cuda" and importlib.util.find_spec("torch_" + kind):
+        __import__("torch_" + kind)
+elif accelerator is not None and accelerator.is_available():
+    kind = accelerator.current_accelerator().type
+else:
+    kind = "cuda"
+module = getattr(torch, kind)
+found = [module.get_device_properties(i) for i in range(module.device_count())]
 print(json.dumps({
     "version": torch.__version__,
-    "attributes": [name for name in sys.argv[2:] if hasattr(torch, name)],
+    "kind": kind,
+    "backend": torch.distributed.get_default_backend_for_device(kind) if sys.argv[1] == "any" else "",
+    "attributes": [name for name in asked if hasattr(torch, name)],
     "devices": [[each.name, each.total_memory] for each in found],
 }))
 """
@@ -38,11 +45,16 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchReport:
-    """torch's version, which of the requested attributes it has, and its devices with their memory in bytes."""
+    """torch's version, which of the requested attributes it has, and its devices with their memory in bytes.
+
+    `kind` is its name of the devices; `backend` that of their collectives, if any kind was asked for.
+    """
 
     version: str
     attributes: frozenset[str]
     devices: tuple[Device, ...]
+    kind: str = ""
+    backend: str = ""
 
 
 def other_vendor_selected(vendor: str, variables: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
@@ -67,33 +79,31 @@ def has_device_files(pattern: str, root: Path = Path("/")) -> bool:
     return any(root.glob(pattern))
 
 
-def query_torch(kind: str, attributes: Sequence[str] = ()) -> TorchReport | None:
+def query_torch(
+    kind: str, attributes: Sequence[str] = (), timeout_seconds: float = TORCH_SECONDS
+) -> TorchReport | None:
     """Return the report of the installed torch on its devices of `kind`, and which of `attributes` it has.
 
-    `kind` is torch's name of the devices. torch runs in a separate process and may crash or hang there. None without
-    torch, without such a backend, or if it fails.
+    `kind` is torch's name of the devices, or `any` for its accelerator. torch runs in a separate process and may crash
+    or hang there. None without torch, without such a backend, or if it fails.
     """
     if importlib.util.find_spec("torch") is None:
         return None
-    printed = tool_output(sys.executable, "-c", _QUERY_TORCH, kind, *attributes, timeout_seconds=TORCH_SECONDS)
-    if printed is None:
-        LOG.warning("device files exist, but the management tool is missing and torch lists no %s devices", kind)
+    printed = tool_output(sys.executable, "-c", _QUERY_TORCH, kind, *attributes, timeout_seconds=timeout_seconds)
     return read_torch(printed or "")
 
 
 def read_torch(printed: str) -> TorchReport | None:
     """Return the report in what the process printed; a vendor's library may print a banner first."""
     for line in reversed(printed.splitlines()):
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             report = json.loads(line[line.index("{") :])
             devices = tuple(
                 Device(index=index, chip=str(name), memory_bytes=int(total))
                 for index, (name, total) in enumerate(report["devices"])
             )
-            attributes = frozenset(report["attributes"])
-            return TorchReport(version=str(report["version"]), attributes=attributes, devices=devices)
-        except (ValueError, KeyError, TypeError):
-            continue
+            words = {name: str(report[name]) for name in ("version", "kind", "backend")}
+            return TorchReport(**words, attributes=frozenset(report["attributes"]), devices=devices)
     return None
 
 

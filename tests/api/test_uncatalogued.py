@@ -11,14 +11,17 @@ import yaml
 
 from flagcore import api
 from flagcore.api.common import calibrated_plugins as unlisted_chips
-from flagcore.api.common.calibrated_plugins import Torch, ask_torch, chip_of
+from flagcore.api.common.calibrated_plugins import ask_torch, chip_of
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
 from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit import smi
+from flagcore.vendorkit.machine import TorchReport
 
 STAND_IN = """
+__version__ = "2.10.0+weird"
+
 class _Type:
     type = "weird"
 
@@ -86,7 +89,9 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     spec.write_text(yaml.safe_dump(SPEC))
     with pytest.raises(NoDevice, match="is not known to any installed plugin"):
         api.estimate(spec)
-    one = Torch(kind="cpu", backend="gloo", devices=(Device(index=0, chip="Weird 9000", memory_bytes=2 << 30),))
+    device = Device(index=0, chip="Weird 9000", memory_bytes=2 << 30)
+    words = {"version": "2.10.0", "kind": "cpu", "backend": "gloo"}
+    one = TorchReport(**words, attributes=frozenset(), devices=(device,))
     monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: one)
     made, file = api.calibrate(seconds=5.0)
     assert made.chip == "Weird 9000"

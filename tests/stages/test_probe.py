@@ -60,7 +60,7 @@ LIMIT = TimeLimit(seconds=60.0, because="a test")
 
 
 def play(
-    folder: Path, part: Callable[[int], str], devices: int, on_rank: Callable[[int], object] | None = None
+    folder: Path, part: Callable[[int], str], devices: int, on_rank: Callable[[int], object] = lambda rank: None
 ) -> tuple[Probe, Rehearsal]:
     workload = Rehearsal(part)
     found = probe(

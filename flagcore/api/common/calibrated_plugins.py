@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loader import Plugin
-from flagcore.vendorkit.smi import tool_output
+from flagcore.vendorkit.machine import TorchReport, query_torch
 
 CALIBRATED = "calibration"
 """Source name of a chip that is only in a calibration."""
@@ -139,44 +136,13 @@ SECONDS = 60.0
 
 VENDOR = "uncatalogued"
 
-_ASK = """
-import json, torch
-accelerator = getattr(torch, "accelerator", None)
-kind = ""
-if accelerator is not None and accelerator.is_available():
-    kind = accelerator.current_accelerator().type
-elif torch.cuda.is_available():
-    kind = "cuda"
-module = getattr(torch, kind) if kind else None
-found = [module.get_device_properties(place) for place in range(module.device_count())] if kind else []
-backend = torch.distributed.get_default_backend_for_device(kind) if kind else ""
-print(json.dumps({"kind": kind, "backend": backend, "devices": [[each.name, each.total_memory] for each in found]}))
-"""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torch:
-    """Accelerators of this machine as torch reports them: their type, the backend of collectives, and each device."""
-
-    kind: str
-    backend: str
-    devices: tuple[Device, ...]
-
-
-def ask_torch() -> Torch | None:
-    """Return torch's report of the device, from a separate process; None without torch or without an accelerator."""
+def ask_torch() -> TorchReport | None:
+    """Return torch's report of the accelerator of this machine; None without torch or without an accelerator."""
     if (_installed_torch() or "").endswith("+cpu"):
         return None
-    for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):
-        with suppress(ValueError, KeyError, TypeError):
-            reported = json.loads(line[line.index("{") :])
-            devices = tuple(
-                Device(index=place, chip=str(name), memory_bytes=int(total))
-                for place, (name, total) in enumerate(reported["devices"])
-            )
-            found = Torch(kind=str(reported["kind"]), backend=str(reported["backend"]), devices=devices)
-            return found if devices else None
-    return None
+    report = query_torch("any", timeout_seconds=SECONDS)
+    return report if report and report.devices else None
 
 
 def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:

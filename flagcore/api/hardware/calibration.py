@@ -1,4 +1,4 @@
-"""Measure the devices of this machine, keep what was found, and predict with it."""
+"""Measure the devices of this machine, and save the results for predictions."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def calibrate(
     without: Collection[str] = (),
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Calibration, Path]:
-    """Measure kernels and collectives on this machine's devices in about `seconds`, and keep the result.
+    """Measure kernels and collectives on this machine's devices in about `seconds`, and save the result.
 
-    `devices` measures on the first few only. Predictions for the chip use the result from then on. `on_start` is
-    record in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
-    measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
+    `devices` is the number of devices to use, by default all. Later predictions for the chip use the result. `on_start`
+    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if nothing
+    can be measured, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
+    Interrupted.
     """
     if find_spec("torch") is None:
         raise NoDevice(_("torch is not installed; install its build for this device"))

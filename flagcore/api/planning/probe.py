@@ -13,14 +13,17 @@ from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.context import read_spec
 from flagcore.api.common.inputs import loaded_plugins, warn_about_problem
-from flagcore.contracts import Prober, require_prober
+from flagcore.contracts import Prober, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.i18n import _
+from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
+from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
@@ -30,7 +33,7 @@ from flagcore.trial_plan import limit_of, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class Probed(Notebook):
     """A candidate: what was predicted, what was probed, and the prediction that both together give, as plain data."""
 
     candidate: Mapping[str, Any]
@@ -40,10 +43,6 @@ class Probed:
     chip: str
     devices: int
     knobs: Knobs = field(default_factory=dict)
-
-    def as_data(self) -> dict[str, Any]:
-        """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in Probed.__slots__ if name != "knobs"}
 
 
 def probe(
@@ -56,58 +55,78 @@ def probe(
     seconds: float | None = None,
     folder: Path | str | None = None,
     without: Collection[str] = (),
-    on_rank: Callable[[str], object] | None = None,
+    on_rank: Callable[[str], object] = lambda line: None,
 ) -> list[Probed]:
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
     `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
-    without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that on_start most. A
-    candidate's probes get `seconds` in all (default: `control.max_time_per_task`, or derived from the prediction), and
-    leave their jobs and logs in `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed
-    if no rank gave a result.
+    without it the `top` fastest predicted are probed. `ranks` are global ones; by default the most informative. The
+    probes of a candidate take at most `seconds` in all (default: `control.max_time_per_task`, or derived from the
+    prediction). `folder` receives their jobs and logs; by default they are not saved. Raises the errors of
+    `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
         raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
-    workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
+    workload = plugins.workload_of(spec.work)
     prober = require_prober(workload)
     prober.ready_to_probe(spec)
     if seconds is not None:
         spec = replace(spec, control=replace(spec.control, max_time_per_task=seconds))
     with loaded_plugins(without) as loaded, ExitStack() as stack:
-        problem = build_problem(spec, loaded, workload)
-        if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
-            columns, _named = parse_candidate(candidate, problem, workload)
-            typed = as_candidate(problem.space.axes, columns).as_dict()
-            problem = build_problem(replace(spec, baseline=typed), loaded, workload)
-            candidate = "baseline"  # which is in every space
-        require_launchable(problem, workload)
-        warn_about_problem(problem, workload)
-        here = loaded.devices()
+        problem, candidate = _problem(spec, loaded, workload, candidate)
+        here, world = loaded.devices(), problem.platform.task.cluster.devices
         present(problem.platform, here, needed=1)
-        devices = side_by_side(problem.platform, here)
-        world = problem.platform.task.cluster.devices
-        wrong = [rank for rank in ranks if not 0 <= rank < world]
-        if wrong:
+        if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
-        found = []
+        devices, probed = side_by_side(problem.platform, here), []
         for number, each in enumerate(_chosen(problem, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
-            on_start = _reporter(on_rank, candidate_text(each, problem.knobs), world)
-            trial = predicted_trial(problem, workload, each, Role.SEARCH, PROBE)
-            limit = limit_of(problem, workload, trial, (), len(ranks))
-            try:
-                several = problem.platform, workload, launcher, each, where, limit, ranks, on_start
-                probed = probe_candidate(*several, devices=devices)
-            except KeyboardInterrupt:
-                raise Interrupted(_("interrupted")) from None
-            found.append((each, probed))
-        if not any(probed.measured or probed.out_of_memory for _, probed in found):
-            last = found[-1][1].ranks[-1]
-            why = f"{state_name(last.state.value)}: {last.reason}"
-            raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
-        return [_probed_record(problem, prober, *pair) for pair in found]
+            probed.append(_probe(problem, workload, each, where, ranks, devices, on_rank))
+    if not any(each.measured or each.out_of_memory for each in probed):
+        last = probed[-1].ranks[-1]
+        why = f"{state_name(last.state.value)}: {last.reason}"
+        raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
+    return [_probed_record(problem, prober, each) for each in probed]
+
+
+def _problem(
+    spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
+) -> tuple[Problem, str | None]:
+    """Return the problem of a spec and the name of the candidate in it: knobs with values become the baseline."""
+    problem = build_problem(spec, loaded, workload)
+    if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
+        columns, _named = parse_candidate(candidate, problem, workload)
+        typed = as_candidate(problem.space.axes, columns).as_dict()
+        problem, candidate = build_problem(replace(spec, baseline=typed), loaded, workload), "baseline"
+    require_launchable(problem, workload)
+    warn_about_problem(problem, workload)
+    return problem, candidate
+
+
+def _probe(
+    problem: Problem,
+    workload: Workload,
+    candidate: Candidate,
+    folder: str,
+    ranks: Sequence[int],
+    devices: int,
+    on_rank: Callable[[str], object],
+) -> Probe:
+    world, text = problem.platform.task.cluster.devices, candidate_text(candidate, problem.knobs)
+
+    def report(rank: int) -> None:
+        on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
+
+    trial = predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE)
+    limit, launcher = limit_of(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
+    try:
+        return probe_candidate(
+            problem.platform, workload, launcher, candidate, folder, limit, ranks, report, devices=devices
+        )
+    except KeyboardInterrupt:
+        raise Interrupted(_("interrupted")) from None
 
 
 def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
@@ -123,21 +142,13 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
 
-def _reporter(on_rank: Callable[[str], object] | None, candidate: str, world: int) -> Callable[[int], object]:
-    def report(rank: int) -> None:
-        if on_rank is not None:
-            on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=candidate))
-
-    return report
-
-
-def _probed_record(problem: Problem, prober: Prober, candidate: Candidate, probed: Probe) -> Probed:
+def _probed_record(problem: Problem, prober: Prober, probed: Probe) -> Probed:
     task, memory = problem.platform.task, problem.platform.costs.memory
-    row = problem.space.find(candidate)
+    row = problem.space.find(probed.candidate)
     assert row is not None, "every candidate that is probed is in the space"
     prediction = problem.predictions.row(row)
     return Probed(
-        candidate=candidate.as_dict(),
+        candidate=probed.candidate.as_dict(),
         predicted=record(task, prediction),
         combined=record(task, combine(prediction, probed, memory, prober.work_parts)),
         ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
