@@ -201,9 +201,11 @@ def _shorter(arguments: list[str]) -> list[str]:
     if len(source) > 1:
         return ["estimate", *source, "--chip", _any_chip()]
     spec = read_spec(Path(source[0]), ENGINES)
-    if isinstance(spec.work, TrainSpec) and spec.work.command is not None:
+    command = (spec.work.command or ()) if isinstance(spec.work, TrainSpec) else ()
+    of_flagscale = any("flagscale" in word for word in command)  # it is not installed, and its tree lacks data
+    if command and not of_flagscale:
         return arguments
-    if spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int):
+    if of_flagscale or (spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int)):
         return ["estimate", *source, "--chip", _any_chip()]
     return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/predicted", "--new"]
 

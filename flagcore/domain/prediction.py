@@ -213,8 +213,8 @@ class Passes:
     some schedules run separately (empty: unknown). `paired_s` is a forward and a backward of two micro-batches that
     overlap (empty: none do). `send_s` is one message between neighbouring stages, `sender_waits` whether its sender is
     idle meanwhile. `weight_share` is the share of a micro-batch's activations that is kept until the gradients of
-    weights are computed. `schedule` is a name
-    of `flagcore.physics.schedules.catalogue`.
+    weights are computed. `schedule` is a name of `flagcore.physics.schedules.catalogue`, `predicted_s` the time of
+    the pipeline in a step as the engine predicts it (None: not given).
     """
 
     schedule: str
@@ -227,3 +227,4 @@ class Passes:
     send_s: float
     sender_waits: bool
     weight_share: float = 0.4
+    predicted_s: float | None = None

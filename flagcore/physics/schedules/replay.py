@@ -1,16 +1,14 @@
-"""Simulates the pipeline of a step pass by pass, for the timeline, and to check the formulas."""
+"""Simulates the pipeline of a step pass by pass, for the timeline and to check the formulas of engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules import orders
-from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, makespan
+from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass, Orders, Pipe, run, seconds_of
 
 
@@ -80,24 +78,6 @@ def step_seconds(passes: Passes, done: Sequence[ExecutedPass]) -> float:
     optimizer, the longest time from a device's first pass to its last."""
     whole, span = seconds_of(done)
     return span if SCHEDULES[passes.schedule].post_validation else whole
-
-
-def predicted_seconds(passes: Passes) -> float:
-    """Return the seconds of the same step by the schedule's formula, which predictions use."""
-    forward, backward, weight, paired = (
-        np.array(each)[:, None] for each in (passes.forward_s, passes.backward_s, passes.weight_s, passes.paired_s)
-    )
-    times = StageTimes(
-        forward=forward,
-        backward_input=backward - weight if passes.weight_s else backward,
-        backward_weight=weight if passes.weight_s else np.zeros_like(backward),
-        send=np.array([passes.send_s]),
-        blocking=float(passes.sender_waits),
-        weight_share=passes.weight_share,
-        paired=paired if passes.paired_s else None,
-    )
-    counts = np.array([float(passes.microbatches)]), np.array([float(passes.virtual)])
-    return float(makespan(passes.schedule, times, *counts)[0])
 
 
 def _renumbered(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:

@@ -10,7 +10,7 @@ from flagcore.errors import NotModelled
 from flagcore.i18n import _
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass
-from flagcore.physics.schedules.replay import predicted_seconds, simulate, step_seconds
+from flagcore.physics.schedules.replay import simulate, step_seconds
 from flagcore.report.formats import shown
 from flagcore.report.names import NAMES
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
@@ -141,10 +141,10 @@ def _idle(passes: Passes, counted: int, idle: float) -> list[str]:
 
 
 def _durations(passes: Passes, counted: int, step: float) -> list[str]:
-    """Return the simulated duration of a step, and that of the formula."""
+    """Return the simulated duration of a step, and that of the engine's formula."""
     if counted < passes.microbatches:
         return []
-    formula = shown(predicted_seconds(passes))
+    formula = shown(passes.predicted_s)
     summary = [_("Simulated step: {seconds} s; formula: {formula} s.", seconds=shown(step), formula=formula)]
     if SCHEDULES[passes.schedule].post_validation:
         summary.append(_("Stages do not wait for each other before the optimizer, so the longest stage counts."))

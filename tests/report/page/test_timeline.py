@@ -11,9 +11,10 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.schedules.formulas import pipeline_seconds
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass
-from flagcore.physics.schedules.replay import pipe_of, predicted_seconds, step_seconds
+from flagcore.physics.schedules.replay import pipe_of, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.timeline import KINDS, MAX_PASSES, fewest, pipeline
@@ -84,7 +85,7 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
 
 
 WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
-"""How far a played step is from the formula that predicts steps; see `flagcore.physics.schedules.catalogue`."""
+"""How far a played step is from the formula that predicts steps; see `flagcore.engines.schedules.formulas`."""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -94,7 +95,7 @@ def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, s
         passes = named(schedule, send_s=send, microbatches=count)
         played = step_seconds(passes, simulate(passes, count))
         exact = schedule in ("1f1b", "gpipe", "interleaved")
-        assert played == pytest.approx(predicted_seconds(passes), rel=1e-9 if exact else WITHIN.get(schedule, 0.02))
+        assert played == pytest.approx(pipeline_seconds(passes), rel=1e-9 if exact else WITHIN.get(schedule, 0.02))
 
 
 def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]:
@@ -125,7 +126,7 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     assert passes.microbatches == 16
     assert passes.virtual == (2 if virtual else 1)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
-    assert predicted_seconds(passes) == pytest.approx(pipeline_s, rel=1e-6)
+    assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
     played = step_seconds(passes, simulate(passes, passes.microbatches))
     assert played == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
 

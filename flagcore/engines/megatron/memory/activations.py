@@ -16,7 +16,7 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import padded_vocab
-from flagcore.physics.transformer import attended, latent_widths, widths
+from flagcore.engines.transformer import attended, latent_widths, widths
 
 DROPPED = 2.5
 """Tensors of the attention scores' size, in units of a 16-bit value, that softmax and dropout store: the probabilities,

@@ -15,7 +15,7 @@ from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.memory.modules import Extra, Module, Sizes, stored
 from flagcore.engines.megatron.parallel.layout import Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
-from flagcore.physics.transformer import attended
+from flagcore.engines.transformer import attended
 
 EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
 """What a mixture of experts stores in addition to its input."""

@@ -17,7 +17,7 @@ from flagcore.engines.megatron.memory.modules import Sizes
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts, layer_parameters, padded_vocab
 from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
-from flagcore.physics.transformer import attended, projection_weights
+from flagcore.engines.transformer import attended, projection_weights
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
 """Components whose products run in 8 or 4 bits if the precision requires it."""

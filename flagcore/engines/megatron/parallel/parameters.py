@@ -11,7 +11,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.pipeline import Stage
-from flagcore.physics.transformer import attended, latent_widths, projection_weights, widths
+from flagcore.engines.transformer import attended, latent_widths, projection_weights, widths
 
 Parts = dict[str, FloatArray]
 """One array per component, one element per candidate."""

@@ -18,7 +18,8 @@ from flagcore.engines.megatron.parallel.layout import (
     StageLayers,
     pick,
 )
-from flagcore.physics.schedules import catalogue
+from flagcore.engines.schedules import formulas
+from flagcore.physics.schedules.catalogue import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
     deferred, copies = np.zeros(()), 1
     if options.schedule:
-        deferred = catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
-        copies = catalogue.SCHEDULES[options.schedule].copies
+        deferred = formulas.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        copies = SCHEDULES[options.schedule].copies
     return Stage(
         **{each.name: getattr(part, each.name) for each in fields(part)},
         index=index,
@@ -154,7 +155,7 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     further one runs layer by layer during a backward, which frees as much.
     """
     schedule = options.schedule or "interleaved"
-    return catalogue.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
+    return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
@@ -169,7 +170,7 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     dense = layers
     if model.num_moe_experts is not None:
         dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
-    if options.schedule and catalogue.SCHEDULES[options.schedule].folded:
+    if options.schedule and SCHEDULES[options.schedule].folded:
         last = first
     if options.schedule == "dualpipe":
         first = last = np.maximum(first, last)

@@ -11,8 +11,8 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import layer_input_bytes
 from flagcore.engines.megatron.time.passes import Linear
+from flagcore.engines.transformer import widths
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.transformer import widths
 
 OVERLAPPED_EXPOSED = 0.7
 """Share of a tensor-parallel collective that is waited for although it is split and overlaps its product

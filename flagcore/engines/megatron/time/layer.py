@@ -19,7 +19,7 @@ from flagcore.engines.megatron.time.passes import (
     linear,
     norm_seconds,
 )
-from flagcore.physics.transformer import latent_widths, widths
+from flagcore.engines.transformer import latent_widths, widths
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
 """Kernels that the host launches forward for attention, and for an FFN, each with norm and residual sum: with

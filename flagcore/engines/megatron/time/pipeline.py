@@ -12,7 +12,8 @@ from flagcore.engines.megatron.parallel.layout import Layout, Placement, Trainin
 from flagcore.engines.megatron.parallel.pipeline import Stage
 from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
-from flagcore.physics.schedules.catalogue import StageTimes, makespan
+from flagcore.engines.schedules.critical_path import StageTimes
+from flagcore.engines.schedules.formulas import makespan
 
 REFILL_LAUNCHES = 45.0
 """Launches until a device is busy again after a message for which the host waited (megatron-core 0.16

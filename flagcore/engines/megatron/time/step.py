@@ -19,6 +19,7 @@ from flagcore.engines.megatron.time.layer import embedding_time, head_time, laye
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime
 from flagcore.engines.megatron.time.pipeline import message_seconds, pipeline_time, sender_waits, together
+from flagcore.engines.schedules.formulas import pipeline_seconds
 from flagcore.physics.cost_stack import slowed
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
@@ -153,7 +154,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
     send = float(message_seconds(train, layout, costs, place)[0]) if count > 1 else 0.0
     if not np.isfinite([*forward, *backward, send]).all():
         return None
-    return Passes(
+    made = Passes(
         schedule=train.options.schedule or "interleaved",
         microbatches=int(layout.microbatches[0]),
         virtual=int(layout.virtual[0]),
@@ -165,6 +166,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         sender_waits=bool(sender_waits(train, layout)[0]),
         weight_share=train.weight_share,
     )
+    return replace(made, predicted_s=pipeline_seconds(made))
 
 
 def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -10,9 +10,9 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.program import bare
+from flagcore.engines.transformer import attended, widths
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.roofline import BYTES
-from flagcore.physics.transformer import attended, widths
 
 _WIDE = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"

@@ -13,8 +13,8 @@ import numpy as np
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.work import Serving, Split
+from flagcore.engines.transformer import attended, widths
 from flagcore.physics.kernels.roofline import cast_bytes
-from flagcore.physics.transformer import attended, widths
 
 NODES: FloatArray = np.array(
     [

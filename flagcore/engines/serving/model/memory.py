@@ -9,8 +9,8 @@ import numpy as np
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.model.work import Serving, Split
+from flagcore.engines.transformer import attended, widths
 from flagcore.physics.kernels.roofline import BYTES
-from flagcore.physics.transformer import attended, widths
 
 GRAPH_BYTES = 12e6
 """A layer's captured graphs: start-up logs of engines report 0.4 to 1 GiB for 32 to 80 layers. Estimated."""

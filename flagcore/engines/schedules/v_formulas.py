@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.physics.schedules.critical_path import StageTimes
+from flagcore.engines.schedules.critical_path import StageTimes
 
 V_HALF = (
     ((0.5, -0.5), (1.5, -1.5), (-0.5, 0.0), 6.0),

@@ -11,7 +11,9 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan
+from flagcore.engines.schedules.critical_path import StageTimes
+from flagcore.engines.schedules.formulas import deferred, in_flight, makespan
+from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import Pass, seconds_of
 from flagcore.physics.schedules.replay import pipe_of
 from tests.physics.planned_orders import orders_of, simulate
