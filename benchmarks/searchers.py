@@ -55,10 +55,10 @@ Searcher = Callable[[Sweep], list[Search]]
 
 
 def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int = 0) -> Searcher:
-    """Return a search by one of flagcore's strategies, without any limit but its own, after some probes if wanted.
+    """Return a search by one of flagcore's strategies, limited only by the strategy, after `probes` probes.
 
-    It knows what was measured in those of `others` that are of the same chip and of another model: what earlier runs
-    leave behind, and as many of them, the last ones, as a run of `flag tune` learns from.
+    It learns from those of `others` that used the same chip and another model, as `flag tune` does from earlier runs,
+    and from as many of them, the latest.
     """
     taught = [(one, _measured(one, number)) for number, one in enumerate(others, start=1)]
 

@@ -81,7 +81,7 @@ class Platform:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """What the processes of a node may take where they live in its own memory; None where devices have theirs."""
+        """How much memory the processes of a node may use if its devices share it; None if devices have their own."""
         group = self.task.cluster.groups[0]
         memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
         return memory if self.support.shared_devices else None

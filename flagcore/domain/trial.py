@@ -177,8 +177,8 @@ class Trial:
         """Whether it measured whole steps, not shortened ones."""
         return self.measurement is not None and self.measurement.scaled_from is None
 
-    def seconds_beside(self, steps: int) -> float | None:
-        """Return what a measured trial of some `steps` took beside them, its start above all; None for any other."""
+    def overhead_s(self, steps: int) -> float | None:
+        """Return the seconds of a measured trial without its `steps` steps, mostly its start; None for other trials."""
         measured = self.measurement
         if self.state is not TrialState.MEASURED or measured is None:
             return None

@@ -266,7 +266,7 @@ class Trial:
             self.term_at, self.kill_at = (now if grace_s else NEVER), now + grace_s
 
     def alive(self) -> bool:
-        """Reap ended processes. Return whether one is left."""
+        """Reap ended processes, and return whether any is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

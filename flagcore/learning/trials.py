@@ -74,7 +74,7 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
 def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of finished trials outside their steps; 0 before the first one."""
     steps = context.task.spec.control.train_iters
-    overheads = [seconds for trial in context.trials if (seconds := trial.seconds_beside(steps)) is not None]
+    overheads = [seconds for trial in context.trials if (seconds := trial.overhead_s(steps)) is not None]
     return max(median(overheads), 0.0) if overheads else 0.0
 
 

@@ -35,7 +35,7 @@ class Quirk(Scope):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Quirk):
-    """What was reported of an engine. `works` None: see `engines.yaml`."""
+    """What was reported about an engine. If `works` is None, see `engines.yaml`."""
 
     reason: str = ""
     works: bool | None = None

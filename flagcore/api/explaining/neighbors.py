@@ -58,8 +58,8 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
 def scaled_times(snapshot: Snapshot) -> FloatArray:
     """Return the seconds of a step of each row: measured where it was, else predicted, on the scale of the trials.
 
-    That scale is the median of measured over predicted; without trials it is 1. What a trial that was stopped had
-    measured by then is the least. Infinite where nothing is known.
+    That scale is the median of measured over predicted; without trials it is 1. The
+    times of a stopped trial are a lower bound. Infinite where nothing is known.
     """
     predicted = snapshot.problem.predictions.step_time_s
     times = np.nan_to_num(predicted * scale(snapshot), nan=np.inf)

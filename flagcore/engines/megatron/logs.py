@@ -87,7 +87,7 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
 def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = False) -> int:
     """Add to `log` the lines of `file` from byte `place` on, and return where the next reading begins.
 
-    A last line without an end is left for then, unless `unfinished`.
+    A last line without a line break is left for that reading, unless `unfinished`.
     """
     with suppress(OSError), open_regular(file) as lines:
         lines.seek(place)

@@ -43,7 +43,7 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
             raise _wrong(text, f"has {plain.count(letter)} x {letter}, but {name} is {wanted}")
     stages = letters.split("|")
     if "t" in plain.partition("m")[2] or sum("m" in stage for stage in stages) > 1:
-        raise _wrong(text, "must have every m behind the last t, on one stage")
+        raise _wrong(text, "must have all m after the last t, on one stage")
     return tuple(
         StageLayers(embedding=s.count("E"), layers=s.count("t"), mtp=s.count("m"), loss=s.count("L")) for s in stages
     )

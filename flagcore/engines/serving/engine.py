@@ -172,7 +172,7 @@ class Engine:
         return result
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return no row: no knob of a scheduler has one order in time for every model and load."""
+        """Return no row: no knob of a scheduler is slower for every model and load."""
         return np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:

@@ -105,7 +105,7 @@ def _words(name: str, figures: Mapping[str, float], limit: float) -> str:
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values in use; for a knob that was not set, named as the engine's own choice."""
+    """Return the values in use; the name of a knob that was not set says that its value is the engine's choice."""
     asked = candidate.as_dict()
     return {
         (f"{knob} (the engine's own choice)" if knob in asked and asked[knob] is None else knob): value

@@ -86,7 +86,7 @@ def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
 
 
 def normalize_specific_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> None:
-    """Normalize a model's `engine_args_specific`: sections that are not arguments, and arguments outside an engine."""
+    """Move what is not in the section of an engine out of `engine_args_specific`: profiles, and arguments."""
     specific = item.get("engine_args_specific")
     if not isinstance(specific, dict):
         return

@@ -71,7 +71,7 @@ class UserCommand:
         return (*self.prefix, *self.launcher, *options, *self.program, *self.arguments)
 
     def option(self, *names: str) -> Option | None:
-        """Return the last option of torchrun with one of some names."""
+        """Return the last option of torchrun that has one of these names."""
         return next((each for each in reversed(self.options) if each.name in names), None)
 
     @property

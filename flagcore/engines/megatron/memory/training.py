@@ -168,7 +168,7 @@ class _Estimate:
         return found
 
     def _with(self, modules: frozenset[str]) -> _Estimate:
-        """Return the same work with these modules recomputed where others or all layers one by one are."""
+        """Return the same work with these modules recomputed wherever modules or single layers are."""
         none = np.zeros_like(self.layout.data)
         on = np.maximum(self.layout.selective, self.layout.uniform == 1)
         options = replace(self.train.options, recompute_stage_layers=(), recompute_modules=modules)

@@ -81,7 +81,7 @@ def edge_parameters(
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
-    """Return the weights of all multi-token-prediction depths, experts apart. Source: megatron-core 0.16."""
+    """Return the weights of all multi-token-prediction depths, experts separately. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
     layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
     own = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
