@@ -29,7 +29,7 @@ BETWEEN_NODES_SECONDS = 34e-6
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
-    """Return how many devices of a C500 node a bridge joins: as `topo` (`mx-smi topo -m` of one) shows, or 4."""
+    """Return how many devices of a C500 node a bridge joins, by `topo` (the output of `mx-smi topo -m`), or 4."""
     return group_size(group, topo, "MX", ISLAND)
 
 

@@ -35,7 +35,11 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     context = unit * local * out
     quantised = local * out * sizes.linear * (train.precision == "fp8")
     leave = sizes.gathered + context + sizes.weight * h * out / layout.tensor
-    core = {"qkv": heads, "context": context * (1.0 + _apart(train, layout)), "scores": stored_scores(train, layout)}
+    core = {
+        "qkv": heads,
+        "context": context * (1.0 + _keeps_core(train, layout)),
+        "scores": stored_scores(train, layout),
+    }
     return [
         norm("attn_norm", sizes),
         Module("qkv_proj", enter, sizes.hidden + into),
@@ -142,7 +146,7 @@ def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     return sizes.unit * sizes.local * sum(widths(train.model)) + angles * (not train.transformer_engine)
 
 
-def _apart(train: Training, layout: Layout) -> FloatArray:
+def _keeps_core(train: Training, layout: Layout) -> FloatArray:
     """Return whether context parallelism stores the core's output as it was before it went back to its ranks.
 
     It does with heads assigned to the ranks and with keys gathered, and does not in a ring (transformer-engine 2.9

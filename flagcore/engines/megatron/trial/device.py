@@ -139,7 +139,7 @@ RankDevice: TypeAlias = Cpu | Accelerator
 
 
 def open_device(kind: str, rank: int) -> RankDevice:
-    """Return this rank's device, `kind` by torch's name of it."""
+    """Return this rank's device; `kind` is torch's name of its type."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
 
 

@@ -174,7 +174,7 @@ def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[
 
 
 def _row(job: Job, step: int, row: int) -> torch.Tensor:
-    """One sequence of seq_length + 1 tokens. Small tokens are the more frequent: there is something to learn."""
+    """One sequence of seq_length + 1 tokens. Small tokens are more frequent, so that there is something to learn."""
     number = step * job.train.global_batch_size + row
     generator = torch.Generator().manual_seed(((job.train.seed << 32) + number) % 2**63)
     share = torch.rand(job.train.seq_length + 1, generator=generator) ** 3
