@@ -17,7 +17,7 @@ from flagcore.report.text import (
     scaled_text,
     search_time_text,
     short_line,
-    state_text,
+    state_name,
 )
 
 
@@ -59,7 +59,7 @@ def line(event: Event) -> str:
     result = _step(measured, event.objective) if measured else trial.reason or ""
     if trial.state is TrialState.MEASURED and trial.reason:
         result += f"; {trial.reason}"
-    return f"{name} {state_text(trial)}: {result}  [{_status(event)}]"
+    return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{_status(event)}]"
 
 
 def _predicted(event: Event) -> str:

@@ -34,20 +34,9 @@ def workload(name: str, key: str = "engine") -> Workload:
     return found
 
 
-def workload_of(work: TrainSpec | ServeSpec, among: Mapping[str, Workload] | None = None) -> Workload:
-    """Return the engine that does `work`, from `among` if it is there.
-
-    Raises like `workload`, and SpecError for an engine of the other kind.
-    """
-    kind = "serve" if isinstance(work, ServeSpec) else "train"
-    found = among[work.engine] if among and work.engine in among else workload(work.engine, f"{kind}.engine")
-    if found.kind != kind:
-        if kind == "train":
-            problem, fix = "is a serving engine", "name a training engine, or write a serve section"
-        else:
-            problem, fix = "is a training engine", "name a serving engine, or write a train section"
-        raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
-    return found
+def workload_of(work: TrainSpec | ServeSpec) -> Workload:
+    """Return the engine that does `work`. Raises like `workload`."""
+    return workload(work.engine, "serve.engine" if isinstance(work, ServeSpec) else "train.engine")
 
 
 class _Engines(Mapping[str, Workload]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,6 @@ from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.i18n import Message
-from flagcore.report.text import front
 from flagcore.report.text import notes as notes_of
 
 SCHEMA_VERSION = 1
@@ -46,11 +46,28 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "probes": [trial(each) for each in plan.probes],
         "slow_devices": slow_devices(plan),
         **(
-            {"front": [nested(point) for point in front(plan)], "notes": notes_of(plan)}
+            {"front": [nested(point) for point in _front(plan)], "notes": notes_of(plan)}
             if plan.objective in SERVING
             else {}
         ),
     }
+
+
+def _front(plan: Plan) -> list[Mapping[str, Any]]:
+    """Return the Pareto-optimal load points of output tokens per second and median time per token."""
+    points = [
+        {"trial": trial.number, **point}
+        for trial in plan.trials
+        if trial.measurement
+        for point in trial.measurement.points
+        if point.get("output_tokens_per_s") and point.get("tpot_s.p50") is not None
+    ]
+    points.sort(key=lambda point: (-point["output_tokens_per_s"], point["tpot_s.p50"]))
+    best: list[Mapping[str, Any]] = []
+    for point in points:
+        if not best or point["tpot_s.p50"] < best[-1]["tpot_s.p50"]:
+            best.append(point)
+    return best
 
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:

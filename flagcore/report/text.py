@@ -80,15 +80,10 @@ def repeats_text(lost: Mapping[int, str]) -> list[str]:
     ]
 
 
-def state_text(trial: Trial) -> str:
-    """Return how a trial ended in a word or two."""
-    if trial.fidelity == PROBE and trial.state is TrialState.MEASURED:
+def state_name(state: str, fidelity: str = RUN) -> str:
+    """Return the name of a state of trials of one fidelity."""
+    if fidelity == PROBE and state == TrialState.MEASURED.value:
         return _("probed")
-    return state_name(trial.state.value)
-
-
-def state_name(state: str) -> str:
-    """Return the name of a state of trials."""
     return _(state.replace("_", " "))
 
 
@@ -283,20 +278,3 @@ def gain_text(objective: str, gain: float) -> str:
     if is_rate(objective):
         return f"{gain:+.1%} {heading(objective)}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
-
-
-def front(plan: Plan) -> list[Mapping[str, Any]]:
-    """Return the Pareto-optimal load points of output tokens per second and median time per token."""
-    points = [
-        {"trial": trial.number, **point}
-        for trial in plan.trials
-        if trial.measurement
-        for point in trial.measurement.points
-        if point.get("output_tokens_per_s") and point.get("tpot_s.p50") is not None
-    ]
-    points.sort(key=lambda point: (-point["output_tokens_per_s"], point["tpot_s.p50"]))
-    front: list[Mapping[str, Any]] = []
-    for point in points:
-        if not front or point["tpot_s.p50"] < front[-1]["tpot_s.p50"]:
-            front.append(point)
-    return front

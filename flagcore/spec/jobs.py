@@ -145,7 +145,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
     engine = serve.get("engine") if isinstance(serve, dict) else None
-    known = engines[engine].knobs if isinstance(engine, str) and engine in engines else ()
+    known = knobs_of(engine, engines, "serve.engine", kind="serve") if isinstance(engine, str) else ()
     knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
     _reject_misplaced_keys(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -61,5 +60,5 @@ def test_the_spread_is_reported_in_percent() -> None:
 
 
 def test_a_chip_without_published_rates_is_measured_in_the_default_precisions() -> None:
-    job = calibration._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
+    job = calibration._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0)
     assert job["precisions"] == ["bf16", "fp16", "fp32"]

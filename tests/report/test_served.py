@@ -11,7 +11,6 @@ from flagcore.report.page.markdown import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.result import result
-from flagcore.report.text import front
 from flagcore.stages.learn import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 
@@ -131,6 +130,6 @@ def test_the_front_holds_the_pareto_optimal_points() -> None:
         slower.measurement, points=({"concurrency": 1, "output_tokens_per_s": 50.0, "tpot_s.p50": 0.001},)
     )
     found = dataclasses.replace(found, trials=(*found.trials, dataclasses.replace(slower, measurement=quick)))
-    assert [point["trial"] for point in front(found)] == [1, 2]
     reported = result(found, "x")["front"]
+    assert [point["trial"] for point in reported] == [1, 2]
     assert reported[1]["tpot_s"] == {"p50": 0.001}

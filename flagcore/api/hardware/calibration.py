@@ -57,14 +57,10 @@ def calibrate(
     with loaded_plugins(without) as loaded:
         chip, support, here, engine = _target(loaded)
         if devices is not None and devices > len(here):
-            raise UsageError(
-                _(
-                    "--devices {asked}: this machine has {count} x {chip}",
-                    asked=devices,
-                    count=len(here),
-                    chip=chip.name,
-                )
+            text = _(
+                "--devices {asked}: this machine has {count} x {chip}", asked=devices, count=len(here), chip=chip.name
             )
+            raise UsageError(text)
         count = devices or len(here)
         environment = dict(loaded.environment(chip, engine))
     calibrations_of_user = Calibrations.of_user()
@@ -73,28 +69,34 @@ def calibrate(
         on_start(
             _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
         )
-    with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
-        job = Path(folder, "job.json")
-        output = Path(folder, "found.json")
-        job.write_text(json.dumps(_job(chip, support, here, count, seconds, output)), encoding="utf-8")
-        launch = Launch(
-            argv=(sys.executable, "-m", PROGRAM, str(job)),
-            folder=folder,
-            environment=environment,
-            timeout_seconds=2.0 * seconds + GRACE_SECONDS,
-        )
-        load = Load()
-        _run(launch)
-        others = load.by_others()
-        try:
-            found = json.loads(output.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(_("the measurement ended without a result: {reason}", reason=error)) from None
+    load = Load()
+    found = _measured(_job(chip, support, here, count, seconds), environment)
+    others = load.by_others()
     warn(busy(others))
     made = _calibration(chip, here[0], count, found, others)
     if chip.vendor == VENDOR:
         made = replace(made, facts=facts_of(chip, support))
     return made, calibrations_of_user.save(made)
+
+
+def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Return what the program measures for a job. Raises RunError."""
+    with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
+        file, output = Path(folder, "job.json"), Path(folder, "found.json")
+        file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
+        _run(
+            Launch(
+                argv=(sys.executable, "-m", PROGRAM, str(file)),
+                folder=folder,
+                environment=environment,
+                timeout_seconds=2.0 * job["seconds"] + GRACE_SECONDS,
+            )
+        )
+        try:
+            found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(_("the measurement ended without a result: {reason}", reason=error)) from None
+    return found
 
 
 def calibrations() -> list[dict[str, Any]]:
@@ -186,9 +188,7 @@ def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, .
     raise NoDevice("; ".join(reasons) or _("no engine is installed"))
 
 
-def _job(
-    chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float, output: Path
-) -> dict[str, object]:
+def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:
     memory = [device.memory_bytes for device in here if device.memory_bytes]
     known = chip.memory_bytes
     return {
@@ -201,7 +201,6 @@ def _job(
         "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
         "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
         "seconds": seconds,
-        "output": str(output),
     }
 
 

@@ -132,7 +132,7 @@ class _Jobs:
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
         cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
-        platform, workload = self._platform(*cluster), plugins.workload_of(job.work, self._engines)
+        platform, workload = self._platform(*cluster), self._engines[job.work.engine]
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")

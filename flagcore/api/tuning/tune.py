@@ -265,22 +265,21 @@ def each_engine(
     sign = -1.0 if is_rate(next(iter(done.values())).plan.objective) else 1.0
     order = sorted(done, key=lambda engine: sign * _best_figure(done[engine].data))
     winner = done[order[0]]
-    result = {
-        **winner.data,
-        "run_dir": str(run_dir),
-        "engine": order[0],
-        "engines": {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed},
-    }
+    parts = {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed}
+    result = {**winner.data, "run_dir": str(run_dir), "engine": order[0], "engines": parts}
     with writable(run_dir):
-        for name in WINNERS:
-            source, target = run_dir / order[0] / name, run_dir / name
-            if source.is_dir():
-                shutil.copytree(source, target, dirs_exist_ok=True)
-            elif source.exists():
-                shutil.copy2(source, target)
+        _copy_best(run_dir / order[0], run_dir)
         write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         write_spec(run_dir, data, run_dir)
     return replace(winner, run_dir=run_dir, data=result)
+
+
+def _copy_best(source: Path, target: Path) -> None:
+    for name in WINNERS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+        elif (source / name).exists():
+            shutil.copy2(source / name, target / name)
 
 
 def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:

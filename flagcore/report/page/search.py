@@ -75,7 +75,7 @@ def _course(run: RunData) -> _Course:
             [
                 trial_cell(run, trial),
                 configuration(run, trial),
-                state_name(trial["state"]),
+                state_name(trial["state"], trial["fidelity"]),
                 cell(float(spent)),
                 cell(figure),
                 cell(best),

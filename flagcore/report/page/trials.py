@@ -43,7 +43,8 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
     rows = []
     for trial in run.all_trials:
-        row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(_state(trial))]
+        state = state_name(trial["state"], trial["fidelity"])
+        row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(state)]
         row += _served(run, trial) if run.serves else _trained(run, trial)
         rows.append(row + [cell(number(trial["duration_s"]) or None), cell(trial["reason"])] * whole)
     used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
@@ -53,11 +54,6 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
         [[row[place] for place in used] for row in rows],
         sortable=True,
     )
-
-
-def _state(trial: Mapping[str, Any]) -> str:
-    probed = trial["fidelity"] == "probe" and trial["state"] == "measured"
-    return _("probed") if probed else state_name(trial["state"])
 
 
 def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
@@ -102,7 +98,8 @@ def _details(run: RunData, trial: Mapping[str, Any]) -> Collapsed:
     blocks += [Code(_("End of {file}", file=name), text) for name, text in tails]
     if not tails and trial["state"] != "predicted":
         blocks.append(Text(_("Its logs are empty or were deleted.")))
-    title = f"{_('Trial')} {name_of(run, trial)}: {state_name(trial['state'])}, {configuration(run, trial)}"
+    state = state_name(trial["state"], trial["fidelity"])
+    title = f"{_('Trial')} {name_of(run, trial)}: {state}, {configuration(run, trial)}"
     return Collapsed(anchor=f"trial-{trial['number']}", title=title, blocks=tuple(blocks))
 
 
@@ -110,7 +107,7 @@ def _facts(trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
     believed = trial["predicted"].get("believed") or {}
     ran = trial["state"] != "predicted"
     facts = [
-        (_("State"), Cell(state_name(trial["state"]))),
+        (_("State"), Cell(state_name(trial["state"], trial["fidelity"]))),
         (_("Reason"), cell(trial["reason"])),
         (_("Chosen for"), cell(trial["predicted"].get("chosen_because"))),
         (_("Expected step before the trial, s"), cell(number(lookup(believed, "step_time_s.value")))),
