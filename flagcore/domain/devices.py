@@ -16,8 +16,8 @@ from statistics import median
 class DeviceUse:
     """Who uses a device. `processes` hold memory on it, such as `4711 python (20.5 GiB)`.
 
-    `blocked` says why no process can start on it, such as its compute mode. Empty: none, or unknown. `free_bytes` are
-    what new processes can have where devices share the machine's memory; None: unknown.
+    `blocked` is the reason why no process can start on it, such as its compute mode; empty: none, or unknown.
+    `free_bytes` is what new processes can have if devices share the machine's memory; None: unknown.
     """
 
     processes: tuple[str, ...] = ()

@@ -125,7 +125,7 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
         _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
     _two_numbers(costs.compute_share, ranks, stride)
     if not bool((np.asarray(costs.compute_share(ranks, stride)) <= 1.0).all()):
-        raise BadPlugin("answered collective costs whose compute_share is above 1; it is a share of the compute")
+        raise BadPlugin("answered collective costs whose compute_share is above 1")
     return costs
 
 

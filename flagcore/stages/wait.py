@@ -106,5 +106,5 @@ def _why_not(platform: Platform, device: Device, reader: Telemetry, used: float)
 def _use(reader: Telemetry) -> DeviceUse:
     try:
         return use_of(reader)
-    except Exception:  # a plugin that cannot say is no obstacle
+    except Exception:  # unknown use is no obstacle
         return DeviceUse()

@@ -24,7 +24,7 @@ class PluginConformance:
 
     @pytest.fixture
     def failure_examples(self) -> Sequence[tuple[str, TrialState]]:
-        """Override for more than those of `quirks.yaml`: log lines, and how a trial that wrote one failed."""
+        """Override to add to those of `quirks.yaml`: log lines, and how a trial that wrote one failed."""
         return ()
 
     @pytest.fixture

@@ -1,1 +1,1 @@
-"""What vendors need to describe their chips: chip files, and what a management tool prints. Unused by the core."""
+"""What vendors need to describe their chips: files of chips and costs, and readers of management tools."""

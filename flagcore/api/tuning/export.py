@@ -120,12 +120,11 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
 def run_best(
     run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
 ) -> NoReturn:
-    """Become the best configuration of a run, for real: this process is replaced by it.
+    """Start the best configuration of a run: training replaces this process.
 
-    A command that the user has to complete is printed.
-    Servers are started instead, and stopped when this process ends. `on_ready` is called with their URL once they
-    answer. `stdout` is a file descriptor for output. Raises RunError if the run has no best configuration,
-    UsageError if it cannot be started.
+    A command that the user has to complete is printed instead. Servers are child processes, which stop when this
+    process ends; `on_ready` is called with their URL once they answer. `stdout` is a file descriptor for output.
+    Raises RunError if the run has no best configuration, UsageError if it cannot be started.
     """
     file = Path(run_dir) / "best" / "launch.json"
     try:

@@ -145,7 +145,7 @@ class Stream:
             raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
     def _unstreamed(self, body: bytes) -> None:
-        """Raise the error in a JSON body that is not a stream, or that it cannot be timed."""
+        """Raise the error that a JSON body without a stream contains, or that such an answer cannot be timed."""
         data = _parsed(body)
         if isinstance(data, dict) and _is_error(data):
             raise RequestFailed(ProblemKind.ERROR, message_of(body))

@@ -43,7 +43,7 @@ class Price:
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
-        """Return the time for each cached token of all `sequences`: ranks and stages have as even shares as can be."""
+        """Return the time for each cached token of all `sequences`: ranks and stages share it as evenly as possible."""
         return self._cached / min(self._parts, max(sequences, 1))
 
     def decode(self, sequences: int) -> float:
