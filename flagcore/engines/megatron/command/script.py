@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -76,30 +78,37 @@ def _names_shell(file: Path) -> bool:
 
 
 def _run(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
-    """Run a traced script, and return why it ended badly, or nothing."""
-    try:
-        process = subprocess.Popen(
-            argv,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return str(error.strerror or error)
-    try:
-        errors = process.communicate(timeout=SECONDS)[1].decode("utf-8", errors="replace").strip().splitlines()
-    except subprocess.TimeoutExpired:
-        return f"it did not end in {SECONDS:g} s"
-    finally:
+    """Run a traced script until all its processes end, and return why it ended badly, or nothing.
+
+    Parts of a pipeline may end after the script: a pipe that all inherit tells when the last one has.
+    """
+    ends, inherited = os.pipe()
+    kept = fcntl.fcntl(inherited, fcntl.F_DUPFD, 100)  # no number that scripts use
+    os.close(inherited)
+    with os.fdopen(ends), tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(kept,),
+            )
+        except OSError as error:
+            return str(error.strerror or error)
+        finally:
+            os.close(kept)
+        ended = select.select([ends], [], [], SECONDS)[0]
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stderr:
-            process.stderr.close()
-    return "" if process.returncode == 0 else f"exit code {process.returncode}: {errors[-1] if errors else ''}"
+        if process.wait() == 0 or not ended:
+            return "" if ended else f"it did not end in {SECONDS:g} s"
+        output.seek(0)
+        lines = output.read().decode("utf-8", errors="replace").strip().splitlines()
+    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 
 def _record(file: Path, before: Mapping[str, str]) -> tuple[str, Recorded]:

@@ -105,6 +105,9 @@ __fc_harmless() {
     find) [[ " $* " != *' -delete '* && " $* " != *' -exec'* && " $* " != *' -ok'* && " $* " != *' -f'[pl]* ]]; return ;;
     sort) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
     env) (($# == 0)); return ;;
+    tail) [[ " $* " != *' -'[fF]* && " $* " != *' --f'* ]]; return ;;
+    conda | mamba | micromamba) [[ ${1-} == shell* && -p /dev/fd/1 ]]; return ;;
+    lmod | modulecmd*) return 0 ;;
     python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
   esac
   [[ $__fc_tools == *" ${name##*/} "* ]]
