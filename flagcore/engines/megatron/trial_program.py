@@ -6,12 +6,18 @@ import functools
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
 
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import SettingValue, TrainSpec
+from flagcore.engines.megatron.command.release import DISTRIBUTION
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import DEFAULTS, runs
 from flagcore.engines.megatron.predict import with_layout
@@ -94,12 +100,26 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
     return value in does.get(key, (False, "fp32", "none"))
 
 
-def installed(module: str) -> bool:
-    """Return whether a module is found, without importing it."""
+def installed(module: str, requirement: str = "") -> bool:
+    """Return whether a module is found, without importing it, and no version that its requirement excludes."""
     try:
-        return find_spec(module) is not None
+        return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
     except (ImportError, ValueError):
         return False
+
+
+def _excluded(requirement: Requirement) -> bool:
+    try:
+        return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
+    except (PackageNotFoundError, InvalidVersion):  # a vendor's own
+        return False
+
+
+def release() -> str | None:
+    """Return the release of megatron-core that is installed here."""
+    with suppress(PackageNotFoundError):
+        return version(DISTRIBUTION)
+    return None
 
 
 def as_installed(platform: Platform) -> Platform:

@@ -14,9 +14,16 @@ from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentProblem
 from flagcore.engines.megatron.command.launch import changed_command
 from flagcore.engines.megatron.command.trial import KNOB, Change
-from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, readable_command, user_command
+from flagcore.engines.megatron.command.user_command import (
+    UserCommand,
+    argument_table,
+    readable_command,
+    release_of,
+    user_command,
+)
 from flagcore.engines.megatron.flags import environment, settings_of_command
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.engines.megatron.release_check import release_problems
 from flagcore.errors import SpecError, joined
 from flagcore.files import read_regular
 from flagcore.i18n import _
@@ -28,6 +35,8 @@ MISSING = "???"
 """The value of an argument that is still to be given."""
 PRECISIONS = {"": ("fp32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "mxfp8"), "fp4": ("nvfp4",)}
 """The precisions of a spec that Megatron-LM's arguments mean, by destination; without any it is fp32."""
+LOADERS = ("conda", "mamba", "micromamba", "module", "ml", "spack")
+"""Programs that change the environment of a script, where they could not be run to read it."""
 LONGEST = 60
 """Characters of an argument in a table."""
 
@@ -59,6 +68,13 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
     if effective.get("use_checkpoint_args") and "num_layers" not in effective:
         fix = "give the arguments of the model"
         yield SpecError(key=KEY, value="--use-checkpoint-args", problem="has no effect: a trial loads none", fix=fix)
+    if kind := effective.get("peft_type"):
+        problem, fix = "trains adapters of a checkpoint, and a trial loads none", "plan it with `flag estimate`"
+        yield SpecError(key=KEY, value=f"--peft-type {kind}", problem=problem, fix=fix)
+    if file := effective.get("yaml_cfg"):
+        problem, fix = "replaces all arguments, so that no trial can change any", "give its values as arguments"
+        yield SpecError(key=KEY, value=f"--yaml-cfg {file}", problem=problem, fix=fix)
+    yield from release_problems(spec, release_of(spec, command))
     yield from _wrong_number_of_processes(spec, command)
 
 
@@ -107,18 +123,15 @@ def command_warnings(spec: Spec) -> list[str]:
     written = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
     lines = [
         _(
-            "{key} sets {flag} {value}, the spec has {other}: {consequence}",
+            "{key} sets {flag}, the spec has {other}: {consequence}",
             key=KEY,
-            flag=written.get(dest, f"--{dest.replace('_', '-')}" if dest else _("no precision")),
-            value=value if dest in written else "",
+            flag=f"{written[dest]} {value}" if dest in written else _flag(dest) or _("no precision"),
             other=other,
             consequence=consequence,
         )
         for dest, value, other, consequence in _contradictions(spec, effective)
     ]
-    fixed = [
-        f"--{flag.name}" for knob in SPACE_KNOBS for flag in knob.flags if flag.name.replace("-", "_") in effective
-    ]
+    fixed = [flag for knob in SPACE_KNOBS for each in knob.flags if (flag := f"--{each.name}") in written.values()]
     if fixed:
         lines.append(
             _("{key} sets {flags}: candidates replace them by their own values", key=KEY, flags=", ".join(fixed))
@@ -126,14 +139,16 @@ def command_warnings(spec: Spec) -> list[str]:
     return lines
 
 
+def _flag(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}" if dest else ""
+
+
 def _unreadable(spec: Spec) -> list[str]:
-    if spec.train.command is None:
-        return []
     try:
         user_command(spec)
     except SpecError as error:
         return [str(error)]
-    return [_("{key} starts no program of Megatron-LM: its arguments cannot be read or changed", key=KEY)]
+    return []
 
 
 def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[str, object, object, str]]:
@@ -160,6 +175,8 @@ def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
     """Return what trials change of the user's command, a line a reason, and what of a script they leave out."""
     task, values = platform.task, candidate.as_dict()
     command = user_command(task.spec, {**platform.environment, **environment(values)})
+    if command is None and task.spec.train.command:
+        return [_("{key} starts no program of Megatron-LM: its arguments cannot be read or changed", key=KEY)]
     if command is None:
         return []
     changes = changed_command(task, command, values, "{run}/trials/{trial}").changes
@@ -170,6 +187,8 @@ def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
     if command.skipped:
         lines.append(_("trials leave out of the script:"))
         lines += [f"  {_short(redact_text(words))}" for words in command.skipped]
+    if any(words.split()[0] in LOADERS for words in command.skipped):
+        lines.append(_("trials run in the environment of this shell: load modules and activate environments first"))
     return ["\n".join(lines)]
 
 

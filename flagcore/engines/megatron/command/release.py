@@ -23,12 +23,12 @@ def find_release(directory: str, program: str | None, python: str | None, path: 
     """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
 
     Python looks in the folder of the program, then in the folders of PYTHONPATH (`path`, or else this process's), then
-    among the packages of `python`. Relative paths start at `directory`. A tree between two releases counts as the one
-    that it will become.
+    in those above the program, which Megatron-LM's examples add, then among the packages of `python`. Relative paths
+    start at `directory`. A tree between two releases counts as the one that it will become.
     """
-    folders = [Path(directory, program).resolve().parent] if program else []
+    own, *above = Path(directory, program).resolve().parents if program else (Path(directory),)
     listed = os.environ.get("PYTHONPATH", "") if path is None else path
-    folders += [Path(directory, each) for each in listed.split(os.pathsep) if each]
+    folders = [own, *(Path(directory, each) for each in listed.split(os.pathsep) if each), *above[:3]]
     return next((found for each in folders if (found := _of_tree(each))), None) or _installed(directory, python, listed)
 
 
