@@ -12,7 +12,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.secrets import redact_text
 from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentProblem
-from flagcore.engines.megatron.command.launch import changed_command
+from flagcore.engines.megatron.command.launch import trial_command
 from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
@@ -179,7 +179,7 @@ def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
         return [_("{key} starts no program of Megatron-LM: its arguments cannot be read or changed", key=KEY)]
     if command is None:
         return []
-    changes = changed_command(task, command, values, "{run}/trials/{trial}").changes
+    changes = trial_command(task, command, values, "{run}/trials/{trial}").changes
     shown = [each for each in changes if each.why != KNOB and (each.before or each.flag == "--train-iters")]
     lines = [_("trials change {count} arguments of {key}:", count=len(shown), key=KEY)]
     for why in dict.fromkeys(each.why for each in shown):
@@ -187,7 +187,7 @@ def command_changes(platform: Platform, candidate: Candidate) -> list[str]:
     if command.skipped:
         lines.append(_("trials leave out of the script:"))
         lines += [f"  {_short(redact_text(words))}" for words in command.skipped]
-    if any(words.split()[0] in LOADERS for words in command.skipped):
+    if any(words.split()[0] in LOADERS for words in command.skipped or ()):
         lines.append(_("trials run in the environment of this shell: load modules and activate environments first"))
     return ["\n".join(lines)]
 

@@ -53,7 +53,7 @@ class UserCommand:
     """What a user's command starts: `prefix launcher options program arguments`.
 
     `launcher` is torchrun, `python -m torch.distributed.run` or, where it is empty, nothing. `environment` has the
-    variables that a script set, `skipped` what else it would have run.
+    variables that a script set, `skipped` what else it would have run; it is None without a script.
     """
 
     prefix: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class UserCommand:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = "."
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -99,10 +99,10 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
     return found
 
 
-def readable_command(spec: Spec) -> UserCommand | None:
+def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
     """Return `user_command`, or None for a script that cannot be read."""
     try:
-        return user_command(spec)
+        return user_command(spec, variables)
     except SpecError:
         return None
 
