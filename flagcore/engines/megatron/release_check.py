@@ -20,11 +20,13 @@ def check_release(spec: Spec) -> None:
 
 def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
     """Return the errors of the values of knobs and settings that a release does not have; none if it is unknown."""
-    problems = []
-    for key, value in _set_values(spec) if release else ():
-        if found := _problem(BY_NAME[key.rpartition(".")[2]], value, release):
-            problems.append(SpecError(key=key, value=value, problem=found[0], fix=found[1]))
-    return problems
+    if release is None:
+        return []
+    return [
+        SpecError(key=key, value=value, problem=found[0], fix=found[1])
+        for key, value in _set_values(spec)
+        if (found := _problem(BY_NAME[key.rpartition(".")[2]], value, release))
+    ]
 
 
 def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:

@@ -52,8 +52,8 @@ def own_launch(platform: Platform, values: Mapping[str, KnobValue], folder: str,
     words, dests = _values(spec, command, values)
     table = argument_table(spec, command)
     gone = replaced_arguments(command, table, dests)
-    if command.skipped is not None and (argv := rerun(spec, command, gone, words, variables)):
-        argv = expand(argv, values, (), folder)
+    if command.skipped is not None and (script := rerun(spec, command, gone, words, variables)):
+        argv = expand(script, values, (), folder)
         return Launch(argv=argv, folder=folder, environment=knobs, directory=train.directory, own_script=True)
     return _launch(with_values(command, table, dests, words).command, values, folder, {**variables, **spec.envs})
 
