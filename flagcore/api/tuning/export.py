@@ -188,9 +188,7 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
 OWN_SCRIPT = "# Runs your script; the program that it starts has the best values in place of its own."
-FROZEN = """\
-# What your script starts. Values that it computes, such as dates, ports and ranks, are those of the tuning.
-# It also runs, before or after:"""
+FROZEN = "# What your script starts. Values that it computes, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
 """Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
 
@@ -245,6 +243,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
         heading(plan),
         *([OWN_SCRIPT] if launch.own_script else []),
         *([FROZEN] if launch.leaves_out is not None else []),
+        *(["# It also runs:"] if launch.leaves_out else []),
         *(f"#   {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()),
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,

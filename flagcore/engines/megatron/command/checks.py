@@ -13,6 +13,7 @@ from flagcore.domain.secrets import redact_text
 from flagcore.domain.spec import Spec
 from flagcore.engines.megatron.command.arguments import ArgumentProblem
 from flagcore.engines.megatron.command.launch import trial_command
+from flagcore.engines.megatron.command.release import import_folders
 from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
@@ -61,7 +62,7 @@ def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:
             problem, fix = "has no value yet", "give the value"
             yield SpecError(key=KEY, value=f"{argument.flag} {MISSING}", problem=problem, fix=fix)
     for wrong in refused:
-        if wrong.value != MISSING and not _is_programs_own(wrong, command):
+        if wrong.value != MISSING and not _is_programs_own(wrong, spec, command):
             value = " ".join(filter(None, (wrong.flag, wrong.value)))
             yield SpecError(key=KEY, value=value, problem=wrong.problem, fix=wrong.fix)
     effective = table.effective(command.arguments)
@@ -94,15 +95,16 @@ def _wrong_number_of_processes(spec: Spec, command: UserCommand) -> Iterator[Spe
         yield SpecError(key=KEY, value=" ".join(nnodes.words), problem=problem, fix="use the same number")
 
 
-def _is_programs_own(problem: ArgumentProblem, command: UserCommand) -> bool:
+def _is_programs_own(problem: ArgumentProblem, spec: Spec, command: UserCommand) -> bool:
     """Return whether the program or its tree may define an argument that no release of Megatron-LM has."""
     if "not an argument" not in problem.problem:
         return False
-    program = Path(command.directory, command.program[-1])
-    if program.suffix != ".py":
+    if command.file is None:
         return True
     quoted = re.compile(rb"[\"']" + re.escape(problem.flag.encode()) + rb"[\"']")
-    files = [program, *program.parent.glob("*.py"), *program.parent.glob("megatron/training/**/*.py")]
+    path = {**spec.envs, **command.environment}.get("PYTHONPATH")
+    folders = import_folders(command.directory, command.file, path)
+    files = [*folders[0].glob("*.py"), *(file for each in folders for file in each.glob("megatron/training/**/*.py"))]
     return any(quoted.search(_content(file)) for file in files)
 
 

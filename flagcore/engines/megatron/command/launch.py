@@ -98,6 +98,7 @@ def _write(launch: Launch, changes: Sequence[Change], folder: str) -> None:
     }
     file = Path(folder, ARGUMENTS)
     try:
-        file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        file.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None

@@ -53,7 +53,7 @@ def traced(command: Sequence[str], directory: str | None, variables: Mapping[str
         own = {"BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
         problem = _run([bash, *words], directory, {**environment, **own})
         files = sorted(Path(folder).iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
-        records = [_record(file, environment) for file in files]
+        records = [found for file in files if (found := _record(file, environment)) is not None]
     for kind, record in records:
         if kind == "block":
             where = record.words[0].replace(":", ", line ", 1)
@@ -111,8 +111,12 @@ def _run(argv: Sequence[str], directory: str | None, environment: Mapping[str, s
     return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 
-def _record(file: Path, before: Mapping[str, str]) -> tuple[str, Recorded]:
-    kind, directory, count, *rest = file.read_bytes().decode("utf-8", errors="surrogateescape").split("\0")
+def _record(file: Path, before: Mapping[str, str]) -> tuple[str, Recorded] | None:
+    """Return the kind of a record, and the record; None for one that a script without an end left unfinished."""
+    text = file.read_bytes().decode("utf-8", errors="surrogateescape")
+    if not text.endswith("\0"):
+        return None
+    kind, directory, count, *rest = text.split("\0")
     words, variables = tuple(rest[: int(count)]), _variables(rest[int(count) :])
     new = {name: value for name, value in variables if before.get(name) != value and name not in OWN_VARIABLES}
     return kind, Recorded(words=words, directory=directory, environment=new)

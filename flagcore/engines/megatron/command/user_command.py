@@ -71,6 +71,11 @@ class UserCommand:
         options = [word for option in self.options for word in option.words]
         return (*self.prefix, *self.launcher, *options, *self.program, *self.arguments)
 
+    @property
+    def file(self) -> str | None:
+        """The program's file; None for a module."""
+        return next((word for word in reversed(self.program) if word.endswith(".py")), None)
+
     def option(self, *names: str) -> Option | None:
         """Return the last option of torchrun with one of some names."""
         return next((each for each in reversed(self.options) if each.name in names), None)
@@ -112,9 +117,8 @@ def release_of(spec: Spec, command: UserCommand) -> str | None:
     if spec.train.engine_version:
         return spec.train.engine_version
     variables = {**spec.envs, **command.environment}
-    program = next((word for word in reversed(command.program) if word.endswith(".py")), None)
     interpreter = _interpreter(command, variables.get("PATH"))
-    return _found_release(command.directory, program, interpreter, variables.get("PYTHONPATH"))
+    return _found_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
 
 
 def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:

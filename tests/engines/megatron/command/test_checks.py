@@ -44,6 +44,10 @@ def test_argument_of_another_release_is_refused(tmp_path: Path) -> None:
 def test_argument_of_the_program_itself_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text('parser.add_argument("--of-my-own", type=int)\n')
     WORKLOAD.ready(spec(f"{LAUNCH} --of-my-own 3", tmp_path))
+    fork = tmp_path / "fork" / "megatron" / "training"
+    fork.mkdir(parents=True)
+    (fork / "arguments.py").write_text("group.add_argument('--of-a-fork')\n")
+    WORKLOAD.ready(spec(f"{LAUNCH} --of-a-fork", tmp_path, envs={"PYTHONPATH": "fork"}))
 
 
 def test_program_that_does_not_exist_is_refused(tmp_path: Path) -> None:
