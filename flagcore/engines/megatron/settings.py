@@ -48,6 +48,11 @@ def _default_or(*values: KnobValue) -> Callable[[Task], Sequence[KnobValue]]:
     return lambda task: (None, *values)
 
 
+def _format(name: str, what: str, narrow: str) -> Knob:
+    text = f"Format of {what}; null: fp32. It changes numerics."
+    return _word(name, text, FORMATS, since="0.11", auto=_default_or(narrow), compare=True)
+
+
 def _end(place: str) -> Knob:
     flag, scope = f"decoder-{place}-pipeline-num-layers", ("record", "setting")
     text = f"Layers of the {place} stage; null: an even split."
@@ -136,38 +141,10 @@ SETTINGS = (
         since="0.11",
         compare=True,
     ),
-    _word(
-        "main_grads_dtype",
-        "Format of the gradients that the optimizer reads; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("bf16"),
-        compare=True,
-    ),
-    _word(
-        "main_params_dtype",
-        "Format of the optimizer's copy of the weights; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("fp16"),
-        compare=True,
-    ),
-    _word(
-        "exp_avg_dtype",
-        "Format of Adam's first moment; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("bf16"),
-        compare=True,
-    ),
-    _word(
-        "exp_avg_sq_dtype",
-        "Format of Adam's second moment; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("bf16"),
-        compare=True,
-    ),
+    _format("main_grads_dtype", "the gradients that the optimizer reads", "bf16"),
+    _format("main_params_dtype", "the optimizer's copy of the weights", "fp16"),
+    _format("exp_avg_dtype", "Adam's first moment", "bf16"),
+    _format("exp_avg_sq_dtype", "Adam's second moment", "bf16"),
     _switch("optimizer_cpu_offload", "Whether the optimizer runs on the host.", since="0.12", compare=True),
     _setting(
         "optimizer_offload_fraction",

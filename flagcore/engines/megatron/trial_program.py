@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -21,7 +21,7 @@ from flagcore.engines.megatron.command.release import DISTRIBUTION
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import DEFAULTS, runs
 from flagcore.engines.megatron.predict import with_layout
-from flagcore.engines.megatron.stages import LAYOUT
+from flagcore.engines.megatron.trial.job import Candidate as JobCandidate
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 
@@ -31,33 +31,13 @@ SEED = 1234
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
 EIGHT_BITS = ("fp8", "mxfp8")
-SETTINGS = (
-    "recompute_modules",
-    "expert_tensor_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    LAYOUT,
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "accumulate_allreduce_grads_in_fp32",
-    "grad_reduce_in_bf16",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_p2p_comm",
-    "cross_entropy_loss_fusion",
-)
-"""Settings that the trial program takes."""
+TAKEN = frozenset(field.name for field in fields(JobCandidate))
+"""Knobs and settings that the trial program takes."""
 OF_TRANSFORMER_ENGINE = (
-    "tp_comm_overlap",
-    "moe_grouped_gemm",
-    "fp8_recipe",
-    "use_precision_aware_optimizer",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
+    *("tp_comm_overlap", "moe_grouped_gemm", "fp8_recipe", "use_precision_aware_optimizer"),
+    *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
 )
-"""Settings that it takes with transformer-engine's layers, kernels and optimizer."""
+"""Settings of transformer-engine's layers, kernels and optimizer alone."""
 CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
     "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
@@ -91,13 +71,12 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
         "moe_expert_imbalance": (value,),
         "trainable": ("all",),
     }
-    if key in SETTINGS or (key in OF_TRANSFORMER_ENGINE and layers == TRANSFORMER_ENGINE):
-        return True
-    if key == "moe_grouped_gemm" and installed("grouped_gemm"):
-        return True
     if key in CHOICES:
         return value in CHOICES[key][layers]
-    return value in does.get(key, (False, "fp32", "none"))
+    alike = value in does.get(key, (False, "fp32", "none"))
+    if key in OF_TRANSFORMER_ENGINE and layers != TRANSFORMER_ENGINE:
+        return alike or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
+    return alike or key in TAKEN
 
 
 def installed(module: str, requirement: str = "") -> bool:
@@ -192,9 +171,10 @@ def job(
 
 def _settings(train: TrainSpec) -> dict[str, object]:
     values = {**DEFAULTS[runs(train)], **train.settings}
-    taken = {key: values[key] for key in (*SETTINGS, *OF_TRANSFORMER_ENGINE, *CHOICES) if key in values}
     return {
-        key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value for key, value in taken.items()
+        key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value
+        for key, value in values.items()
+        if key in TAKEN
     }
 
 

@@ -18,7 +18,6 @@ from flagcore.engines.megatron.command.trial import KNOB, Change
 from flagcore.engines.megatron.command.user_command import (
     UserCommand,
     argument_table,
-    readable_command,
     release_of,
     user_command,
 )
@@ -116,41 +115,25 @@ def _content(file: Path) -> bytes:
 
 
 def command_warnings(spec: Spec) -> list[str]:
-    """Return a line for what a command sets differently from the spec, and for what of a script does not run."""
-    command = readable_command(spec)
-    if command is None:
-        return _unreadable(spec)
-    table = argument_table(spec, command)
-    effective = table.effective(command.arguments)
-    written = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
-    lines = [
-        _(
-            "{key} sets {flag}, the spec has {other}: {consequence}",
-            key=KEY,
-            flag=f"{written[dest]} {value}" if dest in written else _flag(dest) or _("no precision"),
-            other=other,
-            consequence=consequence,
-        )
-        for dest, value, other, consequence in _contradictions(spec, effective)
-    ]
-    fixed = [flag for knob in SPACE_KNOBS for each in knob.flags if (flag := f"--{each.name}") in written.values()]
-    if fixed:
-        lines.append(
-            _("{key} sets {flags}: candidates replace them by their own values", key=KEY, flags=", ".join(fixed))
-        )
-    return lines
-
-
-def _flag(dest: str) -> str:
-    return f"--{dest.replace('_', '-')}" if dest else ""
-
-
-def _unreadable(spec: Spec) -> list[str]:
+    """Return a line for what a command sets differently from the spec, or for why it cannot be read."""
     try:
-        user_command(spec)
+        command = user_command(spec)
     except SpecError as error:
         return [str(error)]
-    return []
+    if command is None:
+        return []
+    table = argument_table(spec, command)
+    written = {argument.dest: argument.flag for argument in table.parse(command.arguments)[0]}
+    lines = []
+    for dest, value, other, consequence in _contradictions(spec, table.effective(command.arguments)):
+        flag = written.get(dest, f"--{dest.replace('_', '-')}") if dest else _("no precision")
+        shown = f"{flag} {value}" if dest in written and value is not True else flag
+        names = {"key": KEY, "flag": shown, "other": other, "consequence": consequence}
+        lines.append(_("{key} sets {flag}, the spec has {other}: {consequence}", **names))
+    if fixed := [flag for knob in SPACE_KNOBS for each in knob.flags if (flag := f"--{each.name}") in written.values()]:
+        names = {"key": KEY, "flags": ", ".join(fixed)}
+        lines.append(_("{key} sets {flags}: candidates replace them by their own values", **names))
+    return lines
 
 
 def _contradictions(spec: Spec, effective: Mapping[str, Any]) -> Iterator[tuple[str, object, object, str]]:
