@@ -150,11 +150,10 @@ def run_best(
         os.dup2(stdout, 1)
     try:
         os.chdir(folder)
-        meeting = {} if launch.get("own_script") else RENDEZVOUS
-        program, variables = argv[0], {**meeting, **os.environ, **environment}
+        program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
         text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
         warn([_("the command of the best of {run}: add {missing}", run=run_dir, missing=missing) if missing else text])
-        os.execvpe(program, argv, variables)
+        os.execvpe(program, argv, {**defaults, **os.environ, **environment})
     except (OSError, ValueError, TypeError, IndexError) as error:
         names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
         raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
