@@ -37,6 +37,10 @@ def _switch(name: str, help: str, compare: bool = False, **changes: Any) -> Knob
     return _setting(name, "flag", help, compare=compare, **changes)
 
 
+def _expert(name: str, help: str, **changes: Any) -> Knob:
+    return _switch(name, help, compare=True, experts_only=True, **changes)
+
+
 def _word(name: str, help: str, words: tuple[str, ...], compare: bool = False, **changes: Any) -> Knob:
     if compare:
         changes = {"auto": _default_or(*words), **changes}
@@ -203,26 +207,13 @@ SETTINGS = (
         "The opposite of overlap_p2p_comm, as on Megatron's command line.",
         opposite="overlap_p2p_comm",
     ),
-    _switch(
+    _expert(
         "overlap_moe_expert_parallel_comm",
         "Whether expert-parallel communication overlaps with another micro-batch.",
         since="0.14",
-        compare=True,
-        experts_only=True,
     ),
-    _switch(
-        "delay_wgrad_compute",
-        "Whether weight gradients are computed during expert communication.",
-        since="0.13",
-        compare=True,
-        experts_only=True,
-    ),
-    _switch(
-        "moe_shared_expert_overlap",
-        "Whether shared experts run during expert-parallel communication.",
-        compare=True,
-        experts_only=True,
-    ),
+    _expert("delay_wgrad_compute", "Whether weight gradients are computed during expert communication.", since="0.13"),
+    _expert("moe_shared_expert_overlap", "Whether shared experts run during expert-parallel communication."),
     _word(
         "moe_token_dispatcher_type",
         "Token dispatcher of the experts.",
@@ -241,12 +232,7 @@ SETTINGS = (
         compare=True,
         experts_only=True,
     ),
-    _switch(
-        "moe_grouped_gemm",
-        "Whether the experts of a device are one grouped matrix product.",
-        compare=True,
-        experts_only=True,
-    ),
+    _expert("moe_grouped_gemm", "Whether the experts of a device are one grouped matrix product."),
     _setting(
         "moe_expert_capacity_factor",
         "number",

@@ -106,20 +106,17 @@ def as_installed(platform: Platform) -> Platform:
 
     Otherwise the spec stays: the trial program then runs megatron-core's own layers, unfused.
     """
-    task, support = platform.task, platform.support
-    spec, train = task.spec, task.spec.train
-    if train.command is not None or train.implementation is not None or support.device_type in (None, "cpu"):
+    modules = (*platform.support.preload, "transformer_engine.pytorch")
+    if not _chooses_layers(platform) or not installed("transformer_engine") or not _imports(modules):
         return platform
-    if not installed("transformer_engine") or not _imports((*support.preload, "transformer_engine.pytorch")):
-        return platform
-    spec = replace(spec, work=replace(train, implementation=TRANSFORMER_ENGINE))
-    return replace(platform, task=replace(task, spec=spec))
+    task = platform.task
+    work = replace(task.spec.train, implementation=TRANSFORMER_ENGINE)
+    return replace(platform, task=replace(task, spec=replace(task.spec, work=work)))
 
 
 def installation_notes(platform: Platform) -> tuple[str, ...]:
     """Return what it means for trials that transformer-engine does not import; nothing on a CPU."""
-    train = platform.task.spec.train
-    if train.command is not None or train.implementation is not None or platform.support.device_type in (None, "cpu"):
+    if not _chooses_layers(platform):
         return ()
     return (
         _(
@@ -127,6 +124,13 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
             "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
         ),
     )
+
+
+def _chooses_layers(platform: Platform) -> bool:
+    """Return whether the trial program may use transformer-engine's layers or not."""
+    train = platform.task.spec.train
+    named = train.command is not None or train.implementation is not None
+    return not named and platform.support.device_type not in (None, "cpu")
 
 
 @functools.cache
