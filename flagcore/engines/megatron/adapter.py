@@ -11,20 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import (
-    Breakdown,
-    EndsEarly,
-    Installed,
-    JobRecords,
-    KeyWarnings,
-    OwnCommand,
-    Pipelined,
-    Prober,
-    PruningRule,
-    ReleaseCheck,
-    Shortens,
-    Workload,
-)
+from flagcore import contracts
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -123,7 +110,7 @@ class Megatron:
     probe_ranks = staticmethod(probing.probe_ranks)
     probe_launch = staticmethod(launching.probe_launch)
 
-    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+    def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
         only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
@@ -203,17 +190,17 @@ def _level(columns: Columns) -> IntArray:
 
 
 class _Capabilities(
-    Workload,
-    Prober,
-    Breakdown,
-    EndsEarly,
-    Installed,
-    JobRecords,
-    KeyWarnings,
-    OwnCommand,
-    Pipelined,
-    ReleaseCheck,
-    Shortens,
+    contracts.Workload,
+    contracts.Prober,
+    contracts.Breakdown,
+    contracts.EndsEarly,
+    contracts.Installed,
+    contracts.JobRecords,
+    contracts.KeyWarnings,
+    contracts.OwnCommand,
+    contracts.Pipelined,
+    contracts.ReleaseCheck,
+    contracts.Shortens,
     Protocol,
 ):
     """What Megatron implements, for mypy."""

@@ -38,18 +38,13 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
     sharded = bool(settings.get("use_megatron_fsdp"))
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 
-    def recomputes_fully(c: Columns) -> BoolArray:
-        fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
-        return fully
+    def no_optimizer(c: Columns) -> BoolArray:
+        missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
+        return missing
 
     rules = (
         *(
-            Rule(
-                name=name,
-                knobs=(DIST_OPT,),
-                message=f"{name} needs {DIST_OPT}",
-                broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
-            )
+            Rule(name=name, knobs=(DIST_OPT,), message=f"{name} needs {DIST_OPT}", broken=no_optimizer)
             for name in NEED_DIST_OPT
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
@@ -57,13 +52,13 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             name=EXPERT_OVERLAP,
             knobs=(PP, SPLIT, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
             message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
-            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
+            broken=lambda c: (c[EP] == 1) | _recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
         ),
         Rule(
             name=STAGES,
             knobs=(PP, RECOMPUTE, GRANULARITY),
             message=f"{STAGES} needs full recompute and a number for each of the {PP} stages",
-            broken=lambda c: (c[PP] != len(per_stage)) | ~recomputes_fully(c),
+            broken=lambda c: (c[PP] != len(per_stage)) | ~_recomputes_fully(c),
         ),
         Rule(
             name="offload_stages",
@@ -75,6 +70,11 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
         *_dependent(task, settings),
     )
     return tuple(rule for rule in rules if settings.get(rule.name))
+
+
+def _recomputes_fully(c: Columns) -> BoolArray:
+    fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
+    return fully
 
 
 def _dependent(task: Task, settings: Settings) -> Iterator[Rule]:
