@@ -15,6 +15,9 @@ from flagcore.domain.serving import ServeSpec
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
+LOCAL = "local"
+"""The launcher that starts trials on this machine."""
+
 AUTO = "auto"
 """In a space: every legal value."""
 
@@ -98,8 +101,13 @@ class Spec:
     control: Control = Control()
     objective: str = "tokens_per_second_per_device"
     strategy: str = "learned"
-    launcher: str = "local"
+    launcher: str = LOCAL
     envs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def on_each_host(self) -> bool:
+        """Whether the launcher starts a trial on every host. Otherwise it starts on this machine alone."""
+        return bool(self.cluster.hosts) and self.launcher != LOCAL
 
     @property
     def train(self) -> TrainSpec:

@@ -34,7 +34,10 @@ def main(arguments: list[str]) -> int:
         import_s = warm_up(job)
     except Exception as error:
         return failures.report(error)
-    return ranks.run_ranks(job.processes, partial(work, job, import_s))
+    task, port = partial(work, job, import_s), int(os.environ["MASTER_PORT"]) if job.nodes > 1 else 0
+    node = int(os.environ["NODE_RANK"]) if job.nodes > 1 else 0
+    where = ("", port) if job.nodes > 1 else ("127.0.0.1", 0)
+    return ranks.run_ranks(job.processes, task, first=node * job.processes, address=where)
 
 
 def clear(folder: Path) -> None:
@@ -71,7 +74,7 @@ def import_rank(job: Job) -> float:
     return time.perf_counter() - start
 
 
-def work(job: Job, import_s: float, number: int, listener: socket.socket) -> int:
+def work(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
     """Run rank `number`; returns the exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)
