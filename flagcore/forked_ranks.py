@@ -43,9 +43,7 @@ class _Stopped(BaseException):
         self.signum = signum
 
 
-def run_ranks(
-    count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)
-) -> int:
+def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)) -> int:
     """Fork `count` ranks, of which `first` is the first number, wait for all and return the trial's exit code.
 
     Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket
@@ -94,9 +92,7 @@ def _start(number: int, work: Work, listener: socket.socket | None) -> _Rank:
     return _Rank(number, pid, output)
 
 
-def _run_rank(
-    number: int, work: Work, listener: socket.socket | None, output: BinaryIO, parent: int
-) -> NoReturn:
+def _run_rank(number: int, work: Work, listener: socket.socket | None, output: BinaryIO, parent: int) -> NoReturn:
     """Run in the fork, never return."""
     code = 1
     try:
