@@ -46,11 +46,11 @@ class _Stopped(BaseException):
 def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)) -> int:
     """Fork `count` ranks, of which `first` is the first number, wait for all and return the trial's exit code.
 
-    Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket
-    that listens at `address`, by default on a free port; it was opened before the ranks, so no other program can take
-    the port in between. Only the process that runs rank 0 has one: on another host it is None. When a rank fails the others are ended at once, and only that rank's stderr is passed on.
-    SIGTERM, SIGINT and SIGHUP end all ranks (exit code 128 + signal); the death of this process, by any
-    signal, ends them too. This process must have no other children.
+    Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket that listens
+    at `address`, by default on a free port; it was opened before the ranks, so no other program can take the port in
+    between. Only the process that runs rank 0 has one: on another host it is None. When a rank fails the others are
+    ended at once, and only that rank's stderr is passed on. SIGTERM, SIGINT and SIGHUP end all ranks (exit code 128 +
+    signal); the death of this process, by any signal, ends them too. This process must have no other children.
     """
     kills_before = _out_of_memory_kills()
     ranks: list[_Rank] = []

@@ -130,11 +130,11 @@ def _option_rules(
         yield OptionRule(names=("redirects", "r"), word="", why=output)
         yield OptionRule(names=("tee", "t"), word="--tee=3", why=output, adds=True)
     if on_each_host:
-        for option, value in (
-            ("nnodes", "{nnodes}"), ("node-rank", "{node_rank}"), ("master-addr", "{master_addr}"), ("master-port", PORT)
-        ):  # fmt: skip
-            yield OptionRule(names=(option,), word=f"--{option}={value}", why="all hosts meet at the first", adds=True)
-        yield OptionRule(names=RENDEZVOUS, word="", why="all hosts meet at the first")
+        first = "all hosts meet at the first"
+        for option in ("nnodes", "node-rank", "master-addr", "master-port"):
+            word = f"--{option}={{{option.replace('-', '_')}}}"
+            yield OptionRule(names=(option,), word=word, why=first, adds=True)
+        yield OptionRule(names=RENDEZVOUS, word="", why=first)
         return
     if nodes > 1:
         return

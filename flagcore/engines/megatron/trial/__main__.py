@@ -34,10 +34,11 @@ def main(arguments: list[str]) -> int:
         import_s = warm_up(job)
     except Exception as error:
         return failures.report(error)
-    task, port = partial(work, job, import_s), int(os.environ["MASTER_PORT"]) if job.nodes > 1 else 0
-    node = int(os.environ["NODE_RANK"]) if job.nodes > 1 else 0
-    where = ("", port) if job.nodes > 1 else ("127.0.0.1", 0)
-    return ranks.run_ranks(job.processes, task, first=node * job.processes, address=where)
+    task = partial(work, job, import_s)
+    if job.nodes == 1:
+        return ranks.run_ranks(job.processes, task)
+    first = int(os.environ["NODE_RANK"]) * job.processes
+    return ranks.run_ranks(job.processes, task, first=first, address=("", int(os.environ["MASTER_PORT"])))
 
 
 def clear(folder: Path) -> None:
