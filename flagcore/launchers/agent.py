@@ -4,8 +4,9 @@ flagcore sends this file and the guard over the channel that starts it (ssh, sru
 and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing
 arrives for `silence` seconds, the agent ends the trial and removes its folder. Linux and Python 3.9 or later.
 
-From flagcore: `{"order": {...}}`, `{"stop": true}`, `{}` as a heartbeat. To flagcore: `{"hello": {...}}`,
-`{"started": PID}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`, `{"problem": TEXT}`, `{}`.
+From flagcore: `{"order": {...}}`, `{"sweep": MARKER}`, `{"stop": true}`, `{}` as a heartbeat. To flagcore:
+`{"hello": {...}}`, `{"started": PID}`, `{"left": PROCESSES}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`,
+`{"exit": {...}}`, `{"problem": TEXT}`, `{}`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import contextlib
 import fcntl
 import json
 import os
-import platform
 import select
 import shutil
 import socket
@@ -126,10 +126,7 @@ class Agent:
         """Serve until the channel closes, falls silent, or all of the trial is sent."""
         os.set_blocking(0, False)
         os.set_blocking(1, False)
-        self.send(hello={
-            "wire": WIRE, "host": socket.gethostname(), "python": platform.python_version(), "time": time.time(),
-            "port": free_port(), "addresses": addresses(), "cores": len(os.sched_getaffinity(0)),
-        })  # fmt: skip
+        self.send(hello={"wire": WIRE, "port": free_port()})
         self.connected = True
         self.take(b"")
         while self.connected and not (self.ended and not self.outgoing):
@@ -183,8 +180,7 @@ class Agent:
             if "order" in message:
                 self.start(message["order"])
             elif "sweep" in message:
-                self.send(swept=guarded.sweep(message["sweep"]))
-                self.ended = True
+                self.send(left=guarded.sweep(message["sweep"]))
             elif "stop" in message and self.trial and not self.ended:
                 self.trial.request_stop()
 

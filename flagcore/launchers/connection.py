@@ -87,8 +87,12 @@ class Connection:
         self.opened_at = self.last_input = self.last_beat = time.monotonic()
         self.hello: Mapping[str, Any] | None = None
         self.started = False
+        self.left: int | None = None
+        """Processes of an earlier trial that are left on the host; None until the agent reports it."""
         self.exit: Mapping[str, Any] | None = None
         self.problem = ""
+        self.refused = False
+        """Whether the problem is that the agent cannot start the program."""
         self.news: list[tuple[str, int, bytes]] = []
         """New content of the trial's files, in order: name, offset, bytes."""
 
@@ -153,10 +157,12 @@ class Connection:
                 self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
             elif "started" in message:
                 self.started = True
+            elif "left" in message:
+                self.left = int(message["left"])
             elif "exit" in message:
                 self.exit = dict(message["exit"])
             elif "problem" in message:
-                self.problem = str(message["problem"])
+                self.problem, self.refused = str(message["problem"]), True
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
             if self.hello is not None:
                 self.problem = f"sent an invalid message: {line[:80]!r}"

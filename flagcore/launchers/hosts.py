@@ -26,32 +26,37 @@ SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"
 """Variables of this shell that a trial has on every host, because no login shell sets them there."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class HostsLauncher:
-    """Starts trials on the hosts of a launch; without any, on this machine.
+    """Starts trials on the hosts of a launch.
 
-    `channel` returns the command that runs a shell command on a host. Its standard input and output are those of the
-    shell command, and end with it.
+    `channel` returns the command that starts an agent on a host, connected to its standard input and output.
+    `find_hosts` returns the hosts that are there without being named.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
+    find_hosts: Callable[[], tuple[str, ...]] = tuple
+    reached: set[str] = field(default_factory=set)
+    """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
     lost: dict[str, str] = field(default_factory=dict)
-    """The markers of trials on hosts that were lost in them, by host: processes may be left there."""
+    """The markers of trials in which hosts were lost, by host: processes may be left there."""
 
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
 
         In the words and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}` and
         `{interface}` are replaced for each host. The files of its folder are sent to every host, and what the first
-        host writes is mirrored there, with the logs of all; `hosts/NAME` has those of the others. Raises LaunchError if
-        a host cannot be reached, or cannot start the program.
+        host writes is mirrored there, with the logs of all; `hosts/NAME` has those of the others. A host that answered
+        before and no longer does ends the trial at once. Raises LaunchError if another cannot be reached, or if one
+        cannot start the program.
         """
+        if not launch.hosts:
+            raise LaunchError(f"auto_tuner.launcher = {self.name}: no hosts; name them in cluster.hostfile")
         folder = os.path.abspath(launch.folder)
         variables = {name: os.environ[name] for name in SHARED if name in os.environ}
-        marker = secrets.token_hex(8)
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-        fixed = {**variables, **places, "NNODES": "{nnodes}", MARKER: marker}
+        fixed = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
         launch = replace(launch, folder=folder, environment={**fixed, **launch.environment})
         try:
             prepare(launch, launch.environment, folder, launch.directory or folder)
@@ -60,30 +65,52 @@ class HostsLauncher:
         except OSError as error:
             reason = error.strerror or error
             raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-        running = HostsRunning(launch, self.channel, self.lost)
+        running = HostsRunning(launch, self)
         try:
             running.begin()
+        except HostLost as problem:
+            if problem.host not in self.reached:
+                running.close()
+                raise
+            running.end()
         except BaseException:
             running.close()
             raise
+        self.reached.update(launch.hosts)
         return running
+
+
+class HostLost(LaunchError):
+    """A host that cannot be reached."""
+
+    def __init__(self, host: str, problem: str) -> None:
+        super().__init__(f"host {host}: {problem}")
+        self.host = host
 
 
 class HostsRunning:
     """A trial on several hosts."""
 
-    def __init__(self, launch: Launch, channel: Callable[[str], Sequence[str]], lost: dict[str, str]) -> None:
-        self.launch, self.lost, self.started_at = launch, lost, time.monotonic()
-        self.connections: list[Connection] = []
+    def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
+        self.launch, self.lost, self.started_at = launch, launcher.lost, time.monotonic()
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
-        for host in launch.hosts:
-            folder = os.path.join(launch.folder, HOSTS, host)
-            self.connections.append(Connection(host, channel(host), folder))
+        self.connections = [
+            Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
+        ]
 
     def begin(self) -> None:
-        """Wait for all agents, give each its order, and wait until the program runs everywhere."""
-        self._until(lambda each: each.hello is not None, "answer")
+        """Wait for all agents, give each its order, and wait until the program runs everywhere.
+
+        What a lost trial left is ended first. Raises HostLost, or LaunchError if a host cannot start the program.
+        """
+        self._until(lambda each: each.hello is not None, "does not answer")
+        for each in self.connections:
+            if each.host in self.lost:
+                each.send(sweep=self.lost[each.host])
+        self._until(lambda each: each.host not in self.lost or each.left == 0, "still has processes of a lost trial")
+        for each in self.connections:
+            self.lost.pop(each.host, None)
         first = self.connections[0]
         assert first.hello is not None
         values = {"master_addr": first.host, "master_port": str(first.hello["port"])}
@@ -91,19 +118,20 @@ class HostsRunning:
         for rank, each in enumerate(self.connections):
             mine = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
             each.send(order=_order(self.launch, mine, files))
-        self._until(lambda each: each.started or each.exit is not None, "start the program")
+        self._until(lambda each: each.started or each.exit is not None, "does not start the program")
 
-    def _until(self, done: Callable[[Connection], bool], what: str) -> None:
-        """Wait until `done` of all connections. Raises LaunchError for the first host with a problem."""
+    def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
+        """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
         deadline = time.monotonic() + START_SECONDS
         while waiting := [each for each in self.connections if not done(each)]:
             self._step(0.2)
-            for each in self.connections:
-                if each.problem:
-                    raise LaunchError(f"host {each.host}: {each.problem}")
             if time.monotonic() > deadline:
-                names = ", ".join(each.host for each in waiting)
-                raise LaunchError(f"host {names} did not {what} within {START_SECONDS:.0f} s")
+                waiting[0].problem = waiting[0].problem or f"{problem} within {START_SECONDS:.0f} s"
+            for each in self.connections:
+                if each.refused:
+                    raise LaunchError(f"host {each.host}: {each.problem}")
+                if each.problem:
+                    raise HostLost(each.host, each.problem)
 
     def poll(self) -> Exit | None:
         return self.wait(0)
@@ -113,14 +141,14 @@ class HostsRunning:
         while self._exit is None:
             self._step(max(0.0, min(1.0, deadline - time.monotonic())))
             if self._over():
-                self._end()
+                self.end()
             elif time.monotonic() >= deadline:
                 break
         return self._exit
 
     def stop(self) -> Exit:
         if self._exit is None:
-            self._end(asked=True)
+            self.end(asked=True)
         assert self._exit is not None
         return self._exit
 
@@ -129,15 +157,15 @@ class HostsRunning:
         failed = any(each.problem or (each.exit and _failed(each.exit)) for each in self.connections)
         return failed or not any(each.open for each in self.connections)
 
-    def _end(self, *, asked: bool = False) -> None:
+    def end(self, *, asked: bool = False) -> None:
         """End the trial on all hosts that still run it, and note how it ended."""
         first = next((each for each in self.connections if each.problem), None)
         first = first or next((each for each in self.connections if each.exit and _failed(each.exit)), None)
         deadline = time.monotonic() + STOP_SECONDS
-        for each in self.connections:
-            if each.open:
-                each.send(stop=True)
-        while any(each.open for each in self.connections) and time.monotonic() < deadline:
+        running = [each for each in self.connections if each.open and each.started]
+        for each in running:
+            each.send(stop=True)
+        while any(each.open for each in running) and time.monotonic() < deadline:
             self._step(0.2)
         self._exit = self._verdict(first, asked)
         self.close()

@@ -20,11 +20,11 @@ def channel(host: str) -> list[str]:
     return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
 
 
-def allocated_hosts() -> tuple[str, ...]:
-    """Return the hosts of this allocation. Raises LaunchError if there is none."""
+def find_hosts() -> tuple[str, ...]:
+    """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
-        raise LaunchError("not inside a Slurm allocation: run `flag tune` by salloc or sbatch")
+        return ()
     command = ["scontrol", "show", "hostnames", nodes]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -33,4 +33,4 @@ def allocated_hosts() -> tuple[str, ...]:
     return tuple(found.stdout.split())
 
 
-LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel)
+LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel, find_hosts=find_hosts)
