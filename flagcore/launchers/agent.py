@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import select
 import shutil
 import socket
@@ -126,7 +127,10 @@ class Agent:
         """Serve until the channel closes, falls silent, or all of the trial is sent."""
         os.set_blocking(0, False)
         os.set_blocking(1, False)
-        self.send(hello={"wire": WIRE, "port": free_port()})
+        space = os.statvfs(self.home)
+        machine = {"time": time.time(), "python": platform.python_version()}
+        free = space.f_bavail * space.f_frsize
+        self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free, **machine})
         self.connected = True
         self.take(b"")
         while self.connected and not (self.ended and not self.outgoing):

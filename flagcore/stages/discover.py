@@ -134,8 +134,8 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
         text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
         raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
-    if platform.task.spec.on_each_host:
-        return
+    if platform.task.spec.on_each_host and not devices:
+        return  # they are not known
     found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
