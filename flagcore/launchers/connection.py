@@ -178,14 +178,17 @@ class Connection:
             lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
-    def close(self) -> None:
-        """Close the channel, on which the agent ends its trial, and end the process on this machine."""
+    def hang_up(self) -> None:
+        """Close the channel, on which the agent ends its trial."""
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 assert stream
                 stream.close()
+
+    def close(self, seconds: float) -> None:
+        """End the process on this machine, by force after some seconds."""
         try:
-            self.process.wait(1)
+            self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

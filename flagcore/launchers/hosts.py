@@ -22,6 +22,7 @@ HOSTS = "hosts"
 """In a trial's folder: a folder of each host, with its files and logs."""
 LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
+CLOSE_SECONDS = 2.0
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
 """Variables of this shell that a trial has on every host, because no login shell sets them there."""
 
@@ -237,7 +238,10 @@ class HostsRunning:
         for each in self.connections:
             if each.exit is None and each.hello is not None:
                 self.lost[each.host] = self.launch.environment[MARKER]
-            each.close()
+            each.hang_up()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for each in self.connections:
+            each.close(deadline - time.monotonic())
 
 
 def _failed(ended: Mapping[str, object]) -> bool:
