@@ -110,7 +110,7 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.text import candidate_columns, candidate_line, funnel, search_time_text
+    from flagcore.report.text import assumed_text, candidate_columns, candidate_line, funnel, search_time_text
 
     number = _number(explain)
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
@@ -141,6 +141,8 @@ def _estimate_spec(
     if form == "table":
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
+        if found.assumed:
+            options.say(assumed_text(found.assumed))
         if found.search:
             options.say("flag tune: " + search_time_text(found.search))
         if found.untimed:

@@ -19,6 +19,7 @@ from flagcore.contracts import (
     KeyWarnings,
     OwnCommand,
     Pipelined,
+    Planned,
     Prober,
     PruningRule,
     ReleaseCheck,
@@ -36,6 +37,7 @@ from flagcore.engines.megatron import (
     launching,
     options,
     probing,
+    production,
     published,
     reading,
     release_check,
@@ -115,6 +117,8 @@ class Megatron:
     read = staticmethod(reading.read)
     steps_wanted = staticmethod(reading.steps_wanted)
     command_changes = staticmethod(command_changes)
+    as_in_production = staticmethod(production.as_in_production)
+    assumed = staticmethod(production.assumed)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
@@ -212,6 +216,7 @@ class _Capabilities(
     KeyWarnings,
     OwnCommand,
     Pipelined,
+    Planned,
     ReleaseCheck,
     Shortens,
     Protocol,

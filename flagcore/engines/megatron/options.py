@@ -32,7 +32,7 @@ def runs(train: TrainSpec) -> str:
 
 
 def settings_in_force(spec: Spec) -> Settings:
-    """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
+    """Return the defaults, those that a plan assumes, those of a user's own command, and the spec's, which win.
 
     Raises SpecError where they contradict a command whose arguments cannot be changed.
     """
@@ -45,7 +45,7 @@ def settings_in_force(spec: Spec) -> Settings:
                 problem=f"contradicts train.command, which sets {value}",
                 fix="remove one of the two",
             )
-    return {**DEFAULTS[runs(train)], **command, **train.settings}
+    return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
 
 
 def options(task: Task) -> Options:

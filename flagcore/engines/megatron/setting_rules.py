@@ -33,7 +33,12 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of those settings that are on."""
+    """Return the rules of those settings that are on, and not just assumed where they are legal."""
+    return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
+
+
+def settings_with_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of all settings that are on."""
     settings, split = settings_in_force(task.spec), Split.of(task)
     sharded = bool(settings.get("use_megatron_fsdp"))
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))

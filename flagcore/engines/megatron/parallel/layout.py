@@ -206,6 +206,12 @@ class Layout(ArrayRecord):
         """Return the ranks that share the optimizer state of a dense weight."""
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
 
+    @property
+    def expert_overlap(self) -> FloatArray:
+        """Return 1 where the exchange of the experts may overlap another micro-batch, as the rule of its setting."""
+        whole, single = (self.uniform > 0) | (self.block > 0), (self.pipeline > 1.0) & (self.virtual == 1.0)
+        return np.where((self.expert == 1.0) | whole | single, 0.0, 1.0)
+
     def expert_replicas(self) -> FloatArray:
         """Return the ranks that reduce the gradients of the same experts: the world without pipeline, expert and its
         tensor split. Without expert parallelism experts are reduced like all other weights, for any tensor split
