@@ -33,9 +33,9 @@ class Estimate(Notebook):
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` what
-    they have as in production though the spec does not say so, `notes` what plugins say of engine and chip. `search` is how long `flag tune` may take. `knobs` are those of the task, `labels`
-    the engine's.
+    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` the
+    implementation and settings of a plan that the spec does not name, `notes` what plugins say of engine and chip.
+    `search` is how long `flag tune` may take. `knobs` are those of the task, `labels` the engine's.
     """
 
     chip: str

@@ -72,6 +72,7 @@ def options(task: Task) -> Options:
         exp_avg_sq_bytes=width("exp_avg_sq_dtype"),
         precision_aware_optimizer=on("use_precision_aware_optimizer"),
         fp8_param_gather=on("fp8_param_gather"),
+        assumed_fp8_gather="fp8_param_gather" in train.assumed,
         optimizer_offload_fraction=float(settings.get("optimizer_offload_fraction", 1.0) or 0.0)
         if on("optimizer_cpu_offload")
         else 0.0,

@@ -1,7 +1,7 @@
 """What production runs by default, from published recipes: for plans, and for job records that omit it.
 
 Sources: "General Performance Tips" and "Fine-grained Recomputation" in Megatron-LM's `core/transformer/moe/README.md`;
-Megatron-Bridge's recipes (`comm_overlap.py`, `mixed_precision.py`, `flex_dispatcher_backend.py`);
+Megatron-Bridge's recipes (`comm_overlap.py`, `mixed_precision.py`);
 `best_practice/DeepSeekV3` of yanring/Megatron-MoE-ModelZoo; the report of DeepSeek-V3 (arXiv 2412.19437, 3.2.3).
 """
 
@@ -14,7 +14,6 @@ from dataclasses import replace
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.engines.megatron.knobs import BY_NAME, candidate_columns
 from flagcore.engines.megatron.options import check, settings_in_force
@@ -23,7 +22,6 @@ from flagcore.engines.megatron.setting_rules import EXPERT_OVERLAP, settings_wit
 from flagcore.errors import SpecError
 
 IMPLEMENTATION = "transformer_engine"
-DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 
 
 def overlaps(
@@ -60,7 +58,7 @@ def as_in_production(platform: Platform) -> Platform:
     if not kind or not open_ or _refuses(platform.support, "implementation", kind):
         return platform
     train = replace(train, implementation=kind)
-    named, wanted = {*train.settings, *spec.space, *(spec.baseline or {})}, _recipe(task, kind, platform.support)
+    named, wanted = {*train.settings, *spec.space, *(spec.baseline or {})}, _recipe(task, kind)
     for key, value in wanted.items():
         if key in named or not value or _refuses(platform.support, f"settings.{key}", value):
             continue
@@ -72,27 +70,26 @@ def as_in_production(platform: Platform) -> Platform:
 
 
 def assumed(task: Task, candidate: Candidate) -> dict[str, SettingValue]:
-    """Return the assumed settings of a plan that are legal with a candidate: those that break no rule of theirs."""
-    columns, found = candidate_columns(candidate.as_dict()), dict(task.spec.train.assumed)
+    """Return the assumed settings of a plan that are legal with a candidate, and have an effect."""
+    values, given = candidate.as_dict(), task.spec.train.assumed
+    idle = {key for key in given for need in BY_NAME[key].requires if values[need.knob] not in need.one_of}
+    columns, found = candidate_columns(values), {key: given[key] for key in given if key not in idle}
     for rule in settings_with_rules(task) if found else ():
         if rule.name in found and rule.broken(columns).any():
             del found[rule.name]
     return found
 
 
-def _recipe(task: Task, kind: str, support: EngineSupport) -> dict[str, SettingValue]:
-    model, settings = task.spec.model, task.spec.train.settings
-    found = {**overlaps(task, kind, settings, sharded=True, split=True), "cross_entropy_loss_fusion": True}
+def _recipe(task: Task, kind: str) -> dict[str, SettingValue]:
+    """Return the settings of recipes; of mixtures of experts they recompute what is cheap and stores much."""
+    model, found = task.spec.model, overlaps(task, kind, task.spec.train.settings, sharded=True, split=True)
+    found["cross_entropy_loss_fusion"] = True
     if model.num_moe_experts is None:
         return {**found, "moe_grouped_gemm": False}
-    hybrid = _refuses(support, f"settings.{BACKEND}", "deepep")
-    experts = {DISPATCHER: "flex", **({BACKEND: "hybridep"} if hybrid else {}), EXPERT_OVERLAP: True}
-    return {**found, **experts, "recompute_modules": _recomputed(model)}
-
-
-def _recomputed(model: Model) -> str:
-    """Return the modules that recipes of mixtures of experts recompute: cheap ones that store much."""
-    return "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
+    modules = "layernorm,moe_act" + (",mla_up_proj" if model.multi_latent_attention else "")
+    if task.spec.train.precision == "fp8":
+        found["fp8_recipe"] = "blockwise"  # delayed scaling, the default, excludes such recompute
+    return {**found, "moe_token_dispatcher_type": "flex", EXPERT_OVERLAP: True, "recompute_modules": modules}
 
 
 def _refuses(support: EngineSupport, knob: str, value: SettingValue) -> bool:

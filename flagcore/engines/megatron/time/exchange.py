@@ -16,7 +16,8 @@ from flagcore.physics.transformer import widths
 
 OVERLAPPED_EXPOSED = 0.7
 """Share of a tensor-parallel collective that is waited for although it is split and overlaps its product
-(`tp_comm_overlap`, which needs sequence parallelism). Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
+(`tp_comm_overlap`, which needs sequence parallelism). Fitted to published runs on one generation of accelerators:
+0.5 to 0.8."""
 
 
 def integers(array: FloatArray) -> IntArray:

@@ -35,7 +35,7 @@ LAYER_COUNTS = (
     "sequence_parallel",
     "expert",
     "expert_tensor",
-    "expert_overlap",
+    "pairing",
 )
 """What the time of a layer depends on."""
 
