@@ -139,10 +139,10 @@ def _estimate_spec(
     columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
     options.show_records(found.candidates, form, columns)
     if form == "table":
+        if found.assumed:
+            options.show("\n" + assumed_text(found.assumed))
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
-        if found.assumed:
-            options.say(assumed_text(found.assumed))
         if found.search:
             options.say("flag tune: " + search_time_text(found.search))
         if found.untimed:
@@ -175,7 +175,8 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
         options.show_record(record, form)
         return
     if "candidate" in record:
-        settings = [f"{key}={value}" for key, value in record.get("settings", {}).items() if value not in (False, 0)]
+        named = {**record.get("settings", {}), **record.get("assumed", {})}
+        settings = [f"{key}={value}" for key, value in named.items() if value not in (False, 0)]
         values = filter(None, [values_text(record["candidate"], knobs), *settings])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
