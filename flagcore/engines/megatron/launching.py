@@ -12,7 +12,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec
-from flagcore.engines.megatron import trial_program
+from flagcore.engines.megatron import production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
@@ -88,7 +88,9 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)
-        return reference_launch(platform.task, values, folder)
+        named = {**production.assumed(platform.task, candidate), **train.settings}
+        spec = replace(platform.task.spec, work=replace(train, settings=named))
+        return reference_launch(replace(platform.task, spec=spec), values, folder)
     return _program(trial_program.job(platform, candidate, folder), folder)
 
 
