@@ -21,9 +21,10 @@ class Launch:
     processes on one node (None: no limit), `timeout_seconds` its wall-clock time, with the reason `timeout_because`,
     `disk_limit_bytes` the size of `folder`. `ready` are URLs of a server that is started for users: it is ready when
     all of them answer 200, and is reached at the root of the first. `{master_port}` in a word of a trial's `argv` is
-    replaced by its MASTER_PORT. `leaves_out` are commands that the user's script also runs; `missing` says what the
-    user must add before it can be started for real, empty for nothing. `hosts` are those on which it is started, each
-    with its own `{node_rank}`; none for this machine.
+    replaced by its MASTER_PORT. `own_script` is whether the user's own script is run, `leaves_out` what else a script
+    runs of which this is only what it starts; None without one. `missing` says what the user must add before it can be
+    started for real, empty for nothing. `hosts` are those on which it is started, each with its own `{node_rank}`; none
+    for this machine.
     """
 
     argv: tuple[str, ...]
@@ -35,7 +36,8 @@ class Launch:
     memory_limit_bytes: int | None = None
     disk_limit_bytes: int = 2 << 30
     ready: tuple[str, ...] = ()
-    leaves_out: tuple[str, ...] = ()
+    own_script: bool = False
+    leaves_out: tuple[str, ...] | None = None
     missing: str = ""
     hosts: tuple[str, ...] = ()
 

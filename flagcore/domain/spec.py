@@ -45,8 +45,8 @@ class TrainSpec:
 
     None means flagcore's own trial program. `engine_version` is the release of the engine that it starts, None if the
     spec does not say. `settings` are the engine's, the same for all candidates; those that
-    are absent have the engine's default, and a list is one text with commas. `flags` are those that plugins' knobs add
-    to the command of a trial.
+    are absent have the engine's default, and a list is one text with commas. `assumed` are further ones of a plan, each
+    for those candidates with which it is legal. `flags` are those that plugins' knobs add to the command of a trial.
     """
 
     engine: str
@@ -59,6 +59,7 @@ class TrainSpec:
     directory: str | None = None
     engine_version: str | None = None
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
+    assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
 
 

@@ -185,10 +185,12 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
     """Return how an engine runs on several chips at once: only with a command of the user."""
     if len(supports) == 1:
         return supports[0]
+    kinds = {support.implementation for support in supports}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
     return EngineSupport(
         support=Support.UNKNOWN if unknown else Support.YES,
         reason="; ".join(unknown),
+        implementation=kinds.pop() if len(kinds) == 1 else "",
         refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
         forced=tuple(dict.fromkeys(forced for support in supports for forced in support.forced)),
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),

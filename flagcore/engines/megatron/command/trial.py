@@ -42,6 +42,12 @@ def with_values(command: UserCommand, table: ArgumentTable, dests: Collection[st
     return _replaced(command, table, dests, words, KNOB)
 
 
+def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collection[str]) -> list[Argument]:
+    """Return the arguments of `command` that say what those for `dests` say."""
+    gone = {each for dest in dests for each in (dest, *SAME_MEANING.get(dest, ()))}
+    return [argument for argument in table.parse(command.arguments)[0] if argument.dest in gone]
+
+
 def as_trial(command: UserCommand, table: ArgumentTable, steps: int, run: str) -> Changed:
     """Return `command` with exactly `steps` steps and nothing to write outside the folder `run`."""
     changes: list[Change] = []
@@ -66,13 +72,11 @@ def _replaced(
     command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str
 ) -> Changed:
     """Return a command without the arguments of `dests`, and with `words` at the end."""
-    gone = {each for dest in dests for each in (dest, *SAME_MEANING.get(dest, ()))}
     arguments = list(command.arguments)
     before: dict[str, str] = {}
-    for argument in reversed(table.parse(arguments)[0]):
-        if argument.dest in gone:
-            before.setdefault(argument.dest, " ".join(arguments[argument.position : argument.end]))
-            del arguments[argument.position : argument.end]
+    for argument in reversed(replaced_arguments(command, table, dests)):
+        before.setdefault(argument.dest, " ".join(arguments[argument.position : argument.end]))
+        del arguments[argument.position : argument.end]
     after = {each.dest: each for each in table.parse(words)[0]}
     changes = _changes(before, after, words, why)
     return Changed(command=replace(command, arguments=(*arguments, *words)), changes=tuple(changes))
