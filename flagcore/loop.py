@@ -155,7 +155,7 @@ class _Search:
 
     def _stop_reason(self) -> str | None:
         if self.busy >= MAX_BUSY:
-            return Message("the devices of {count} consecutive trials were busy", count=self.busy)
+            return Message("devices were busy or a host failed in {count} consecutive trials", count=self.busy)
         return stop_reason(self.control, self.state, self.elapsed)
 
     def probe_first(self) -> None:

@@ -23,6 +23,7 @@ from flagcore.engines.megatron import (
     launching,
     options,
     probing,
+    production,
     published,
     reading,
     release_check,
@@ -102,6 +103,8 @@ class Megatron:
     read = staticmethod(reading.read)
     steps_wanted = staticmethod(reading.steps_wanted)
     command_changes = staticmethod(command_changes)
+    as_in_production = staticmethod(production.as_in_production)
+    assumed = staticmethod(production.assumed)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
@@ -199,6 +202,7 @@ class _Capabilities(
     contracts.KeyWarnings,
     contracts.OwnCommand,
     contracts.Pipelined,
+    contracts.Planned,
     contracts.ReleaseCheck,
     contracts.Shortens,
     Protocol,

@@ -12,7 +12,7 @@ from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec
-from flagcore.engines.megatron import trial_program
+from flagcore.engines.megatron import production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
@@ -37,11 +37,10 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
         chips, problem = [group.chip for group in spec.cluster.groups], "are more kinds of chips than one machine has"
         fix = "plan with `flag estimate`; to run trials, give a train.command that starts on all groups"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
-    if spec.cluster.nodes != 1:
-        problem = "is not what flagcore's own trial program can run"
-        raise SpecError(
-            key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix="use 1, or give a train.command"
-        )
+    if spec.cluster.nodes != 1 and not spec.on_each_host:
+        problem = "is more than one, but trials start on this machine"
+        fix = "name the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or give a train.command"
+        raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
     trial_program.check(train)
     if missing := [needed for module, needed in modules.items() if not trial_program.installed(module, needed)]:
         raise NoDevice(
@@ -88,8 +87,13 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)
-        return reference_launch(platform.task, values, folder)
-    return _program(trial_program.job(platform, candidate, folder), folder)
+        named = {**production.assumed(platform.task, candidate), **train.settings}
+        spec = replace(platform.task.spec, work=replace(train, settings=named))
+        return reference_launch(replace(platform.task, spec=spec), values, folder)
+    planned = _program(trial_program.job(platform, candidate, folder), folder)
+    if platform.task.spec.on_each_host and platform.support.distributed_backend == "gloo":
+        return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
+    return planned
 
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:

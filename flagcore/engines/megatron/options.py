@@ -33,7 +33,7 @@ def runs(train: TrainSpec) -> str:
 
 
 def settings_in_force(spec: Spec) -> Settings:
-    """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
+    """Return the defaults, those that a plan assumes, those of a user's own command, and the spec's, which win.
 
     Raises SpecError where they contradict a command whose arguments cannot be changed.
     """
@@ -46,7 +46,7 @@ def settings_in_force(spec: Spec) -> Settings:
                 problem=f"contradicts train.command, which sets {value}",
                 fix="remove one of the two",
             )
-    return {**DEFAULTS[runs(train)], **command, **train.settings}
+    return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
 
 
 SWITCHES = {
@@ -81,6 +81,7 @@ def options(task: Task) -> Options:
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
+        assumed_fp8_gather="fp8_param_gather" in train.assumed,
         optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
         offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),

@@ -25,7 +25,7 @@ def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
     return [
         SpecError(key=key, value=value, problem=found[0], fix=found[1])
         for key, value in _set_values(spec)
-        if (found := _problem(BY_NAME[key.rpartition(".")[2]], value, release))
+        if (found := release_problem(BY_NAME[key.rpartition(".")[2]], value, release))
     ]
 
 
@@ -38,7 +38,7 @@ def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
             yield from ((f"auto_tuner.space.{name}", value) for value in values)
 
 
-def _problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
+def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
     """Return what is wrong with a value in a release, and the fix; None if nothing is."""
     spellings = [flag for flag in knob.flags if flag.sets(value)]
     if value is None or value == knob.neutral or not spellings:

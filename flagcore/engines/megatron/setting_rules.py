@@ -33,9 +33,14 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of those settings that are on."""
+    """Return the rules of those settings that are on, and not just assumed where they are legal."""
+    return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
+
+
+def settings_with_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of all settings that are on."""
     settings, split = settings_in_force(task.spec), Split.of(task)
-    sharded = bool(settings.get("use_megatron_fsdp"))
+    sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 
     def no_optimizer(c: Columns) -> BoolArray:
@@ -51,8 +56,15 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name=EXPERT_OVERLAP,
             knobs=(PP, SPLIT, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
-            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
-            broken=lambda c: (c[EP] == 1) | _recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
+            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute; with "
+            f"multi-token prediction also {PP} > 1 and mtp_num_layers: 1",
+            broken=lambda c: (
+                (c[EP] == 1)
+                | _recomputes_fully(c)
+                | ((c[PP] > 1) & (split.virtual(c) == 1))
+                | ((c[PP] == 1) & (depths > 0))
+                | (depths > 1)
+            ),
         ),
         Rule(
             name=STAGES,

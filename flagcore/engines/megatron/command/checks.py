@@ -85,9 +85,13 @@ def _wrong_number_of_processes(spec: Spec, command: UserCommand) -> Iterator[Spe
         yield SpecError(key=KEY, value=" ".join(command.program), problem=problem, fix="start it with torchrun")
     nnodes = command.option("nnodes")
     starters = {"srun", "mpirun", "mpiexec", "orterun", "ssh"}
+    nodes = 1 if spec.on_each_host else nodes
     if nodes > 1 and command.launcher and not starters & {Path(word).name for word in command.prefix}:
         problem = f"starts the ranks of this node only, but cluster.nodes = {nodes}"
-        fix = "start it on all nodes, with srun for example; `flag estimate` plans without it"
+        fix = (
+            "name the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or start it on all nodes, "
+            "with srun for example; `flag estimate` plans without it"
+        )
         yield SpecError(key=KEY, value=" ".join(command.launcher), problem=problem, fix=fix)
     if nodes > 1 and nnodes and nnodes.value.isdecimal() and int(nnodes.value) != nodes:
         problem = f"contradicts cluster.nodes = {nodes}"

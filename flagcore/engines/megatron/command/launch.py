@@ -65,7 +65,8 @@ def trial_command(task: Task, command: UserCommand, values: Mapping[str, KnobVal
     groups, run = task.cluster.groups, str(Path(folder).parent.parent)
     second = as_trial(first.command, table, task.spec.control.train_iters, run)
     nodes = sum(group.nodes for group in groups)
-    third = launched_by(second.command, groups[0].devices_per_node, nodes, folder)
+    each = task.spec.on_each_host
+    third = launched_by(second.command, groups[0].devices_per_node, nodes, folder, on_each_host=each)
     return Changed(command=third.command, changes=(*first.changes, *second.changes, *third.changes))
 
 
