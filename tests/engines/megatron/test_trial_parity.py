@@ -156,15 +156,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]
 }
 SHORT = {
     "dense": {
-        "data, distributed optimizer",
-        "tensor, sequence",
-        "interleaved pipeline",
+        "tensor, sequence, interleaved pipeline, recomputation",
         "context, distributed optimizer, recomputation",
         "uneven first stage",
-        "full recomputation, block",
         "data and interleaved pipeline, overlaps",
     },
-    "experts": {"expert, distributed optimizer", "tensor, sequence, expert", "experts recomputed"},
+    "experts": {"expert, distributed optimizer", "tensor, sequence, expert"},
     "tied embeddings": {"interleaved pipeline"},
     "dense in bf16": {"data, distributed optimizer"},
 }
