@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Metrics of the real worlds of the chosen tests, by name, and of the probes, by name and rank, from one process."""
+    """Metrics of the real worlds of the chosen tests, by name, and of the probes, by name and rank."""
     folder = tmp_path_factory.mktemp("probes")
     mine = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
     params = [item.callspec.params for item in mine if hasattr(item, "callspec")]
