@@ -132,7 +132,7 @@ def test_nohup_is_respected(project: Project) -> None:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGHUP)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert len(json.loads(out)["trials"]) == 2
 

@@ -84,7 +84,7 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
     while not list(project.folder.glob("candidate-0/rank-0/steps.jsonl")) and time.monotonic() < started + 60:
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=30)
+    _, err = running.communicate(timeout=60)
     assert running.returncode == 130, err
     assert project.all_gone()
 

@@ -292,7 +292,7 @@ def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Fl
 
 
 def wait_for_trial(project: Project, number: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (project.run_dir / "trials" / str(number) / "launch.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -306,7 +306,7 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)
     process.send_signal(number)
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
@@ -361,7 +361,7 @@ def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag,
     assert ran.code == 2
     assert f"(process {process.pid} on " in ran.err
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=15)
+    process.communicate(timeout=60)
     assert project.all_gone()
 
 
@@ -371,7 +371,7 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     first = "import sys, flagcore.strategies.learned"  # scipy asks what is loaded whether it is torch
     code = f"{first}; sys.modules['torch'] = None; from flagcore.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=30
+        [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=120
     )
     assert done.returncode == 4
     assert "pip install" in done.stderr

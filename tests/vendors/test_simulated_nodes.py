@@ -150,18 +150,15 @@ TRAINED = "metax"
 """The node whose trial is real in each run of the tests; those of the others are in the long ones."""
 
 
-@pytest.mark.parametrize(
-    ("vendor", "played"),
-    [
-        pytest.param(TRAINED, False, id=f"{TRAINED}, trained"),
-        *(pytest.param(name, True, id=f"{name}, played") for name in NODES if name != TRAINED),
-        *(
-            pytest.param(name, False, id=f"{name}, trained", marks=pytest.mark.long)
-            for name in NODES
-            if name != TRAINED
-        ),
-    ],
-)
+OTHERS = [name for name in NODES if name != TRAINED]
+CASES = [
+    pytest.param(TRAINED, False, id=f"{TRAINED}, trained"),
+    *(pytest.param(name, True, id=f"{name}, played") for name in OTHERS),
+    *(pytest.param(name, False, id=f"{name}, trained", marks=pytest.mark.long) for name in OTHERS),
+]
+
+
+@pytest.mark.parametrize(("vendor", "played"), CASES)
 def test_a_node_is_detected_pruned_launched_and_tuned(vendor: str, played: bool, tmp_path: Path) -> None:
     chip, tools = NODES[vendor]
     environment = node(tmp_path, tools)
