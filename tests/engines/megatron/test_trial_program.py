@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,7 @@ from flagcore.engines.megatron.trial.job import JobError, parse_job
 from tests.engines.megatron import trial_jobs
 from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 
-pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.process]
 
 PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
 ENDLESS = {"train_iters": 100_000}
