@@ -47,7 +47,7 @@ def test_tables_fit_a_terminal_and_are_complete_elsewhere(flag: Flag, project: P
     assert on_terminal(project, "explain", project.spec(), "--json").count("{") > 1
 
 
-@pytest.mark.parametrize("width", [40, 60, 120])
+@pytest.mark.parametrize("width", [40, *(pytest.param(width, marks=pytest.mark.long) for width in (60, 120))])
 def test_sentences_fit_a_terminal_too_and_keep_every_word(width: int, flag: Flag, project: Project) -> None:
     arguments = ("explain", project.spec(), "tp=2, mbs=3")
     narrow = on_terminal(project, *arguments, COLUMNS=str(width))
