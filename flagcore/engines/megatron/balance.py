@@ -77,12 +77,11 @@ def relieved(
         if not rows.size:
             break
         layers, leading = _stages(train, few, found[fits], most)
-        key = np.column_stack((few.pipeline, few.virtual, layers, leading))
-        _, first, which = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        first, which = distinct([few.pipeline, few.virtual, *layers.T, *leading.T])
         before = 1 if train.options.splits is None else len(train.options.splits.lengths)
         splits = _splits(train, few[first], layers[first], leading[first])
         column = layout.split.copy()
-        column[rows] = before + which.ravel()
+        column[rows] = before + which
         train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
         changed[rows] = True
         memory = memory_in_use(train, layout[rows], costs)

@@ -131,24 +131,28 @@ def search(
     ends, possible = _start(total, least, limits, middles, virtual)
     slowest = np.full(virtual.shape, np.inf)
     moving = np.flatnonzero(possible)
+    few, between, some = pace, middles, ends
+    if moving.size < virtual.size:
+        few, between, some = pace[moving], middles[moving], ends[:, moving]
+        least, limits = least[:, moving], limits[:, moving]
     while moving.size:
-        some, between, few = ends[:, moving], middles[moving], pace[moving]
         rest = total - some.sum(axis=0)
         now, after = _stage_seconds(few, fronts, some), _stage_seconds(few, fronts, some + 1.0)
-        after = np.where(some + 1.0 > limits[:, moving], np.inf, after)
+        after = np.where(some + 1.0 > limits, np.inf, after)
         now = np.vstack((now, _middle_seconds(few, between, rest, -np.inf)))
         after = np.vstack((after, _middle_seconds(few, between, rest + 1.0, np.inf)))
         row, giver = np.arange(moving.size), np.argmax(now, axis=0)
-        spare = np.vstack((some - least[:, moving], rest - between.count * virtual[moving]))[giver, row] >= 1.0
+        spare = np.vstack((some - least, rest - between.count * virtual[moving]))[giver, row] >= 1.0
         after[giver, row] = np.inf
         taker = np.argmin(after, axis=0)
         slowest[moving] = now[giver, row]
-        goes = spare & (after[taker, row] * EQUAL < now[giver, row])
-        moved = np.vstack((some, rest))
-        moved[giver[goes], row[goes]] -= 1.0
-        moved[taker[goes], row[goes]] += 1.0
+        goes = np.flatnonzero(spare & (after[taker, row] * EQUAL < now[giver, row]))
+        moved = np.vstack((some, rest))[:, goes]
+        moved[giver[goes], np.arange(goes.size)] -= 1.0
+        moved[taker[goes], np.arange(goes.size)] += 1.0
         moving = moving[goes]
-        ends[:, moving] = moved[:-1, goes]
+        few, between, least, limits = few[goes], between[goes], least[:, goes], limits[:, goes]
+        ends[:, moving] = some = moved[:-1]
     return Ends(ends, slowest)
 
 

@@ -32,6 +32,9 @@ from flagcore.i18n import N_
 BLOCK_ROWS = 1 << 15
 """Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
 
+FEW_ROWS = 1 << 11
+"""So few candidates are worked on with others: to look at a stage too many costs less than another call."""
+
 DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
 over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
@@ -100,6 +103,9 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
     if train.options.splits is not None:
         turns = 2.0 ** np.ceil(np.log2(train.options.splits.counts))[layout.split.astype(np.int64)]
     kinds = np.where(layout.pipeline > 2, 3 + turns * (layout.split > 0), layout.pipeline).astype(np.int64)
+    for fewer, more in pairwise(np.unique(kinds).tolist()):
+        if np.count_nonzero(kinds == fewer) < FEW_ROWS:
+            kinds[kinds == fewer] = more
     order = np.argsort(kinds, kind="stable")
     starts = np.searchsorted(kinds[order], np.unique(kinds)).tolist()
     parts = [
