@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
-from flagcore.engines.megatron.command.user_command import readable_command
+from flagcore.engines.megatron.command.user_command import readable_command, release_of
 from flagcore.engines.megatron.flags import settings_of_command
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
@@ -61,6 +62,7 @@ def options(task: Task) -> Options:
 
     return Options(
         schedule=schedule(settings.get("pipeline_schedule")),
+        equal_stages=not takes_layouts(task.spec),
         account_for_embedding=on(EMBEDDING),
         account_for_loss=on(LOSS),
         recompute_modules=recompute_modules(settings),
@@ -94,6 +96,17 @@ def options(task: Task) -> Options:
         cross_entropy_fusion=on("cross_entropy_loss_fusion"),
         dropout=on("attention_dropout") or on("hidden_dropout"),
     )
+
+
+def release(spec: Spec) -> str | None:
+    """Return the release of Megatron that runs a job, if it is known."""
+    command = readable_command(spec)
+    return release_of(spec, command) if command else spec.train.engine_version
+
+
+def takes_layouts(spec: Spec) -> bool:
+    """Return whether the release that runs a job may have layouts of stages; others number the first and the last."""
+    return BY_NAME[LAYOUT].available(release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:
