@@ -10,7 +10,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.memory.training import memory_in_use, stages_in_use
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Splits, Training, distinct
-from flagcore.engines.megatron.parallel.pipeline import Stage, in_flight, stage
+from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, Stage, in_flight, stage
 from flagcore.engines.megatron.partition import EQUAL, Fronts, Middles, search, search_equal
 from flagcore.engines.megatron.stages import chunk_layers, layout_text
 from flagcore.engines.megatron.time.pace import DEPENDS_ON, Pace
@@ -19,9 +19,6 @@ from flagcore.engines.megatron.time.step import Blocks
 RELIEF = 1.125
 """A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Beyond
 that so many layers would have to move that recomputing them costs less."""
-
-LAYERS, DENSE = 3, 4
-"""Places of the fields of `pipeline.Part` in the holdings of a split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +128,7 @@ def _most(train: Training, layout: Layout, costs: Costs) -> FloatArray:
         used = memory[number].used
         slopes.append(np.maximum((used - memory[number + len(here)].used) / (one.layers - two.layers), 1.0))
         bases.append(memory[number].capacity - used + slopes[-1] * one.layers)
-    longest, flight = int(layout.pipeline.max()), [each.in_flight for each in here]
+    longest, flight = int(layout.pipeline.max()), [in_flight(layout, place, train.options) for place in places]
     most = np.zeros((end.size, longest))
     for place in range(longest):
         index = np.minimum(end, float(place))
