@@ -107,10 +107,10 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
     deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
-    if options.splits is not None and (layout.virtual[number > 0] > 1).any():
-        longest = options.splits.holdings[number, :, LAYERS].max(axis=1)
-        uneven = (number > 0) & (layout.virtual > 1) & (part.layers > 0)
-        flight = np.where(uneven, _of_uneven(layout, part, flight, longest), flight)
+    uneven = np.flatnonzero((number > 0) & (layout.virtual > 1) & (part.layers > 0))
+    if options.splits is not None and uneven.size:
+        longest = options.splits.holdings[:, :, LAYERS].max(axis=1)[number[uneven]]
+        flight[uneven] = _of_uneven(layout[uneven], part[uneven], flight[uneven], longest)
     if options.schedule:
         deferred = catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
         copies = catalogue.SCHEDULES[options.schedule].copies
