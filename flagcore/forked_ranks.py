@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn, TypeAlias
 
 _PR_SET_PDEATHSIG = 1
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OUT_OF_MEMORY = 3
 """The exit code of a program that ran out of memory."""
+Work: TypeAlias = Callable[[int, "socket.socket | None"], int]
 
 
 @dataclass
@@ -42,20 +43,22 @@ class _Stopped(BaseException):
         self.signum = signum
 
 
-def run_ranks(world_size: int, work: Callable[[int, socket.socket], int]) -> int:
-    """Fork `world_size` ranks, wait for all of them and return the trial's exit code.
+def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)) -> int:
+    """Fork `count` ranks, of which `first` is the first number, wait for all and return the trial's exit code.
 
-    Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket
-    that listens on a free port of 127.0.0.1; it was opened before the ranks, so no other program can take the port in
-    between. When a rank fails the others are ended at once, and only that rank's stderr is passed on.
-    SIGTERM, SIGINT and SIGHUP end all ranks (exit code 128 + signal); the death of this process, by any
-    signal, ends them too. This process must have no other children.
+    Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket that listens
+    at `address`, by default on a free port; it was opened before the ranks, so no other program can take the port in
+    between. Only the process that runs rank 0 has one: on another host it is None. When a rank fails the others are
+    ended at once, and only that rank's stderr is passed on. SIGTERM, SIGINT and SIGHUP end all ranks (exit code 128 +
+    signal); the death of this process, by any signal, ends them too. This process must have no other children.
     """
     kills_before = _out_of_memory_kills()
     ranks: list[_Rank] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener, _signals_raise():
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(address)) if first == 0 else None
+        stack.enter_context(_signals_raise())
         try:
-            for number in range(world_size):
+            for number in range(first, first + count):
                 ranks.append(_start(number, work, listener))
             failed = _wait_for_failure(ranks)
         except _Stopped as stop:
@@ -78,7 +81,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
-def _start(number: int, work: Callable[[int, socket.socket], int], listener: socket.socket) -> _Rank:
+def _start(number: int, work: Work, listener: socket.socket | None) -> _Rank:
     output = tempfile.TemporaryFile()  # noqa: SIM115 (kept open until the rank has ended)
     parent = os.getpid()
     sys.stdout.flush()
@@ -89,9 +92,7 @@ def _start(number: int, work: Callable[[int, socket.socket], int], listener: soc
     return _Rank(number, pid, output)
 
 
-def _run_rank(
-    number: int, work: Callable[[int, socket.socket], int], listener: socket.socket, output: BinaryIO, parent: int
-) -> NoReturn:
+def _run_rank(number: int, work: Work, listener: socket.socket | None, output: BinaryIO, parent: int) -> NoReturn:
     """Run in the fork, never return."""
     code = 1
     try:

@@ -155,7 +155,7 @@ class _Search:
 
     def _stop_reason(self) -> str | None:
         if self.busy >= MAX_BUSY:
-            return Message("others used the devices of {count} trials in a row", count=self.busy)
+            return Message("others used the devices, or a host failed, in {count} trials in a row", count=self.busy)
         return stop_reason(self.control, self.state, self.elapsed)
 
     def probe_first(self) -> None:

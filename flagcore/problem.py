@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from packaging.requirements import Requirement
 
-from flagcore.contracts import Installed, Packaged, Platform, Plugins, PruningRule, ReleaseCheck, Workload
+from flagcore.contracts import Installed, Packaged, Planned, Platform, Plugins, PruningRule, ReleaseCheck, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_own_command, plugin_columns
 from flagcore.domain.knob import Knob, Knobs
@@ -19,10 +19,11 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
-from flagcore.errors import NothingFits, SpecError, joined
+from flagcore.domain.trial import ESTIMATE
+from flagcore.errors import FlagError, NothingFits, SpecError, joined
 from flagcore.i18n import _
 from flagcore.stages.build import build, check
-from flagcore.stages.discover import discover
+from flagcore.stages.discover import discover, present
 from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import LEARNED, prune
@@ -51,11 +52,16 @@ class Problem:
         return legality | {rule.name: rule.message for rule in self.rules} | LEARNED
 
 
-def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
-    """Discover, build, predict, prune. Raises NothingFits if no combination is legal, with the counts of each rule."""
+def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
+    """Discover, build, predict, prune. Raises NothingFits if no combination is legal, with the counts of each rule.
+
+    A `plan`, as one of fidelity `estimate`, runs nothing; where nothing could run, it is of what production runs.
+    """
     if isinstance(workload, ReleaseCheck):
         workload.check_release(spec)
     found = discover(spec, plugins, engine_version(spec, workload))
+    if isinstance(workload, Planned) and (plan or spec.control.fidelity == ESTIMATE):
+        found = found if _runs_here(found, plugins, workload) else workload.as_in_production(found)
     if isinstance(workload, Installed):
         found = workload.as_installed(found)
     platform = with_plugin_knobs(found, workload)
@@ -79,6 +85,16 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
         rules=rules,
         knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
     )
+
+
+def _runs_here(platform: Platform, plugins: Plugins, workload: Workload) -> bool:
+    """Return whether trials of the platform's task could run on this machine."""
+    try:
+        workload.ready(platform.task.spec)
+        present(platform, plugins.devices())
+    except FlagError:
+        return False
+    return True
 
 
 def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:

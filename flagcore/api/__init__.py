@@ -5,6 +5,7 @@ from flagcore.api.explaining.candidate_report import CandidateReport, explain_ca
 from flagcore.api.explaining.compare import Comparison, compare
 from flagcore.api.explaining.elimination import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
+from flagcore.api.hardware.hosts import check_hosts
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
 from flagcore.api.importing.history import ImportedTrials, check_tree, import_history, read_tree
 from flagcore.api.planning.estimate import Estimate, estimate
@@ -30,6 +31,7 @@ __all__ = [
     "Run",
     "calibrate",
     "calibrations",
+    "check_hosts",
     "check_plugins",
     "check_tree",
     "chip_table",

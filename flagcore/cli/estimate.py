@@ -110,7 +110,7 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.text import candidate_columns, candidate_line, funnel, search_time_text
+    from flagcore.report.text import assumed_text, candidate_columns, candidate_line, funnel, search_time_text
 
     number = _number(explain)
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
@@ -139,6 +139,8 @@ def _estimate_spec(
     columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
     options.show_records(found.candidates, form, columns)
     if form == "table":
+        if found.assumed:
+            options.show("\n" + assumed_text(found.assumed))
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
         if found.search:
@@ -173,7 +175,8 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
         options.show_record(record, form)
         return
     if "candidate" in record:
-        settings = [f"{key}={value}" for key, value in record.get("settings", {}).items() if value not in (False, 0)]
+        named = {**record.get("settings", {}), **record.get("assumed", {})}
+        settings = [f"{key}={value}" for key, value in named.items() if value not in (False, 0)]
         values = filter(None, [values_text(record["candidate"], knobs), *settings])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import click
 
 from flagcore.cli import options
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 
 @click.command("devices")
@@ -31,11 +32,16 @@ def schema_command() -> None:
 
 
 @click.command("doctor")
+@click.option("--hosts", type=click.Path(path_type=Path), help=N_("Check the hosts of this host file instead."))
+@click.option("--launcher", default="ssh", show_default=True, help=N_("How to reach them."))
 @options.output
-def doctor_command(form: str) -> None:
+def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
     """Check the installation: what each engine lacks, and how to fix it."""
     from flagcore import api
 
+    if hosts is not None:
+        options.show_records(api.check_hosts(hosts, launcher), form, options.columns("hosts"))
+        return
     options.show_records(api.doctor(), form, options.columns("doctor"))
 
 

@@ -11,7 +11,7 @@ from flagcore.contracts.chip import (
     use_of,
 )
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
-from flagcore.contracts.platform import Costs, Launcher, Platform, Plugins, Running
+from flagcore.contracts.platform import Costs, FindsHosts, Launcher, Platform, Plugins, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
@@ -23,6 +23,7 @@ from flagcore.contracts.workload import (
     OwnCommand,
     Packaged,
     Pipelined,
+    Planned,
     Predictor,
     Prober,
     ReleaseCheck,
@@ -51,6 +52,7 @@ __all__ = [
     "Costs",
     "EndsEarly",
     "Event",
+    "FindsHosts",
     "History",
     "HistoryReader",
     "HistoryRow",
@@ -68,6 +70,7 @@ __all__ = [
     "OwnCommand",
     "Packaged",
     "Pipelined",
+    "Planned",
     "Platform",
     "Plugins",
     "Predictor",

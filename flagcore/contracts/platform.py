@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from flagcore.contracts.chip import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device
@@ -131,3 +131,14 @@ class Launcher(Protocol):
 
     def start(self, launch: Launch) -> Running:
         """Start `launch` in its own process group. Raises FlagError if it cannot be started."""
+
+
+@runtime_checkable
+class FindsHosts(Protocol):
+    """A launcher that can find its hosts. Optional."""
+
+    def find_hosts(self) -> tuple[str, ...]:
+        """Return the hosts on which it starts trials, without those being named; none if there are none.
+
+        Raises FlagError if they cannot be listed.
+        """

@@ -219,6 +219,17 @@ class Installed(Protocol):
 
 
 @runtime_checkable
+class Planned(Protocol):
+    """Optional: a plan of which nothing can run here is predicted as production runs it."""
+
+    def as_in_production(self, platform: Platform) -> Platform:
+        """Return `platform` with what its spec leaves open set to what production runs by default on its chips."""
+
+    def assumed(self, task: Task, candidate: Candidate) -> Mapping[str, SettingValue]:
+        """Return the assumed settings of `task` that are legal with `candidate`."""
+
+
+@runtime_checkable
 class Packaged(Protocol):
     """Optional: an engine whose name is not in that of its distribution."""
 

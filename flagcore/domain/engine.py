@@ -46,7 +46,8 @@ class EngineSupport:
     means that processes may outnumber devices and use the machine's own memory, as on a CPU.
     Without a device type and a backend, candidates are predicted but not run. `visible_devices` is the environment
     variable with the comma-separated numbers of the devices that a process may use; None if there is none.
-    `notes` are sentences for the user.
+    `implementation` is what production runs on the chip, in the engine's words, and plans assume; empty: no source says
+    it. `notes` are sentences for the user.
     """
 
     support: Support
@@ -56,6 +57,7 @@ class EngineSupport:
     preload: tuple[str, ...] = ()
     shared_devices: bool = False
     visible_devices: str | None = None
+    implementation: str = ""
     refused: tuple[Refused, ...] = ()
     forced: tuple[Forced, ...] = ()
     notes: tuple[str, ...] = ()

@@ -21,8 +21,10 @@ class Launch:
     processes on one node (None: no limit), `timeout_seconds` its wall-clock time, with the reason `timeout_because`,
     `disk_limit_bytes` the size of `folder`. `ready` are URLs of a server that is started for users: it is ready when
     all of them answer 200, and is reached at the root of the first. `{master_port}` in a word of a trial's `argv` is
-    replaced by its MASTER_PORT. `leaves_out` are commands that the user's script also runs; `missing` says what the
-    user must add before it can be started for real, empty for nothing.
+    replaced by its MASTER_PORT. `own_script` is whether the user's own script is run, `leaves_out` what else a script
+    runs of which this is only what it starts; None without one. `missing` says what the user must add before it can be
+    started for real, empty for nothing. `hosts` are those on which it is started, each with its own `{node_rank}`; none
+    for this machine.
     """
 
     argv: tuple[str, ...]
@@ -34,8 +36,10 @@ class Launch:
     memory_limit_bytes: int | None = None
     disk_limit_bytes: int = 2 << 30
     ready: tuple[str, ...] = ()
-    leaves_out: tuple[str, ...] = ()
+    own_script: bool = False
+    leaves_out: tuple[str, ...] | None = None
     missing: str = ""
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +47,16 @@ class Exit:
     """How a launch ended. `code` is the exit status, negative for a signal.
 
     `ended_by` is None (the program itself), `timeout`, `memory`, `disk` (its folder exceeds the limit), `full_disk`
-    (little space is left), `request`, or `guard` if the guard process was killed. `peak_memory_bytes` is the largest
-    observed memory of all processes.
+    (little space is left), `request`, `guard` if the guard process was killed, or `host` if a host was lost.
+    `peak_memory_bytes` is the largest observed memory of all processes on a host. `detail` names the host that ended
+    it, and its problem.
     """
 
     code: int
     ended_by: str | None
     duration_s: float
     peak_memory_bytes: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,8 @@ def classify(
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
+    if ended.ended_by == "host":
+        return TrialState.FAILED, f"host {ended.detail}"[:LONGEST_REASON]
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
     for known in sorted(

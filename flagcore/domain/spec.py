@@ -15,6 +15,9 @@ from flagcore.domain.serving import ServeSpec
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
+LOCAL = "local"
+"""The launcher that starts trials on this machine."""
+
 AUTO = "auto"
 """In a space: every legal value."""
 
@@ -42,8 +45,8 @@ class TrainSpec:
 
     None means flagcore's own trial program. `engine_version` is the release of the engine that it starts, None if the
     spec does not say. `settings` are the engine's, the same for all candidates; those that
-    are absent have the engine's default, and a list is one text with commas. `flags` are those that plugins' knobs add
-    to the command of a trial.
+    are absent have the engine's default, and a list is one text with commas. `assumed` are further ones of a plan, each
+    for those candidates with which it is legal. `flags` are those that plugins' knobs add to the command of a trial.
     """
 
     engine: str
@@ -56,6 +59,7 @@ class TrainSpec:
     directory: str | None = None
     engine_version: str | None = None
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
+    assumed: Mapping[str, SettingValue] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
 
 
@@ -98,8 +102,13 @@ class Spec:
     control: Control = Control()
     objective: str = "tokens_per_second_per_device"
     strategy: str = "learned"
-    launcher: str = "local"
+    launcher: str = LOCAL
     envs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def on_each_host(self) -> bool:
+        """Whether the launcher starts a trial on every host. Otherwise it starts on this machine alone."""
+        return bool(self.cluster.hosts) and self.launcher != LOCAL
 
     @property
     def train(self) -> TrainSpec:

@@ -98,6 +98,10 @@ class LoadedPlugins:
             self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
         return self._devices
 
+    def use_devices(self, devices: tuple[Device, ...]) -> None:
+        """Take these devices, which are on other hosts, for those that plugins found."""
+        self._devices = devices
+
     def undetected(self) -> Mapping[str, str]:
         """Return, by plugin, why it found no device though something of it is here: its warnings, or its failure."""
         self.devices()

@@ -100,6 +100,17 @@ def search_time_text(time: SearchTime) -> str:
     return text + "; " + _("at most {time} by their time limits.", time=duration_text(time.at_most_s))
 
 
+def assumed_text(assumed: Mapping[str, object]) -> str:
+    """Return what a plan assumes, its implementation first."""
+    implementation, *settings = assumed.items()
+    named = [name if value is True else f"{name}={value}" for name, value in settings]
+    return _(
+        "Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).",
+        implementation=implementation[1],
+        settings=", ".join(named),
+    )
+
+
 def scaled_text(seconds: float) -> str:
     """Return what a step was scaled from."""
     return _("scaled from {seconds} s of a shortened step", seconds=shown(seconds))

@@ -47,7 +47,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         supports.append(support)
     task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
-    here = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
+    local = () if spec.on_each_host else devices
+    here = [device for device in local if any(chip.has_name(device.chip) for chip in chips)]
     read = [(device, plugins.telemetry(device)) for device in here]
     readers = [(device, reader) for device, reader in read if reader is not None]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
@@ -133,6 +134,8 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
         text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
         raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
+    if platform.task.spec.on_each_host and not devices:
+        return  # they are not known
     found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
@@ -182,10 +185,12 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
     """Return how an engine runs on several chips at once: only with a command of the user."""
     if len(supports) == 1:
         return supports[0]
+    kinds = {support.implementation for support in supports}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
     return EngineSupport(
         support=Support.UNKNOWN if unknown else Support.YES,
         reason="; ".join(unknown),
+        implementation=kinds.pop() if len(kinds) == 1 else "",
         refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
         forced=tuple(dict.fromkeys(forced for support in supports for forced in support.forced)),
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),

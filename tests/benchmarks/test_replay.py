@@ -77,8 +77,14 @@ def replay(tmp_path: Path, records: list[dict[str, Any]], *options: str) -> tupl
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 
-def test_the_last_line_has_mean_trials_of_all_searches(tmp_path: Path) -> None:
-    figures, text = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """All searches on one sweep."""
+    return replay(tmp_path_factory.mktemp("plain"), sweep(best=(1, 4, 2)), "--strategy", "predicted")
+
+
+def test_the_last_line_has_mean_trials_of_all_searches(plain: tuple[dict[str, Any], str]) -> None:
+    figures, text = plain
     trials = figures["trials_to_within_1pct"]
     assert set(trials) == {"flagcore", "flagscale", "tpe", "random"}
     assert (figures["sweeps"], figures["candidates"], figures["strategy"]) == (1, 18, "predicted")
@@ -92,8 +98,8 @@ def test_the_last_line_has_mean_trials_of_all_searches(tmp_path: Path) -> None:
     assert "| flagscale | 2.00 |" in text
 
 
-def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(tmp_path: Path) -> None:
-    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
+def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(plain: tuple[dict[str, Any], str]) -> None:
+    figures, _ = plain
     lost = figures["figures"]["flagscale_priority_performance"]  # micro batch 4 ran, so 2 gets its result unrun
     assert lost["trials_to_within_1pct"] == 18
     assert lost["best_kept_within_1pct"] == 0.0
@@ -101,9 +107,9 @@ def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(tmp_path
 
 
 def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of_all_combinations(
-    tmp_path: Path,
+    plain: tuple[dict[str, Any], str], tmp_path: Path
 ) -> None:
-    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
+    figures, _ = plain
     assert (figures["mean_measured"], figures["mean_candidates"]) == (18, 18)
     assert figures["mean_combinations"] == 3**4
     by_name = figures["figures"]["flagscale_priority_performance"]  # it runs a third: one micro batch of three

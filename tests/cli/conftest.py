@@ -166,7 +166,7 @@ class Project:
     def run(self, *arguments: str, **environment: str) -> Ran:
         """Run `flag` in a separate process."""
         process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         return Ran(process.returncode, out, err)
 
     def processes(self) -> list[int]:

@@ -84,6 +84,28 @@ def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, projec
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
 
 
+def test_a_plan_says_on_stdout_what_it_assumes(flag: Flag, tmp_path: Path) -> None:
+    model = {
+        "num_layers": 4,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 4096,
+        "num_attention_heads": 8,
+        "vocab_size": 32000,
+    }
+    train = {"engine": "megatron", "seq_length": 2048, "global_batch_size": 64, "precision": "bf16"}
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({"model": model, "cluster": {"chip": "H100-SXM", "nodes": 2}, "train": train}))
+    best = json.loads(flag("estimate", str(file), "--top", "1", "--json").out)[0]
+    assert best["assumed"].items() >= {"overlap_grad_reduce": True, "cross_entropy_loss_fusion": True}.items()
+    table = flag("estimate", str(file), "--top", "1").out
+    assert all(name in table for name in ("transformer_engine", *best["assumed"]))
+    own = yaml.safe_dump(
+        {"model": model, "cluster": {"chip": "H100-SXM", "nodes": 2}, "train": {**train, "implementation": "local"}}
+    )
+    file.write_text(own)
+    assert "assumed" not in json.loads(flag("estimate", str(file), "--top", "1", "--json").out)[0]
+
+
 @pytest.mark.parametrize("wrong", ["0", "-1", "first", "99999"])
 def test_a_candidate_number_outside_the_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
     ran = flag("estimate", project.spec(), "--explain", wrong)

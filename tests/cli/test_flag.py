@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,8 +130,9 @@ def test_nohup_is_respected(project: Project) -> None:
     folder = project.folder / "runs" / "spec" / "trials" / "0"
     while not (folder / "launch.json").exists():
         assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGHUP)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert len(json.loads(out)["trials"]) == 2
 

@@ -80,9 +80,7 @@ def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> 
     assert plugins["cpu"]["status"] == "loaded"
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     for command in (
-        ("devices", "--json"),
         ("estimate", spec, "--json"),
-        ("explain", spec, "--json"),
         ("tune", spec, "--json", "--run-dir", str(project.run_dir)),
     ):
         ran = project.run(*command, PYTHONPATH=path)

@@ -25,34 +25,33 @@ WORLD: dict[str, Any] = {
     "train": {"command": None, "seq_length": 128, "global_batch_size": 64},
     "auto_tuner": {"control": {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60}},
 }
+TWO_STAGES = "tensor_model_parallel_size=2,pipeline_model_parallel_size=2,data_parallel_size=8"
 KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parallel_size=4"
 
 
 @needs_megatron
 def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
     folder = project.folder / "kept"
-    ran = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--json", "--folder", str(folder))
+    ran = flag("probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder))
     assert ran.code == 0, ran.err
     (found,) = json.loads(ran.out)
     assert found["devices"] == 32
-    assert found["candidate"]["pipeline_model_parallel_size"] == 4
-    ranks = [rank["rank"] for rank in found["ranks"]]
-    assert ranks[0] == 0
-    assert ranks[-1] == 24
+    assert found["candidate"]["pipeline_model_parallel_size"] == 2
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 16]
     for rank in found["ranks"]:
         assert rank["state"] == "measured", rank["reason"]
-        assert rank["stage"] == rank["rank"] // 8
+        assert rank["stage"] == rank["rank"] // 16
         measured, predicted = rank["measured"], rank["predicted"]
         assert 0 < measured["static_gib"] <= measured["peak_allocated_gib"] < measured["device_used_gib"]
         assert measured["compute_time_s"] > 0 < measured["optimizer_time_s"]
-        assert measured["microbatches"] == 16 > measured["microbatches_run"] >= 4
+        assert measured["microbatches"] == 8 > measured["microbatches_run"] >= 4
         assert predicted["rank"] == rank["rank"]
         assert (folder / "candidate-0" / f"rank-{rank['rank']}" / "launch.json").exists()
     combined, slowest = found["combined"], max(rank["measured"]["compute_time_s"] for rank in found["ranks"])
     assert combined["time"]["compute_s"] == slowest
     assert combined["time"]["pp_comm_s"] == found["predicted"]["time"]["pp_comm_s"]
     assert combined["memory"]["fits"] is True
-    assert f"flag: probing rank {ranks[0]} of 32: " in ran.err
+    assert "flag: probing rank 0 of 32: " in ran.err
     assert project.all_gone()
 
 
@@ -85,7 +84,7 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
     while not list(project.folder.glob("candidate-0/rank-0/steps.jsonl")) and time.monotonic() < started + 60:
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=30)
+    _, err = running.communicate(timeout=60)
     assert running.returncode == 130, err
     assert project.all_gone()
 

@@ -106,8 +106,8 @@ def test_exit_code_logs_and_records_are_written(tmp_path: Path) -> None:
     launched = json.loads((tmp_path / "a" / "launch.json").read_text())
     assert (launched["argv"][-1], launched["environment"]["X"], launched["timeout_seconds"]) == (code, "ä", 300.0)
     assert json.loads((tmp_path / "a" / "exit.json").read_text())["code"] == 7
-    assert running.poll() is ended
-    assert running.stop() is ended
+    assert running.poll() == ended
+    assert running.stop() == ended
 
 
 def test_death_by_a_signal_is_a_negative_code(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     assert running.wait(0.2) is None
     ended = running.stop()
     assert (ended.code, ended.ended_by) == (-15, "request")
-    assert running.stop() is ended
+    assert running.stop() == ended
     assert marked.alive() == []
 
 

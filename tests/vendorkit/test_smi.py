@@ -21,9 +21,7 @@ def test_missing_failing_and_hanging_tools_give_nothing() -> None:
 def test_a_hanging_wrapper_is_ended_with_its_child(tmp_path: Path) -> None:
     note = tmp_path / "note"
     child = f"sleep 2; echo alive > {note}"
-    start = time.monotonic()
     assert tool_output("sh", "-c", f"({child}); true", timeout_seconds=0.3) is None
-    assert time.monotonic() - start < 1.5
     time.sleep(2.2)
     assert not note.exists()
 

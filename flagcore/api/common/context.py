@@ -73,13 +73,18 @@ def prediction_records(task: Task, workload: Workload, columns: Columns, costs: 
 
 
 def build_problem_of_spec(
-    spec: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+    spec: SpecLike,
+    chip: str | None,
+    without: Collection[str],
+    data: Mapping[str, Any] | None = None,
+    *,
+    plan: bool = False,
 ) -> tuple[Problem, Workload]:
-    """Return the problem that a spec poses, for another chip if one is named. Raises the errors of a spec."""
+    """Return the problem that a spec poses, for another chip if one is named, or a `plan`. Raises a spec's errors."""
     wanted = read_spec(spec, chip, without, data)
     workload = plugins.workload_of(wanted.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(wanted, loaded, workload)
+        problem = build_problem(wanted, loaded, workload, plan=plan)
     warn_about_problem(problem, workload)
     return problem, workload
 
@@ -88,7 +93,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
-        problem, workload = build_problem_of_spec(where, chip, without)
+        problem, workload = build_problem_of_spec(where, chip, without, plan=True)
         return _snapshot(place, problem, workload, learn(()), Past.empty())
     run = load_run(place)
     if chip is not None:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import InstalledVersion, KeyWarnings, Workload, labels_of, untested_reason
+from flagcore.contracts import FindsHosts, InstalledVersion, KeyWarnings, Workload, labels_of, untested_reason
 from flagcore.domain.chip import Support, unknown_chip_hint
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
@@ -175,7 +175,20 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
         found: Spec = gathered(parts)["spec"]
-    return found
+    return _with_hosts(found)
+
+
+def _with_hosts(spec: Spec) -> Spec:
+    """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
+    cluster, finder = spec.cluster, launcher(spec.launcher)
+    hosts = finder.find_hosts() if isinstance(finder, FindsHosts) and not cluster.hosts else ()
+    if not hosts or cluster.groups:
+        return spec
+    if cluster.nodes not in (1, len(hosts)):
+        found = ", ".join(hosts)
+        problem = _("must be {count}: {launcher} found {hosts}", count=len(hosts), launcher=finder.name, hosts=found)
+        raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=len(hosts)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
-from flagcore.contracts import Platform, Workload, labels_of, model_parts
+from flagcore.contracts import Planned, Platform, Workload, labels_of, model_parts
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import Labels
@@ -33,9 +33,9 @@ class Estimate(Notebook):
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `notes` what
-    plugins say of engine and chip. `search` is how long `flag tune` may take. `knobs` are those of the task, `labels`
-    the engine's.
+    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` the
+    implementation and settings of a plan that the spec does not name, `notes` what plugins say of engine and chip.
+    `search` is how long `flag tune` may take. `knobs` are those of the task, `labels` the engine's.
     """
 
     chip: str
@@ -47,6 +47,7 @@ class Estimate(Notebook):
     untimed: int = 0
     no_time: str = ""
     runs: str = ""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     search: SearchTime | None = None
     knobs: Knobs = field(default_factory=dict)
@@ -77,7 +78,7 @@ def estimate(
     `chip` names a chip to plan for instead of the spec's, `data` is the content of the file if it was imported. Raises
     the errors of `flagcore.errors`.
     """
-    problem, workload = build_problem_of_spec(spec, chip, without, data)
+    problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     require_candidate(problem)
     order = fastest(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
@@ -96,6 +97,7 @@ def estimate(
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
+        assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
         search=time_of_search(problem, workload),
         knobs=problem.knobs,
@@ -118,6 +120,14 @@ def _runs(task: Task) -> str:
     return _("{how}; with train.settings", how=how) if train.settings else how
 
 
+def _assumed(task: Task) -> Mapping[str, Any]:
+    """Return the implementation and the settings that a plan assumes, nothing if it assumes none."""
+    work = task.spec.work
+    if isinstance(work, ServeSpec) or not work.assumed:
+        return {}
+    return {"implementation": work.implementation, **work.assumed}
+
+
 def before_trials(problem: Problem) -> Counts:
     """Return the counts of combinations by outcome before anything ran."""
     nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
@@ -128,8 +138,11 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     """Return candidates with their predictions and, by component, what their worst stages hold."""
     space, platform = problem.space, problem.platform
     records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
-    candidates = [space.candidate(int(row)).as_dict() for row in rows]
-    return [{"candidate": each, **known} for each, known in zip(candidates, records, strict=True)]
+    candidates = [space.candidate(int(row)) for row in rows]
+    if isinstance(workload, Planned) and _assumed(platform.task):
+        assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
+        records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
+    return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

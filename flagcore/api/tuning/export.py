@@ -150,10 +150,10 @@ def run_best(
         os.dup2(stdout, 1)
     try:
         os.chdir(folder)
-        program, variables = argv[0], {**RENDEZVOUS, **os.environ, **environment}
+        program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
         text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
         warn([_("the command of the best of {run}: add {missing}", run=run_dir, missing=missing) if missing else text])
-        os.execvpe(program, argv, variables)
+        os.execvpe(program, argv, {**defaults, **os.environ, **environment})
     except (OSError, ValueError, TypeError, IndexError) as error:
         names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
         raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
@@ -186,6 +186,8 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
 
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
+OWN_SCRIPT = "# Runs your script; the program that it starts has the best values in place of its own."
+FROZEN = "# What your script starts. Values that it computes, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
 """Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
 
@@ -226,7 +228,8 @@ class Hidden:
 
 def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in RENDEZVOUS.items()]
+    meeting = {} if launch.own_script else RENDEZVOUS
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in meeting.items()]
     exports += [
         f"export {name}={shlex.quote(value)}"
         for name, value in launch.environment.items()
@@ -237,8 +240,10 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     lines = [
         "#!/bin/sh",
         heading(plan),
-        *(["# Your script also runs:"] if launch.leaves_out else []),
-        *(f"#   {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out),
+        *([OWN_SCRIPT] if launch.own_script else []),
+        *([FROZEN] if launch.leaves_out is not None else []),
+        *(["# It also runs:"] if launch.leaves_out else []),
+        *(f"#   {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()),
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,
         *needs,

@@ -25,6 +25,7 @@ from flagcore.api.common.inputs import (
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
+from flagcore.api.hardware.hosts import require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
@@ -114,7 +115,11 @@ class _EngineRun:
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
         _require_ready(self.workload, self.spec)
+        hosts = self.spec.cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
+        devices = require_hosts(self.launcher, hosts) if hosts else ()
         with loaded_plugins(self.without) as loaded:
+            if hosts:
+                loaded.use_devices(devices)
             spec = replace(self.spec, baseline=self._baseline())
             try:
                 result = run_loop(spec, self._dependencies(loaded, on_event))

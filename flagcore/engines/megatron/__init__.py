@@ -1,5 +1,18 @@
-"""Megatron: its knobs, their rules, its flags and its metrics."""
+"""Megatron: its knobs, their rules, its flags and its metrics.
 
-from flagcore.engines.megatron.adapter import WORKLOAD
+The adapter is imported when it is first needed: a trial process, which needs only `trial`, starts sooner without it.
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from flagcore.engines.megatron.adapter import WORKLOAD
 
 __all__ = ["WORKLOAD"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "WORKLOAD":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flagcore.engines.megatron.adapter import WORKLOAD
+
+    return WORKLOAD

@@ -11,20 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import (
-    Breakdown,
-    EndsEarly,
-    Installed,
-    JobRecords,
-    KeyWarnings,
-    OwnCommand,
-    Pipelined,
-    Prober,
-    PruningRule,
-    ReleaseCheck,
-    Shortens,
-    Workload,
-)
+from flagcore import contracts
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
@@ -36,6 +23,7 @@ from flagcore.engines.megatron import (
     launching,
     options,
     probing,
+    production,
     published,
     reading,
     release_check,
@@ -115,6 +103,8 @@ class Megatron:
     read = staticmethod(reading.read)
     steps_wanted = staticmethod(reading.steps_wanted)
     command_changes = staticmethod(command_changes)
+    as_in_production = staticmethod(production.as_in_production)
+    assumed = staticmethod(production.assumed)
     as_installed = staticmethod(trial_program.as_installed)
     installation_notes = staticmethod(trial_program.installation_notes)
     ready_to_probe = staticmethod(launching.ready_to_probe)
@@ -123,7 +113,7 @@ class Megatron:
     probe_ranks = staticmethod(probing.probe_ranks)
     probe_launch = staticmethod(launching.probe_launch)
 
-    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+    def pruning_rules(self, task: Task) -> tuple[contracts.PruningRule, ...]:
         only_core = recompute_modules(options.settings_in_force(task.spec)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
@@ -203,17 +193,18 @@ def _level(columns: Columns) -> IntArray:
 
 
 class _Capabilities(
-    Workload,
-    Prober,
-    Breakdown,
-    EndsEarly,
-    Installed,
-    JobRecords,
-    KeyWarnings,
-    OwnCommand,
-    Pipelined,
-    ReleaseCheck,
-    Shortens,
+    contracts.Workload,
+    contracts.Prober,
+    contracts.Breakdown,
+    contracts.EndsEarly,
+    contracts.Installed,
+    contracts.JobRecords,
+    contracts.KeyWarnings,
+    contracts.OwnCommand,
+    contracts.Pipelined,
+    contracts.Planned,
+    contracts.ReleaseCheck,
+    contracts.Shortens,
     Protocol,
 ):
     """What Megatron implements, for mypy."""

@@ -11,14 +11,15 @@ from pathlib import Path
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
-from flagcore.domain.spec import SettingValue, Spec, TrainSpec
-from flagcore.engines.megatron import trial_program
+from flagcore.domain.spec import SettingValue, Spec
+from flagcore.engines.megatron import production, trial_program
 from flagcore.engines.megatron.command.checks import check_command
 from flagcore.engines.megatron.command.launch import own_launch
 from flagcore.engines.megatron.command.reference import reference_launch
 from flagcore.engines.megatron.options import schedule
 from flagcore.engines.megatron.predict import with_layout
-from flagcore.errors import LaunchError, NoDevice, SpecError
+from flagcore.engines.megatron.release_check import release_problems
+from flagcore.errors import LaunchError, NoDevice, SpecError, joined
 
 PROGRAM = "flagcore.engines.megatron.trial"
 
@@ -26,26 +27,28 @@ PROGRAM = "flagcore.engines.megatron.trial"
 def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> None:
     """Raise SpecError or NoDevice unless trials of `spec` can run here; a user's own command brings its own means."""
     train = spec.train
-    _settings_run(train)
     if train.command is not None:
         check_command(spec)
+    for key, value in train.settings.items():
+        _require_in_megatron(key, value)
+    if train.command is not None:
         return
     if spec.cluster.groups:
         chips, problem = [group.chip for group in spec.cluster.groups], "are more kinds of chips than one machine has"
         fix = "plan with `flag estimate`; to run trials, give a train.command that starts on all groups"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
-    if spec.cluster.nodes != 1:
-        problem = "is not what flagcore's own trial program can run"
-        raise SpecError(
-            key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix="use 1, or give a train.command"
-        )
+    if spec.cluster.nodes != 1 and not spec.on_each_host:
+        problem = "is more than one, but trials start on this machine"
+        fix = "name the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or give a train.command"
+        raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
     trial_program.check(train)
-    missing = [requirement for module, requirement in modules.items() if not trial_program.installed(module)]
-    if missing:
+    if missing := [needed for module, needed in modules.items() if not trial_program.installed(module, needed)]:
         raise NoDevice(
             f"trials need {' and '.join(missing)}, not installed here; pip install --no-deps "
             f"{' '.join(map(repr, missing))} (torch: the build for this device), or give a train.command"
         )
+    if problems := release_problems(spec, trial_program.release()):
+        raise joined(problems)
 
 
 def ready_to_probe(spec: Spec) -> None:
@@ -56,13 +59,8 @@ def ready_to_probe(spec: Spec) -> None:
     ready(replace(spec, cluster=replace(spec.cluster, nodes=1)))
 
 
-def _settings_run(train: TrainSpec) -> None:
-    """Raise SpecError for a setting that no Megatron runs."""
-    for key, value in train.settings.items():
-        _require_in_megatron(key, value)
-
-
 def _require_in_megatron(key: str, value: SettingValue) -> None:
+    """Raise SpecError for a setting that no Megatron runs."""
     if _only_predicted(key, value):
         problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
         raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
@@ -89,8 +87,13 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
     if for_real:
         for key, value in train.settings.items():
             _require_in_megatron(key, value)
-        return reference_launch(platform.task, values, folder)
-    return _program(trial_program.job(platform, candidate, folder), folder)
+        named = {**production.assumed(platform.task, candidate), **train.settings}
+        spec = replace(platform.task.spec, work=replace(train, settings=named))
+        return reference_launch(replace(platform.task, spec=spec), values, folder)
+    planned = _program(trial_program.job(platform, candidate, folder), folder)
+    if platform.task.spec.on_each_host and platform.support.distributed_backend == "gloo":
+        return replace(planned, environment={"GLOO_SOCKET_IFNAME": "{interface}"})
+    return planned
 
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:

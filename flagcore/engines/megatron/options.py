@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
 from flagcore.engines.megatron.command.user_command import readable_command, release_of
@@ -33,7 +34,7 @@ def runs(train: TrainSpec) -> str:
 
 
 def settings_in_force(spec: Spec) -> Settings:
-    """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
+    """Return the defaults, those that a plan assumes, those of a user's own command, and the spec's, which win.
 
     Raises SpecError where they contradict a command whose arguments cannot be changed.
     """
@@ -46,55 +47,53 @@ def settings_in_force(spec: Spec) -> Settings:
                 problem=f"contradicts train.command, which sets {value}",
                 fix="remove one of the two",
             )
-    return {**DEFAULTS[runs(train)], **command, **train.settings}
+    return {**DEFAULTS[runs(train)], **train.assumed, **command, **train.settings}
+
+
+SWITCHES = {
+    "account_for_embedding": EMBEDDING,
+    "account_for_loss": LOSS,
+    "precision_aware_optimizer": "use_precision_aware_optimizer",
+    "fsdp": "use_megatron_fsdp",
+    "overlap_expert_comm": "overlap_moe_expert_parallel_comm",
+    "grouped_gemm": "moe_grouped_gemm",
+    "cross_entropy_fusion": "cross_entropy_loss_fusion",
+    **{name: name for name in ("overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "fp8_param_gather")},
+}
+WIDTHS = {
+    "main_grad_bytes": "main_grads_dtype",
+    "main_param_bytes": "main_params_dtype",
+    "exp_avg_bytes": "exp_avg_dtype",
+    "exp_avg_sq_bytes": "exp_avg_sq_dtype",
+}
+"""Options by the settings that they are taken from."""
 
 
 def options(task: Task) -> Options:
     """Return the options of a task. Raises SpecError for settings that exclude each other, NotModelled."""
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
-
-    def on(key: str) -> bool:
-        return bool(settings.get(key, False))
-
-    def width(key: str) -> int:
-        return BYTES[str(settings.get(key, "fp32"))]
-
+    share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
+    taken: dict[str, Any] = {name: bool(settings.get(key)) for name, key in SWITCHES.items()}
+    taken |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in WIDTHS.items()}
     return Options(
+        **taken,
         schedule=schedule(settings.get("pipeline_schedule")),
         equal_stages=not takes_layouts(task.spec),
-        account_for_embedding=on(EMBEDDING),
-        account_for_loss=on(LOSS),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
-        main_grad_bytes=width("main_grads_dtype"),
-        main_param_bytes=width("main_params_dtype"),
-        exp_avg_bytes=width("exp_avg_dtype"),
-        exp_avg_sq_bytes=width("exp_avg_sq_dtype"),
-        precision_aware_optimizer=on("use_precision_aware_optimizer"),
-        fp8_param_gather=on("fp8_param_gather"),
-        optimizer_offload_fraction=float(settings.get("optimizer_offload_fraction", 1.0) or 0.0)
-        if on("optimizer_cpu_offload")
-        else 0.0,
-        offload_modules=words(settings.get("offload_modules"))
-        if on("fine_grained_activation_offloading")
-        else frozenset(),
+        assumed_fp8_gather="fp8_param_gather" in train.assumed,
+        optimizer_offload_fraction=float(share or 0.0) if settings.get("optimizer_cpu_offload") else 0.0,
+        offload_modules=words(settings.get("offload_modules")) if settings.get(offloads) else frozenset(),
         offload_stages=numbers(settings.get("offload_stages")),
-        fsdp=on("use_megatron_fsdp"),
         adapters=settings.get("trainable") == "adapters",
-        overlap_grad_reduce=on("overlap_grad_reduce"),
-        overlap_param_gather=on("overlap_param_gather"),
-        tp_comm_overlap=on("tp_comm_overlap"),
         overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
-        overlap_expert_comm=on("overlap_moe_expert_parallel_comm"),
         dispatcher=str(settings["moe_token_dispatcher_type"]),
-        grouped_gemm=on("moe_grouped_gemm"),
         expert_imbalance=_imbalance(settings),
         cp_comm=str(settings.get("cp_comm_type", "p2p")),
         cuda_graph=_graph(settings),
-        cross_entropy_fusion=on("cross_entropy_loss_fusion"),
-        dropout=on("attention_dropout") or on("hidden_dropout"),
+        dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
 
 

@@ -16,11 +16,11 @@ import yaml
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import SettingValue, Task
+from flagcore.engines.megatron.production import IMPLEMENTATION, overlaps
 from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.engines.megatron.stages import LAYOUT, parse_layout, published_split
 from flagcore.spec.knobs import setting_from_text
 
-IMPLEMENTATION = "transformer_engine"
 PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 SPLITS = (
     LAYOUT,
@@ -63,24 +63,14 @@ def published(
 def _defaults(
     task: Task, kind: str, settings: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
 ) -> dict[str, SettingValue]:
-    precision, flash = task.spec.train.precision, task.spec.train.attention == "flash"
-    sharded = bool(values.get("use_distributed_optimizer"))
+    flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
     split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
-    dense = task.spec.model.num_moe_experts is None
-    overlaps = bool(settings.get("overlap_grad_reduce", sharded))
-    narrow = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in settings
-    tuned = overlaps and sharded and kind == IMPLEMENTATION and narrow
     return {
-        "overlap_grad_reduce": overlaps,
-        "overlap_param_gather": overlaps and sharded,
-        "grad_reduce_in_bf16": tuned,  # the recipes of NeMo and Megatron-Bridge; most such runs would not fit otherwise
-        "fp8_param_gather": tuned and precision != "nvfp4",  # Megatron-Bridge's `training/mixed_precision.py`
+        **overlaps(task, kind, settings, sharded=sharded, split=split),
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",
         "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default, as when models had dropout
         "hidden_dropout": 0.0 if flash else 0.1,
-        "tp_comm_overlap": flash and sharded and split and dense and kind == IMPLEMENTATION,
     }
 
 

@@ -1,4 +1,4 @@
-"""Whether the release of Megatron-LM that a spec names has the knobs and settings that the spec sets."""
+"""Whether a release of Megatron-LM has the knobs and settings that a spec sets."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from flagcore.errors import SpecError, SpecErrors
 
 def check_release(spec: Spec) -> None:
     """Raise SpecErrors with each value of a knob or setting that `train.engine_version` does not have."""
-    release = spec.train.engine_version
-    if release is None:
-        return
-    problems = []
-    for key, value in _set_values(spec):
-        if found := _problem(BY_NAME[key.rpartition(".")[2]], value, release):
-            problems.append(SpecError(key=key, value=value, problem=found[0], fix=found[1]))
-    if problems:
+    if problems := release_problems(spec, spec.train.engine_version):
         raise SpecErrors(problems)
+
+
+def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
+    """Return the errors of the values of knobs and settings that a release does not have; none if it is unknown."""
+    if release is None:
+        return []
+    return [
+        SpecError(key=key, value=value, problem=found[0], fix=found[1])
+        for key, value in _set_values(spec)
+        if (found := release_problem(BY_NAME[key.rpartition(".")[2]], value, release))
+    ]
 
 
 def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
@@ -34,7 +38,7 @@ def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
             yield from ((f"auto_tuner.space.{name}", value) for value in values)
 
 
-def _problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
+def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
     """Return what is wrong with a value in a release, and the fix; None if nothing is."""
     spellings = [flag for flag in knob.flags if flag.sets(value)]
     if value is None or value == knob.neutral or not spellings:

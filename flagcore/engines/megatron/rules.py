@@ -32,7 +32,8 @@ METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the legality rules of training `task` with Megatron, each applied as soon as its knobs are known."""
-    return (*_batch(task), *_width(task), *_groups(task), *_pipeline(task), *_experts(task), *_recompute(task))
+    groups = (_batch, _width, _length, _groups, _pipeline, _experts, _recompute, _full_recompute)
+    return tuple(rule for group in groups for rule in group(task))
 
 
 def _batch(task: Task) -> Sequence[Rule]:
@@ -54,7 +55,7 @@ def _batch(task: Task) -> Sequence[Rule]:
 
 
 def _width(task: Task) -> Sequence[Rule]:
-    model, length = task.spec.model, task.spec.train.seq_length
+    model = task.spec.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     widths = [model.moe_shared_expert_intermediate_size or 0]
     if model.num_moe_experts is None or model.moe_first_dense_layers:
@@ -92,6 +93,12 @@ def _width(task: Task) -> Sequence[Rule]:
             message=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
             broken=lambda c: expert_width % split.expert_tensor_size(c) != 0,
         ),
+    )
+
+
+def _length(task: Task) -> Sequence[Rule]:
+    length, experts = task.spec.train.seq_length, task.spec.model.num_moe_experts
+    return (
         Rule(
             name="context_length",
             knobs=(CP,),
@@ -108,7 +115,7 @@ def _width(task: Task) -> Sequence[Rule]:
             name="moe_sequence_parallel",
             knobs=(TP, SP),
             message=f"a mixture of experts with {TP} > 1 trains only with {SP}",
-            broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (model.num_moe_experts is not None),
+            broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (experts is not None),
         ),
     )
 
@@ -199,7 +206,6 @@ def _split_message(split: Split) -> str:
 
 
 def _recompute(task: Task) -> Sequence[Rule]:
-    split, depths = Split.of(task), task.spec.model.mtp_num_layers
     return (
         Rule(
             name="recompute_granularity",
@@ -219,6 +225,12 @@ def _recompute(task: Task) -> Sequence[Rule]:
             message=f"full recompute needs {METHOD}",
             broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == 0),
         ),
+    )
+
+
+def _full_recompute(task: Task) -> Sequence[Rule]:
+    split, depths = Split.of(task), task.spec.model.mtp_num_layers
+    return (
         Rule(
             name="uniform_recompute",
             knobs=(PP, SPLIT, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
@@ -264,11 +276,6 @@ def merges(task: Task) -> tuple[Merge, ...]:
         each = np.where(own & (c[VIRTUAL] > 0), -(-split.layers // (c[PP] * parts)), c[VIRTUAL])
         return {VIRTUAL: np.where(one, 0, each)}
 
-    def recompute_layers(c: Columns) -> dict[str, IntArray]:
-        block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
-        every = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
-        return {METHOD: np.where(every, UNIFORM, c[METHOD]), RECOMPUTE_LAYERS: np.where(every, 1, number)}
-
     return (
         Merge(
             name="sequence_parallel_without_tensor_parallel",
@@ -291,6 +298,17 @@ def merges(task: Task) -> tuple[Merge, ...]:
             canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & derives, c[SPLIT], 0)},
         ),
         Merge(name="one_virtual_stage", knobs=(PP, SPLIT, VIRTUAL), canonical=virtual),
+        *_recompute_merges(split),
+    )
+
+
+def _recompute_merges(split: Split) -> Sequence[Merge]:
+    def recompute_layers(c: Columns) -> dict[str, IntArray]:
+        block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
+        every = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
+        return {METHOD: np.where(every, UNIFORM, c[METHOD]), RECOMPUTE_LAYERS: np.where(every, 1, number)}
+
+    return (
         Merge(
             name="granularity_without_recompute",
             knobs=(RECOMPUTE, GRANULARITY),

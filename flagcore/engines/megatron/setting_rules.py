@@ -33,37 +33,44 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of those settings that are on."""
+    """Return the rules of those settings that are on, and not just assumed where they are legal."""
+    return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
+
+
+def settings_with_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of all settings that are on."""
     settings, split = settings_in_force(task.spec), Split.of(task)
-    sharded = bool(settings.get("use_megatron_fsdp"))
+    sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 
-    def recomputes_fully(c: Columns) -> BoolArray:
-        fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
-        return fully
+    def no_optimizer(c: Columns) -> BoolArray:
+        missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
+        return missing
 
     rules = (
         *(
-            Rule(
-                name=name,
-                knobs=(DIST_OPT,),
-                message=f"{name} needs {DIST_OPT}",
-                broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
-            )
+            Rule(name=name, knobs=(DIST_OPT,), message=f"{name} needs {DIST_OPT}", broken=no_optimizer)
             for name in NEED_DIST_OPT
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(
             name=EXPERT_OVERLAP,
             knobs=(PP, SPLIT, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
-            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
-            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
+            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute; with "
+            f"multi-token prediction also {PP} > 1 and mtp_num_layers: 1",
+            broken=lambda c: (
+                (c[EP] == 1)
+                | _recomputes_fully(c)
+                | ((c[PP] > 1) & (split.virtual(c) == 1))
+                | ((c[PP] == 1) & (depths > 0))
+                | (depths > 1)
+            ),
         ),
         Rule(
             name=STAGES,
             knobs=(PP, RECOMPUTE, GRANULARITY),
             message=f"{STAGES} needs full recompute and a number for each of the {PP} stages",
-            broken=lambda c: (c[PP] != len(per_stage)) | ~recomputes_fully(c),
+            broken=lambda c: (c[PP] != len(per_stage)) | ~_recomputes_fully(c),
         ),
         Rule(
             name="offload_stages",
@@ -75,6 +82,11 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
         *_dependent(task, settings),
     )
     return tuple(rule for rule in rules if settings.get(rule.name))
+
+
+def _recomputes_fully(c: Columns) -> BoolArray:
+    fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
+    return fully
 
 
 def _dependent(task: Task, settings: Settings) -> Iterator[Rule]:

@@ -37,6 +37,10 @@ def _switch(name: str, help: str, compare: bool = False, **changes: Any) -> Knob
     return _setting(name, "flag", help, compare=compare, **changes)
 
 
+def _expert(name: str, help: str, **changes: Any) -> Knob:
+    return _switch(name, help, compare=True, experts_only=True, **changes)
+
+
 def _word(name: str, help: str, words: tuple[str, ...], compare: bool = False, **changes: Any) -> Knob:
     if compare:
         changes = {"auto": _default_or(*words), **changes}
@@ -46,6 +50,11 @@ def _word(name: str, help: str, words: tuple[str, ...], compare: bool = False, *
 def _default_or(*values: KnobValue) -> Callable[[Task], Sequence[KnobValue]]:
     """Return what `auto` stands for: the engine's default, or one of some values."""
     return lambda task: (None, *values)
+
+
+def _format(name: str, what: str, narrow: str) -> Knob:
+    text = f"Format of {what}; null: fp32. It changes numerics."
+    return _word(name, text, FORMATS, since="0.11", auto=_default_or(narrow), compare=True)
 
 
 def _end(place: str) -> Knob:
@@ -136,38 +145,10 @@ SETTINGS = (
         since="0.11",
         compare=True,
     ),
-    _word(
-        "main_grads_dtype",
-        "Format of the gradients that the optimizer reads; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("bf16"),
-        compare=True,
-    ),
-    _word(
-        "main_params_dtype",
-        "Format of the optimizer's copy of the weights; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("fp16"),
-        compare=True,
-    ),
-    _word(
-        "exp_avg_dtype",
-        "Format of Adam's first moment; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("bf16"),
-        compare=True,
-    ),
-    _word(
-        "exp_avg_sq_dtype",
-        "Format of Adam's second moment; null: fp32. It changes numerics.",
-        FORMATS,
-        since="0.11",
-        auto=_default_or("bf16"),
-        compare=True,
-    ),
+    _format("main_grads_dtype", "the gradients that the optimizer reads", "bf16"),
+    _format("main_params_dtype", "the optimizer's copy of the weights", "fp16"),
+    _format("exp_avg_dtype", "Adam's first moment", "bf16"),
+    _format("exp_avg_sq_dtype", "Adam's second moment", "bf16"),
     _switch("optimizer_cpu_offload", "Whether the optimizer runs on the host.", since="0.12", compare=True),
     _setting(
         "optimizer_offload_fraction",
@@ -226,26 +207,13 @@ SETTINGS = (
         "The opposite of overlap_p2p_comm, as on Megatron's command line.",
         opposite="overlap_p2p_comm",
     ),
-    _switch(
+    _expert(
         "overlap_moe_expert_parallel_comm",
         "Whether expert-parallel communication overlaps with another micro-batch.",
         since="0.14",
-        compare=True,
-        experts_only=True,
     ),
-    _switch(
-        "delay_wgrad_compute",
-        "Whether weight gradients are computed during expert communication.",
-        since="0.13",
-        compare=True,
-        experts_only=True,
-    ),
-    _switch(
-        "moe_shared_expert_overlap",
-        "Whether shared experts run during expert-parallel communication.",
-        compare=True,
-        experts_only=True,
-    ),
+    _expert("delay_wgrad_compute", "Whether weight gradients are computed during expert communication.", since="0.13"),
+    _expert("moe_shared_expert_overlap", "Whether shared experts run during expert-parallel communication."),
     _word(
         "moe_token_dispatcher_type",
         "Token dispatcher of the experts.",
@@ -264,12 +232,7 @@ SETTINGS = (
         compare=True,
         experts_only=True,
     ),
-    _switch(
-        "moe_grouped_gemm",
-        "Whether the experts of a device are one grouped matrix product.",
-        compare=True,
-        experts_only=True,
-    ),
+    _expert("moe_grouped_gemm", "Whether the experts of a device are one grouped matrix product."),
     _setting(
         "moe_expert_capacity_factor",
         "number",

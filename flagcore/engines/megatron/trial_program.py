@@ -6,16 +6,22 @@ import functools
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
 
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import SettingValue, TrainSpec
+from flagcore.engines.megatron.command.release import DISTRIBUTION
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import DEFAULTS, runs
 from flagcore.engines.megatron.predict import with_layout
-from flagcore.engines.megatron.stages import LAYOUT
+from flagcore.engines.megatron.trial.job import Candidate as JobCandidate
 from flagcore.errors import SpecError
 from flagcore.i18n import _
 
@@ -25,33 +31,13 @@ SEED = 1234
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
 EIGHT_BITS = ("fp8", "mxfp8")
-SETTINGS = (
-    "recompute_modules",
-    "expert_tensor_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    LAYOUT,
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "accumulate_allreduce_grads_in_fp32",
-    "grad_reduce_in_bf16",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_p2p_comm",
-    "cross_entropy_loss_fusion",
-)
-"""Settings that the trial program takes."""
+TAKEN = frozenset(field.name for field in fields(JobCandidate))
+"""Knobs and settings that the trial program takes."""
 OF_TRANSFORMER_ENGINE = (
-    "tp_comm_overlap",
-    "moe_grouped_gemm",
-    "fp8_recipe",
-    "use_precision_aware_optimizer",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
+    *("tp_comm_overlap", "moe_grouped_gemm", "fp8_recipe", "use_precision_aware_optimizer"),
+    *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
 )
-"""Settings that it takes with transformer-engine's layers, kernels and optimizer."""
+"""Settings of transformer-engine's layers, kernels and optimizer alone."""
 CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
     "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
@@ -85,21 +71,34 @@ def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
         "moe_expert_imbalance": (value,),
         "trainable": ("all",),
     }
-    if key in SETTINGS or (key in OF_TRANSFORMER_ENGINE and layers == TRANSFORMER_ENGINE):
-        return True
-    if key == "moe_grouped_gemm" and installed("grouped_gemm"):
-        return True
     if key in CHOICES:
         return value in CHOICES[key][layers]
-    return value in does.get(key, (False, "fp32", "none"))
+    alike = value in does.get(key, (False, "fp32", "none"))
+    if key in OF_TRANSFORMER_ENGINE and layers != TRANSFORMER_ENGINE:
+        return alike or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
+    return alike or key in TAKEN
 
 
-def installed(module: str) -> bool:
-    """Return whether a module is found, without importing it."""
+def installed(module: str, requirement: str = "") -> bool:
+    """Return whether a module is found, without importing it, and no version that its requirement excludes."""
     try:
-        return find_spec(module) is not None
+        return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
     except (ImportError, ValueError):
         return False
+
+
+def _excluded(requirement: Requirement) -> bool:
+    try:
+        return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
+    except (PackageNotFoundError, InvalidVersion):  # a vendor's own
+        return False
+
+
+def release() -> str | None:
+    """Return the release of megatron-core that is installed here."""
+    with suppress(PackageNotFoundError):
+        return version(DISTRIBUTION)
+    return None
 
 
 def as_installed(platform: Platform) -> Platform:
@@ -107,20 +106,17 @@ def as_installed(platform: Platform) -> Platform:
 
     Otherwise the spec stays: the trial program then runs megatron-core's own layers, unfused.
     """
-    task, support = platform.task, platform.support
-    spec, train = task.spec, task.spec.train
-    if train.command is not None or train.implementation is not None or support.device_type in (None, "cpu"):
+    modules = (*platform.support.preload, "transformer_engine.pytorch")
+    if not _chooses_layers(platform) or not installed("transformer_engine") or not _imports(modules):
         return platform
-    if not installed("transformer_engine") or not _imports((*support.preload, "transformer_engine.pytorch")):
-        return platform
-    spec = replace(spec, work=replace(train, implementation=TRANSFORMER_ENGINE))
-    return replace(platform, task=replace(task, spec=spec))
+    task = platform.task
+    work = replace(task.spec.train, implementation=TRANSFORMER_ENGINE)
+    return replace(platform, task=replace(task, spec=replace(task.spec, work=work)))
 
 
 def installation_notes(platform: Platform) -> tuple[str, ...]:
     """Return what it means for trials that transformer-engine does not import; nothing on a CPU."""
-    train = platform.task.spec.train
-    if train.command is not None or train.implementation is not None or platform.support.device_type in (None, "cpu"):
+    if not _chooses_layers(platform):
         return ()
     return (
         _(
@@ -128,6 +124,13 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
             "FP8 and overlap of tensor-parallel messages; a job with transformer-engine is faster"
         ),
     )
+
+
+def _chooses_layers(platform: Platform) -> bool:
+    """Return whether the trial program may use transformer-engine's layers or not."""
+    train = platform.task.spec.train
+    named = train.command is not None or train.implementation is not None
+    return not named and platform.support.device_type not in (None, "cpu")
 
 
 @functools.cache
@@ -167,14 +170,16 @@ def job(
         },
         "output": folder,
         "probe": probe,
+        "nodes": len(spec.cluster.hosts) if spec.on_each_host and probe is None else 1,
     }
 
 
 def _settings(train: TrainSpec) -> dict[str, object]:
     values = {**DEFAULTS[runs(train)], **train.settings}
-    taken = {key: values[key] for key in (*SETTINGS, *OF_TRANSFORMER_ENGINE, *CHOICES) if key in values}
     return {
-        key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value for key, value in taken.items()
+        key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value
+        for key, value in values.items()
+        if key in TAKEN
     }
 
 

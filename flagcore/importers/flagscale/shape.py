@@ -20,13 +20,7 @@ MAX_PATTERN = 10_000
 
 def shape(flags: Flags) -> dict[str, Any]:
     """Return the section `model`. Raises SpecError where a size is missing or a pattern of layers is not supported."""
-    vocabulary, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
-    if vocabulary is None:
-        key = "train.data.tokenizer.vocab_size"
-        flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
-    elif is_placeholder(vocabulary):
-        key = flags.key("vocab_size")
-        flags.source.report(key, "is a placeholder", value=vocabulary, fix=fix.format(key))
+    vocabulary = _vocabulary(flags)
     found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.get(key)) is not None}
     wrong = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
@@ -40,33 +34,47 @@ def shape(flags: Flags) -> dict[str, Any]:
     gated = bool(flags.get("swiglu"))
     found["gated_linear_unit"] = gated
     found["ffn_hidden_size"] = _width(flags, found["hidden_size"], gated)
+    found["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
+    found |= _attention(flags) | _experts(flags, found["num_layers"])
+    _note_other_layers(flags)
+    return found
+
+
+def _vocabulary(flags: Flags) -> Any:
+    found, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
+    if found is None:
+        key = "train.data.tokenizer.vocab_size"
+        flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
+    elif is_placeholder(found):
+        key = flags.key("vocab_size")
+        flags.source.report(key, "is a placeholder", value=found, fix=fix.format(key))
+    return found
+
+
+def _attention(flags: Flags) -> dict[str, Any]:
+    """Return the query groups, the biases of queries, keys and values, and the sizes of latent attention."""
+    found: dict[str, Any] = {}
     groups, grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
     latent = bool(flags.get("multi_latent_attention"))
-    if grouped and not latent:
+    if grouped and latent:
+        flags.note("group_query_attention", f"not used ({grouped}): latent attention has no query groups", "model")
+    elif grouped:
         found["num_query_groups"] = groups or 1
-    if latent and grouped:
-        text = f"not used ({grouped}): latent attention has no query groups"
-        flags.note("group_query_attention", text, "model")
     if groups is not None and (latent or not grouped):
         flags.note("num_query_groups", "not used: without group_query_attention every head has its own keys", "model")
-    found["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
     biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
+    text = "linear layers have no biases except those of add_qkv_bias"
     if biases:
         text = "is not set: linear layers have biases, of which only those of queries, keys and values are modelled"
-        flags.note("disable_bias_linear", text, "model")
-    else:
-        flags.note("disable_bias_linear", "linear layers have no biases except those of add_qkv_bias", "model")
+    flags.note("disable_bias_linear", text, "model")
     if (flags.get("add_qkv_bias") or biases) and not latent:
         found["add_qkv_bias"] = True
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
-    found |= _experts(flags, found["num_layers"])
     if latent:
-        found["multi_latent_attention"] = True
-        found |= {key: flags.get(key, own) for key, own in TABLES["latent_sizes"].items()}
-        if (rank := flags.get("q_lora_rank")) is not None:
-            found["q_lora_rank"] = rank
-    _note_other_layers(flags)
+        sizes = {key: flags.get(key, own) for key, own in TABLES["latent_sizes"].items()}
+        rank = flags.get("q_lora_rank")
+        found |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
     return found
 
 

@@ -44,26 +44,25 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
     train = {"engine": "megatron", **sizes, **options(flags), **command}
-    tuner: dict[str, Any] = {}
-    space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name != SPLIT])
-    tuner["space"] = {**space, SPLIT: None}  # FlagScale splits layers evenly
-    if why := _why_not_runnable(baseline, train, model, nodes * devices):
-        text = f"cannot run: {why}; the rule of thumb is the baseline instead"
-        source.note("train.system", text, "auto_tuner")
-    else:
-        tuner["baseline"] = baseline
-    steps = source.take(f"{_TUNER}.control.train_iters", 5)
-    tuner |= {
-        "control": {"train_iters": steps, **control(source, "train")},
-        "objective": _objective(source),
-    }
-    source.drop(
-        f"{_TUNER}.algo",
-        "the default strategy is learned, which stops when little can be gained; grid tries all",
-        "auto_tuner",
-    )
+    tuner = _tuner(source, baseline, _why_not_runnable(baseline, train, model, nodes * devices))
     _memory(source, machines)
     return {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
+
+
+def _tuner(source: Source, baseline: dict[str, Any], problem: str) -> dict[str, Any]:
+    """Return the section `auto_tuner`, without a baseline that has a problem."""
+    space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name != SPLIT])
+    found: dict[str, Any] = {"space": {**space, SPLIT: None}}  # FlagScale splits layers evenly
+    if problem:
+        text = f"cannot run: {problem}; the rule of thumb is the baseline instead"
+        source.note("train.system", text, "auto_tuner")
+    else:
+        found["baseline"] = baseline
+    steps = source.take(f"{_TUNER}.control.train_iters", 5)
+    found |= {"control": {"train_iters": steps, **control(source, "train")}, "objective": _objective(source)}
+    why = "the default strategy is learned, which stops when little can be gained; grid tries all"
+    source.drop(f"{_TUNER}.algo", why, "auto_tuner")
+    return found
 
 
 def _check_supported(source: Source, flags: Flags) -> None:

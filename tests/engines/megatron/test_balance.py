@@ -115,8 +115,10 @@ def cases(kind: str, **counts: float) -> Iterator[tuple[Training, Layout]]:
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("pipeline", [2, 3, 4])
-@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize(
+    ("virtual", "pipeline"),
+    [(1, 3), (2, 4), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 2), (1, 4), (2, 2), (2, 3)))],
+)
 @pytest.mark.parametrize("kind", CASES)
 def test_slowest_stage_is_that_of_the_best_of_all_splits(
     kind: str, virtual: int, pipeline: int, recompute: str

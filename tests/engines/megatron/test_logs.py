@@ -117,9 +117,9 @@ def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pyte
 
 
 def test_adversarial_lines_are_matched_quickly(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     read(tmp_path, ("iteration 1/ 1 |" * 20_000 + "\n") * 3 + "a" * 300_000 + " ..." * 100_000)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_an_invalid_memory_line_is_left_out(tmp_path: Path) -> None:

@@ -47,7 +47,13 @@ MODELS = {
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "moe_fc1", "router")
 OFFLOAD = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 
-each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+WIDE = ("experts", "latent attention")
+"""Models whose structure the small one with few experts has, too."""
+
+each_model = pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, id=name, marks=pytest.mark.long if name in WIDE else ()) for name, model in MODELS.items()],
+)
 
 
 def some(draw: np.random.Generator, names: tuple[str, ...]) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from flagcore.engines.megatron.trial.job import parse_job
 from tests.engines.megatron import trial_jobs
 from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 
-pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.process,
+    pytest.mark.timeout(900),
+]
 
 SHAPE = {
     "hidden_size": 512,
@@ -24,7 +25,7 @@ SHAPE = {
     "num_query_groups": 4,
     "kv_channels": 64,
 }
-TRAIN = {"seq_length": 256, "global_batch_size": 8, "train_iters": 3, "balanced_routing": True}
+TRAIN = {"seq_length": 256, "global_batch_size": 8, "train_iters": 2, "balanced_routing": True}
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
 WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "dense": (
@@ -44,7 +45,7 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     ),
 }
 CASES = [
-    pytest.param(name, rank, marks=() if name == "dense" else pytest.mark.long)
+    pytest.param(name, rank, marks=() if (name, rank) == ("dense", 7) else pytest.mark.long)
     for name, (_, _, ranks) in WORLDS.items()
     for rank in ranks
 ]
@@ -52,30 +53,18 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Metrics of the real worlds of the chosen tests, by name, and of the probes, by name and rank.
-
-    Two probes run at a time, for company.
-    """
+    """Metrics of the real worlds of the chosen tests, by name, and of the probes, by name and rank."""
     folder = tmp_path_factory.mktemp("probes")
     mine = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
-    chosen = {name for item in mine if hasattr(item, "callspec") for name in [item.callspec.params["name"]]} | {"dense"}
-    jobs = {name: _job(folder, name, None) for name in chosen}
+    params = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    chosen = {(each["name"], each["rank"]) for each in params} | {("dense", 7)}
+    jobs = {name: _job(folder, name, None) for name, _ in chosen}
+    jobs |= {f"{name} {rank}": _job(folder, name, rank) for name, rank in chosen}
+    jobs["long"] = {**_job(folder, "dense", 7), "output": str(folder / "long")}
+    jobs["long"]["train"]["global_batch_size"] *= 4
     codes, stderr = trial_jobs.run_jobs(folder, jobs)
     assert set(codes.values()) == {0}, stderr
-
-    def probe(name: str) -> None:
-        where = folder / f"of {name}"
-        where.mkdir()
-        codes, stderr = trial_jobs.run_jobs(where, {name: probes[name]})
-        assert codes == {name: 0}, stderr
-
-    probes = {f"{name} {rank}": _job(folder, name, rank) for name in chosen for rank in WORLDS[name][2]}
-    probes["long"] = _job(folder, "dense", 0)
-    probes["long"]["output"] = str(folder / "long")
-    probes["long"]["train"]["global_batch_size"] *= 4
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(probe, probes))
-    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in (*chosen, *probes)}
+    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in jobs}
 
 
 def _job(folder: Path, name: str, rank: int | None) -> Any:
@@ -94,7 +83,7 @@ def test_rank_needs_the_memory_that_it_needs_in_its_world(found: dict[str, Any],
 def test_rank_computes_about_as_long_as_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
     real = statistics.median(step["forward_backward_s"] for step in found[name]["ranks"][rank]["own_steps"][1:])
     probed = statistics.median(step["compute_s"] for step in found[f"{name} {rank}"]["steps"][1:])
-    assert probed == pytest.approx(real, rel=0.5)  # the machine that runs this test may have other work
+    assert 0.4 < probed / real < 2.5  # processor time, which a machine with other work lengthens
 
 
 @pytest.mark.parametrize(("name", "rank"), CASES)
@@ -112,7 +101,7 @@ def test_phases_are_measured_separately(found: dict[str, Any], name: str, rank: 
 
 
 def test_only_as_many_microbatches_are_run_as_show_what_further_ones_cost(found: dict[str, Any]) -> None:
-    short, long = found["dense 0"], found["long"]
+    short, long = found["dense 7"], found["long"]
     assert (short["num_microbatches"], short["microbatches_run"]) == (4, 4)
     assert (long["num_microbatches"], long["microbatches_run"]) == (16, 4)
     assert long["peak_allocated_bytes"] == pytest.approx(short["peak_allocated_bytes"], rel=0.01)

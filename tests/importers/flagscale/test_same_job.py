@@ -75,7 +75,7 @@ def meaning(table: ArgumentTable, words: list[str]) -> dict[str, Any]:
 
 
 def _is_default(table: ArgumentTable, dest: str, value: object) -> bool:
-    return any(spec.default == value and spec.values != 0 for spec in table.by_dest(dest))
+    return any(spec.default == value and spec.values != 0 for spec in table.by_flag.values() if spec.dest == dest)
 
 
 def arguments(words: list[str] | tuple[str, ...]) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,20 @@ from flagcore.importers.flagscale import FlagScale, Imported, translate
 from flagcore.importers.flagscale.compose import compose
 from flagcore.importers.flagscale.engines import OWN_ARGUMENTS
 from flagcore.spec import parse_spec
+from tests.cli.conftest import Ran
+from tests.cli.conftest import flag as flag
 from tests.importers.flagscale.accounting import TREES, unaccounted
 from tests.small import ENGINES
 
 read_tree = FlagScale().read_tree
+Flag = Callable[..., Ran]
 
 SPACE = "experiment.auto_tuner.space"
 ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
+FUZZED = ("train_hetero", "train_latent")
+"""Training trees that have between them most keys."""
 
 
 def tree(name: str, *overrides: str) -> Imported:
@@ -43,13 +48,6 @@ def tree(name: str, *overrides: str) -> Imported:
 
 def notes(found: Imported) -> dict[str, str]:
     return {note.key: note.text for note in found.notes}
-
-
-def flag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    code = "from flagcore.cli import main; main()"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_dense_tree_reports_what_it_trains_and_where() -> None:
@@ -202,12 +200,12 @@ def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], b
 
 
 @pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "MACA_PATH=/opt/maca"])
-def test_the_vendor_of_the_variables_decides_which_devices_are_meant(variable: str, folder: Path) -> None:
+def test_the_vendor_of_the_variables_decides_which_devices_are_meant(variable: str, folder: Path, flag: Flag) -> None:
     given = ("--config-path", "train_dense", "--config-name", "tune", f"+experiment.envs.{variable}")
-    done = flag("estimate", *given, cwd=folder)
-    assert done.returncode == 4
-    assert ("kunlunxin" if "kunlunxin" in variable else "metax") in done.stderr
-    assert flag("estimate", *given, "--chip", "H100-SXM", cwd=folder).returncode == 0
+    done = flag("estimate", *given)
+    assert done.code == 4
+    assert ("kunlunxin" if "kunlunxin" in variable else "metax") in done.err
+    assert flag("estimate", *given, "--chip", "H100-SXM").code == 0
 
 
 def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
@@ -459,7 +457,10 @@ def test_interpolations_and_overrides_are_hydras() -> None:
     assert data["auto_tuner"]["space"]["micro_batch_size"] == [8]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FUZZED or name not in TRAIN else pytest.mark.long) for name in ALL],
+)
 def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
     whole, _ = compose(Path(name), "tune", (), file="x")
     same = translate(whole, file="x").data
@@ -488,20 +489,20 @@ def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() ->
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_a_training_tree_is_estimated_for_another_chip(name: str, folder: Path) -> None:
+def test_a_training_tree_is_estimated_for_another_chip(name: str, folder: Path, flag: Flag) -> None:
     pytest.importorskip("flagcore_nvidia")
     given = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
-    done = flag("estimate", *given, "action=auto_tune", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "experiment.exp_dir" in done.stderr
-    assert json.loads(done.stdout)[0]["step_time_s"]["value"] > 0
+    done = flag("estimate", *given, "action=auto_tune")
+    assert done.code == 0, done.err
+    assert "experiment.exp_dir" in done.err
+    assert json.loads(done.out)[0]["step_time_s"]["value"] > 0
 
 
-def test_a_vllm_tree_is_estimated_on_cpu_with_a_custom_model(folder: Path) -> None:
+def test_a_vllm_tree_is_estimated_on_cpu_with_a_custom_model(folder: Path, flag: Flag) -> None:
     given = ("--config-path", "serve_vllm", "--config-name", "tune", "--chip", "cpu", "--json")
-    done = flag("estimate", *given, "serve.0.engine_args.model=./model", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
+    done = flag("estimate", *given, "serve.0.engine_args.model=./model")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)
 
 
 @pytest.mark.parametrize("name", ["train_moe", "train_groups", "serve_pairs", "serve_hosts"])
@@ -515,16 +516,16 @@ def test_a_tree_and_the_spec_converted_from_it_have_the_same_candidates(name: st
     assert direct.candidates
 
 
-def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path) -> None:
+def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path, flag: Flag) -> None:
     given = ("import", "flagscale", "train_dense", "--config-name", "tune", "-o", "spec.yaml")
-    done = flag(*given, cwd=folder)
-    assert (done.returncode, done.stdout) == (0, "")
+    done = flag(*given)
+    assert (done.code, done.out) == (0, "")
     assert parse_spec(yaml.safe_load((folder / "spec.yaml").read_text()), file="x", base=folder, engines=ENGINES)
-    assert flag(*given, cwd=folder).returncode == 2
+    assert flag(*given).code == 2
 
 
 @pytest.mark.process
-def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
+def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path, flag: Flag) -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
     sizes = ("--layers", "2", "--hidden", "128", "--heads", "4", "--kv-heads", "2", "--ffn", "256", "--context", "1024")
@@ -532,8 +533,8 @@ def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
     subprocess.run(tiny, check=True, timeout=60)
     given = ("--config-path", "serve_llama_cpp", "--config-name", "tune", "--no-plugin", "nvidia")
     control = ("+experiment.auto_tuner.control.max_time=120",)
-    done = flag("tune", *given, "--run-dir", "run", *control, "action=auto_tune", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    done = flag("tune", *given, "--run-dir", "run", *control, "action=auto_tune")
+    assert done.code == 0, done.err
     result: Any = json.loads((folder / "run" / "result.json").read_text())
     measured = {each["candidate"]["threads"]: each for each in result["trials"] if each["state"] == "measured"}
     states = [(each["role"], each["candidate"]["threads"], each["state"], each["reason"]) for each in result["trials"]]
@@ -542,4 +543,4 @@ def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
     counts = result["counts"]
     assert (counts["candidates"], counts["failed"]) == (2, 0)
     assert measured.keys() <= {1, 2}  # on a busy machine the other may be stopped, or its time not come
-    assert "llamacpp" in done.stderr
+    assert "llamacpp" in done.err

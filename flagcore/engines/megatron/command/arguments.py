@@ -108,10 +108,6 @@ class ArgumentTable:
         flag = flag.partition("=")[0]
         return self.by_flag.get(flag) or self.by_flag.get(flag.replace("_", "-"))
 
-    def by_dest(self, dest: str) -> tuple[ArgumentSpec, ...]:
-        """Return the arguments that set `dest`; a switch and its opposite are two."""
-        return tuple({spec.flags: spec for spec in self.by_flag.values() if spec.dest == dest}.values())
-
     def parse(self, words: Sequence[str]) -> tuple[list[Argument], list[ArgumentProblem]]:
         """Return the known arguments of a command without its program, and all that argparse would refuse.
 

@@ -22,14 +22,24 @@ _QUERY = f"from importlib.metadata import version; print(version({DISTRIBUTION!r
 def find_release(directory: str, program: str | None, python: str | None, path: str | None = None) -> str | None:
     """Return the release of Megatron-LM that a program imports, such as 0.14.0 or 0.15.0+flagscale, or None.
 
-    Python looks in the folder of the program, then in the folders of PYTHONPATH (`path`, or else this process's), then
-    among the packages of `python`. Relative paths start at `directory`. A tree between two releases counts as the one
-    that it will become.
+    Without a tree in the folders of imports, the packages of `python` count. A tree between two releases counts as the
+    one that it will become.
     """
-    folders = [Path(directory, program).resolve().parent] if program else []
+    for folder in import_folders(directory, program, path):
+        if found := _of_tree(folder):
+            return found
+    return _installed(directory, python, path)
+
+
+def import_folders(directory: str, program: str | None, path: str | None = None) -> list[Path]:
+    """Return where Python looks for what a program imports, packages apart.
+
+    It is the folder of the program, then the folders of PYTHONPATH (`path`, or else this process's), then those above
+    the program, which Megatron-LM's examples add. Relative paths start at `directory`.
+    """
+    own, *above = Path(directory, program).resolve().parents if program else (Path(directory),)
     listed = os.environ.get("PYTHONPATH", "") if path is None else path
-    folders += [Path(directory, each) for each in listed.split(os.pathsep) if each]
-    return next((found for each in folders if (found := _of_tree(each))), None) or _installed(directory, python, listed)
+    return [own, *(Path(directory, each) for each in listed.split(os.pathsep) if each), *above[:3]]
 
 
 def _of_tree(folder: Path) -> str | None:
@@ -47,12 +57,13 @@ def _of_tree(folder: Path) -> str | None:
     return f"{release}+{FORK}" if b"flagscale" in arguments.lower() else release
 
 
-def _installed(directory: str, python: str | None, path: str) -> str | None:
+def _installed(directory: str, python: str | None, path: str | None) -> str | None:
     """Return the release that is installed for an interpreter, or None."""
     try:
         if python in (None, sys.executable):
             return Version(version(DISTRIBUTION)).base_version
-        command, environment = [str(python), "-c", _QUERY], os.environ | {"PYTHONPATH": path}
+        command = [str(python), "-c", _QUERY]
+        environment = os.environ | ({} if path is None else {"PYTHONPATH": path})
         run = subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, timeout=20, check=True
         )

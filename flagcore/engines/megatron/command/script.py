@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -51,7 +53,7 @@ def traced(command: Sequence[str], directory: str | None, variables: Mapping[str
         own = {"BASH_ENV": str(Path(__file__).with_name("trace.bash")), "FLAGCORE_TRACE": folder}
         problem = _run([bash, *words], directory, {**environment, **own})
         files = sorted(Path(folder).iterdir(), key=lambda file: (file.stat().st_mtime_ns, file.name))
-        records = [_record(file, environment) for file in files]
+        records = [found for file in files if (found := _record(file, environment)) is not None]
     for kind, record in records:
         if kind == "block":
             where = record.words[0].replace(":", ", line ", 1)
@@ -76,34 +78,45 @@ def _names_shell(file: Path) -> bool:
 
 
 def _run(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
-    """Run a traced script, and return why it ended badly, or nothing."""
-    try:
-        process = subprocess.Popen(
-            argv,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return str(error.strerror or error)
-    try:
-        errors = process.communicate(timeout=SECONDS)[1].decode("utf-8", errors="replace").strip().splitlines()
-    except subprocess.TimeoutExpired:
-        return f"it did not end in {SECONDS:g} s"
-    finally:
+    """Run a traced script until all its processes end, and return why it ended badly, or nothing.
+
+    Parts of a pipeline may end after the script: a pipe that all inherit tells when the last one has.
+    """
+    ends, inherited = os.pipe()
+    kept = fcntl.fcntl(inherited, fcntl.F_DUPFD, 100)  # no number that scripts use
+    os.close(inherited)
+    with os.fdopen(ends), tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(kept,),
+            )
+        except OSError as error:
+            return str(error.strerror or error)
+        finally:
+            os.close(kept)
+        ended = select.select([ends], [], [], SECONDS)[0]
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stderr:
-            process.stderr.close()
-    return "" if process.returncode == 0 else f"exit code {process.returncode}: {errors[-1] if errors else ''}"
+        if process.wait() == 0 or not ended:
+            return "" if ended else f"it did not end in {SECONDS:g} s"
+        output.seek(0)
+        lines = output.read().decode("utf-8", errors="replace").strip().splitlines()
+    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
 
 
-def _record(file: Path, before: Mapping[str, str]) -> tuple[str, Recorded]:
-    kind, directory, count, *rest = file.read_bytes().decode("utf-8", errors="surrogateescape").split("\0")
+def _record(file: Path, before: Mapping[str, str]) -> tuple[str, Recorded] | None:
+    """Return the kind of a record, and the record; None for one that a script without an end left unfinished."""
+    text = file.read_bytes().decode("utf-8", errors="surrogateescape")
+    if not text.endswith("\0"):
+        return None
+    kind, directory, count, *rest = text.split("\0")
     words, variables = tuple(rest[: int(count)]), _variables(rest[int(count) :])
     new = {name: value for name, value in variables if before.get(name) != value and name not in OWN_VARIABLES}
     return kind, Recorded(words=words, directory=directory, environment=new)

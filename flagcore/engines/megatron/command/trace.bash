@@ -105,6 +105,9 @@ __fc_harmless() {
     find) [[ " $* " != *' -delete '* && " $* " != *' -exec'* && " $* " != *' -ok'* && " $* " != *' -f'[pl]* ]]; return ;;
     sort) [[ " $* " != *' -o'* && " $* " != *' --output'* ]]; return ;;
     env) (($# == 0)); return ;;
+    tail) [[ " $* " != *' -'[fF]* && " $* " != *' --f'* ]]; return ;;
+    conda | mamba | micromamba) [[ ${1-} == shell* && -p /dev/fd/1 ]]; return ;;
+    lmod | modulecmd*) return 0 ;;
     python | python3 | python3.[0-9]* | perl) [[ ${1-} == -[ce] && -p /dev/fd/1 ]]; return ;;
   esac
   [[ $__fc_tools == *" ${name##*/} "* ]]
@@ -152,8 +155,11 @@ __fc_decide() {
 # Record the command in __fc_call, or trace the script that it starts.
 __fc_leave() {
   case ${__fc_call[0]##*/} in
-    bash | sh | dash) __fc_child "${__fc_call[@]:1}" ;;
-    *) if __fc_is_script "${__fc_call[0]}"; then __fc_child "${__fc_call[@]}"; else __fc_record skipped "${__fc_call[@]}"; fi ;;
+    bash) __fc_child "${__fc_call[@]:1}" ;;
+    sh | dash) __fc_no_functions; __fc_child "${__fc_call[@]:1}" ;;
+    *) if ! __fc_is_script "${__fc_call[0]}"; then __fc_record skipped "${__fc_call[@]}"; return; fi
+       [[ $__fc_first == *bash* ]] || __fc_no_functions
+       __fc_child "${__fc_call[@]}" ;;
   esac
 }
 
@@ -174,10 +180,16 @@ __fc_unwrap() {
 }
 
 __fc_is_script() {
-  local line=
+  __fc_first=
   [[ $1 == */* && ${1##*/} != torchrun && -f $1 && -r $1 ]] || return 1
-  IFS= read -r line < "$1" 2> /dev/null
-  [[ $line =~ ^\#\!.*/(env\ )?(ba|da)?sh ]]
+  IFS= read -r __fc_first < "$1" 2> /dev/null
+  [[ $__fc_first =~ ^\#\!.*/(env\ )?(ba|da)?sh ]]
+}
+
+# Other shells than bash do not see its exported functions.
+__fc_no_functions() {
+  local name
+  while read -r _ _ name; do export -n -f "$name"; done < <(declare -Fx)
 }
 
 __fc_child() {
@@ -195,6 +207,9 @@ __fc_act() {
 export -n BASH_ENV FLAGCORE_TRACE
 [[ -n ${BASH_EXECUTION_STRING-} ]] || __fc_check_blocks "$0" || exit 0
 set -T
+trap '' PIPE  # what reads the output may be skipped
 # The words are expanded in the script's own context, and in a subshell: there, too, the trap sees their commands.
-__fc_trap='__fc_look "$BASH_COMMAND" || { (eval "__fc_call=($__fc_asked)"; __fc_decide "$@"); ! __fc_act $?; }'
+# Its status is looked at in a list, for `set -e` ends the script at any other.
+__fc_trap='__fc_look "$BASH_COMMAND" || { __fc_said=0
+  (eval "__fc_call=($__fc_asked)"; __fc_decide "$@") || __fc_said=$?; ! __fc_act "$__fc_said"; }'
 trap "$__fc_trap" DEBUG

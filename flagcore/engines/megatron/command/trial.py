@@ -14,6 +14,8 @@ from flagcore.engines.megatron.command.user_command import Option, UserCommand
 
 PORT = "{master_port}"
 """Stands for the port that a launcher gives to a trial."""
+RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone")
+"""torchrun's options of a meeting place without a fixed first host."""
 KNOB = "the candidate's value"
 
 
@@ -40,6 +42,12 @@ def with_values(command: UserCommand, table: ArgumentTable, dests: Collection[st
     return _replaced(command, table, dests, words, KNOB)
 
 
+def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collection[str]) -> list[Argument]:
+    """Return the arguments of `command` that say what those for `dests` say."""
+    gone = {each for dest in dests for each in (dest, *SAME_MEANING.get(dest, ()))}
+    return [argument for argument in table.parse(command.arguments)[0] if argument.dest in gone]
+
+
 def as_trial(command: UserCommand, table: ArgumentTable, steps: int, run: str) -> Changed:
     """Return `command` with exactly `steps` steps and nothing to write outside the folder `run`."""
     changes: list[Change] = []
@@ -64,13 +72,11 @@ def _replaced(
     command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str
 ) -> Changed:
     """Return a command without the arguments of `dests`, and with `words` at the end."""
-    gone = {each for dest in dests for each in (dest, *SAME_MEANING.get(dest, ()))}
     arguments = list(command.arguments)
     before: dict[str, str] = {}
-    for argument in reversed(table.parse(arguments)[0]):
-        if argument.dest in gone:
-            before.setdefault(argument.dest, " ".join(arguments[argument.position : argument.end]))
-            del arguments[argument.position : argument.end]
+    for argument in reversed(replaced_arguments(command, table, dests)):
+        before.setdefault(argument.dest, " ".join(arguments[argument.position : argument.end]))
+        del arguments[argument.position : argument.end]
     after = {each.dest: each for each in table.parse(words)[0]}
     changes = _changes(before, after, words, why)
     return Changed(command=replace(command, arguments=(*arguments, *words)), changes=tuple(changes))
@@ -94,13 +100,14 @@ class OptionRule:
     adds: bool = False
 
 
-def launched_by(command: UserCommand, devices: int, nodes: int, folder: str) -> Changed:
+def launched_by(command: UserCommand, devices: int, nodes: int, folder: str, *, on_each_host: bool = False) -> Changed:
     """Return `command` with torchrun's options for a trial: its processes, its port, and its logs in `folder`.
 
-    On several nodes, the meeting place of the ranks stays the user's.
+    `on_each_host`: the launcher starts it on every host, and the ranks meet at the first. Otherwise, on several nodes,
+    their meeting place stays the user's.
     """
     options, changes = list(command.options), list[Change]()
-    for rule in _option_rules(command, devices, nodes, folder) if command.launcher else ():
+    for rule in _option_rules(command, devices, nodes, folder, on_each_host) if command.launcher else ():
         before = [option for option in options if option.name in rule.names]
         same = len(before) == 1 and rule.word and before[0].value == rule.word.partition("=")[2]
         if same or not (before or rule.adds):
@@ -112,7 +119,9 @@ def launched_by(command: UserCommand, devices: int, nodes: int, folder: str) -> 
     return Changed(command=replace(command, options=tuple(options)), changes=tuple(changes))
 
 
-def _option_rules(command: UserCommand, devices: int, nodes: int, folder: str) -> Iterator[OptionRule]:
+def _option_rules(
+    command: UserCommand, devices: int, nodes: int, folder: str, on_each_host: bool
+) -> Iterator[OptionRule]:
     output, alone = "the output of all ranks is read", "the job has one node"
     free = "a free port disturbs no other job"
     yield OptionRule(
@@ -124,6 +133,13 @@ def _option_rules(command: UserCommand, devices: int, nodes: int, folder: str) -
         yield OptionRule(names=("log-dir",), word=f"--log-dir={folder}/ranks", why="logs are the trial's", adds=True)
         yield OptionRule(names=("redirects", "r"), word="", why=output)
         yield OptionRule(names=("tee", "t"), word="--tee=3", why=output, adds=True)
+    if on_each_host:
+        first = "all hosts meet at the first"
+        for option in ("nnodes", "node-rank", "master-addr", "master-port"):
+            word = f"--{option}={{{option.replace('-', '_')}}}"
+            yield OptionRule(names=(option,), word=word, why=first, adds=True)
+        yield OptionRule(names=RENDEZVOUS, word="", why=first)
+        return
     if nodes > 1:
         return
     yield OptionRule(names=("nnodes",), word="--nnodes=1", why=alone)

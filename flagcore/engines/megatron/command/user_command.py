@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """What a script sees, unless its environment has others."""
 WRAPPERS = {
     *("env", "nohup", "setsid", "nice", "numactl", "taskset", "stdbuf", "time", "timeout", "command", "exec"),
-    *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer"),
+    *("srun", "mpirun", "mpiexec", "orterun", "sudo", "nsys", "singularity", "apptainer", "uv", "conda", "poetry"),
 }
 """Programs that start the rest of their command line."""
 TORCHRUN_SWITCHES = {"standalone", "m", "module", "no-python", "run-path", "use-env"}
@@ -52,7 +53,7 @@ class UserCommand:
     """What a user's command starts: `prefix launcher options program arguments`.
 
     `launcher` is torchrun, `python -m torch.distributed.run` or, where it is empty, nothing. `environment` has the
-    variables that a script set, `skipped` what else it would have run.
+    variables that a script set, `skipped` what else it would have run; it is None without a script.
     """
 
     prefix: tuple[str, ...] = ()
@@ -62,13 +63,18 @@ class UserCommand:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = "."
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
         """The whole command."""
         options = [word for option in self.options for word in option.words]
         return (*self.prefix, *self.launcher, *options, *self.program, *self.arguments)
+
+    @property
+    def file(self) -> str | None:
+        """The program's file; None for a module."""
+        return next((word for word in reversed(self.program) if word.endswith(".py")), None)
 
     def option(self, *names: str) -> Option | None:
         """Return the last option of torchrun with one of some names."""
@@ -98,18 +104,21 @@ def user_command(spec: Spec, variables: Mapping[str, str] | None = None) -> User
     return found
 
 
-def readable_command(spec: Spec) -> UserCommand | None:
+def readable_command(spec: Spec, variables: Mapping[str, str] | None = None) -> UserCommand | None:
     """Return `user_command`, or None for a script that cannot be read."""
     try:
-        return user_command(spec)
+        return user_command(spec, variables)
     except SpecError:
         return None
 
 
 def release_of(spec: Spec, command: UserCommand) -> str | None:
     """Return the release of Megatron-LM that a command runs: `train.engine_version`, else the one that is found."""
-    path = command.environment.get("PYTHONPATH", spec.envs.get("PYTHONPATH"))
-    return spec.train.engine_version or _release(command, path)
+    if spec.train.engine_version:
+        return spec.train.engine_version
+    variables = {**spec.envs, **command.environment}
+    interpreter = _interpreter(command, variables.get("PATH"))
+    return _found_release(command.directory, command.file, interpreter, variables.get("PYTHONPATH"))
 
 
 def argument_table(spec: Spec, command: UserCommand) -> ArgumentTable:
@@ -223,22 +232,15 @@ def _options(words: Sequence[str]) -> Iterator[Option]:
         place += count
 
 
-def _release(command: UserCommand, path: str | None) -> str | None:
-    """Return the release of Megatron-LM that a command imports, if it is known without running it."""
-    program = next((word for word in reversed(command.program) if word.endswith(".py")), None)
-    return _found_release(command.directory, program, _interpreter(command), path)
-
-
 @lru_cache(maxsize=64)
 def _found_release(directory: str, program: str | None, python: str | None, path: str | None) -> str | None:
     return find_release(directory, program, python, path)
 
 
-def _interpreter(command: UserCommand) -> str | None:
+def _interpreter(command: UserCommand, path: str | None) -> str | None:
     """Return the interpreter that a command names, or the one beside its torchrun; None for flagcore's own."""
-    words = (*command.launcher, *command.program)
-    named = next((word for word in words if PYTHON.fullmatch(Path(word).name)), None)
-    if named is not None:
-        return None if named == sys.executable else named
-    beside = Path(command.launcher[0]).with_name("python3") if command.launcher else None
-    return str(beside) if beside and os.sep in command.launcher[0] and beside.is_file() else None
+    named = [word for word in (*command.launcher, *command.program) if PYTHON.fullmatch(Path(word).name)]
+    file = shutil.which((*named, *command.launcher, "")[0], path=path)
+    if file is None or Path(file).parent == Path(sys.executable).parent:
+        return None
+    return file if named else next(map(str, Path(file).parent.glob("python3")), None)

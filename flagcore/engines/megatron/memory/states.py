@@ -73,7 +73,8 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     if options.precision_aware_optimizer and train.precision != "fp16":
         main = min(main, 2.0)
     narrow = QUANTISED_BYTES.get(train.precision, 0.0)
-    wide = np.where(narrow > 0, count - linear, count) if options.fp8_param_gather else count
+    narrowed = (narrow > 0) & ((layout.sharded_optimizer > 0) | options.fsdp | (not options.assumed_fp8_gather))
+    wide = np.where(narrowed, count - linear, count) if options.fp8_param_gather else count
     weights = 2.0 * wide + narrow * linear
     gradients = options.grad_bytes * trained * count
     return State(

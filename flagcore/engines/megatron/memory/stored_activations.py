@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.memory.activations import attention, depths, embedding, ffn, head, mixture
 from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
@@ -92,7 +92,7 @@ class Kinds:
         last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.offloaded else self.moe
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
         layers = layers * (not self.offloaded)
-        above = last.above(depth + layers, stage.in_flight < layout.microbatches)
+        above = last.above(depth + layers, _crossed(train, layout, stage))
         return Layer.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
 
 
@@ -190,7 +190,9 @@ class _Work:
         block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
         least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
-        return cls(layout, stage, dense, moe, chunk, block, least, hidden, _backward(layout, stage, dense, moe, block))
+        return cls(
+            layout, stage, dense, moe, chunk, block, least, hidden, _backward(train, layout, stage, dense, moe, block)
+        )
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return the layers without and with experts that are stored whole, and the bytes of the others' inputs."""
@@ -252,13 +254,19 @@ def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray,
     return stage.dense - dense, stage.moe - (again - dense)
 
 
-def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
+def _crossed(train: Training, layout: Layout, stage: Stage) -> BoolArray:
+    """Return where a forward pass runs at the same time as a backward pass, if they may overlap at all."""
+    crossed: BoolArray = (stage.in_flight < layout.microbatches) & layout.pairs(train.model)
+    return crossed
+
+
+def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
     """Return how far backward of a stage's layers that are stored whole lies above what they store.
 
     It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
     runs at the same time, that has taken their place by then.
     """
-    crossed, whole = stage.in_flight < layout.microbatches, _whole(layout, stage, block)
+    crossed, whole = _crossed(train, layout, stage), _whole(layout, stage, block)
     first = dense.above(whole[0] * stage.in_flight, crossed)
     if dense is moe:
         return first

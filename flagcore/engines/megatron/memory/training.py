@@ -127,16 +127,13 @@ def component_table(
         linear = count if name in LINEAR_PARTS else 0.0
         bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear)
         add(name, count, bytes_, parts.get(name, none))
-    padding_bytes = State(none, none, none, none)
-    for count, experts in zip(split_parameters(params), (False, True), strict=True):
-        padding_bytes = padding_bytes + state(
-            train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0
-        )
-    engine = estimate.engine_bytes(where, workspace_bytes) + bytes_held_after_step(
-        train, layout, where, estimate.kinds.sizes
+    dense, routed = (
+        state(train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0)
+        for count, experts in zip(split_parameters(params), (False, True), strict=True)
     )
-    add("padding", none, padding_bytes, none)
-    add("buffers", none, State(engine, none, none, none), none)
+    held = bytes_held_after_step(train, layout, where, estimate.kinds.sizes)
+    add("padding", none, dense + routed, none)
+    add("buffers", none, State(estimate.engine_bytes(where, workspace_bytes) + held, none, none, none), none)
     return table
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
 
 T = TypeVar("T")
 R = TypeVar("R", bound="ArrayRecord")
@@ -83,7 +83,7 @@ class Options:
     recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
     `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
     as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, for any number of its
-    experts there.
+    experts there. `assumed_fp8_gather`: fp8 weights are of plans, for candidates with the distributed optimizer.
     """
 
     schedule: str | None = None
@@ -100,6 +100,7 @@ class Options:
     exp_avg_sq_bytes: int = 4
     precision_aware_optimizer: bool = False
     fp8_param_gather: bool = False
+    assumed_fp8_gather: bool = False
     optimizer_offload_fraction: float = 0.0
     offload_modules: frozenset[str] = frozenset()
     offload_stages: tuple[int, ...] = ()
@@ -207,6 +208,17 @@ class Layout(ArrayRecord):
     def shards(self) -> FloatArray:
         """Return the ranks that share the optimizer state of a dense weight."""
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
+
+    @property
+    def pairing(self) -> FloatArray:
+        """Return whether layers of two micro-batches may run together: 0 no, 1 in one stage, 2 in interleaved ones."""
+        whole, ways = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
+        return np.where((self.expert == 1.0) | whole, 0.0, np.where(self.pipeline > 1.0, ways, 1.0))
+
+    def pairs(self, model: Model) -> BoolArray:
+        """Return where the exchange of the experts may overlap another micro-batch, by the rule of that setting."""
+        depths = model.mtp_num_layers
+        return (self.pairing > min(depths, 1)) & (depths < 2)
 
     def expert_replicas(self) -> FloatArray:
         """Return the ranks that reduce the gradients of the same experts: the world without pipeline, expert and its

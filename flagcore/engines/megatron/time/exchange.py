@@ -16,7 +16,8 @@ from flagcore.physics.transformer import widths
 
 OVERLAPPED_EXPOSED = 0.7
 """Share of a tensor-parallel collective that is waited for although it is split and overlaps its product
-(`tp_comm_overlap`). Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
+(`tp_comm_overlap`, which needs sequence parallelism). Fitted to published runs on one generation of accelerators:
+0.5 to 0.8."""
 
 
 def integers(array: FloatArray) -> IntArray:
@@ -50,8 +51,8 @@ class TensorExchange:
         payload = train.value_bytes * train.model.hidden_size * layout.tokens(train.sequence)
         exposed = OVERLAPPED_EXPOSED if train.options.tp_comm_overlap else 1.0
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
-        gather, scatter, reduce = (exposed * collective(costs, kind, payload, layout.tensor) for kind in kinds)
-        return cls(gather, scatter, reduce, layout.sequence_parallel)
+        gather, scatter, reduce = (collective(costs, kind, payload, layout.tensor) for kind in kinds)
+        return cls(exposed * gather, exposed * scatter, reduce, layout.sequence_parallel)
 
     @property
     def forward(self) -> FloatArray:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import padded_vocab
 from flagcore.engines.megatron.time.exchange import TensorExchange, context_exchange, expert_exchange
@@ -255,7 +255,7 @@ def moe_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExc
     block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
     if model.moe_shared_expert_intermediate_size:
         block = block + _shared(train, layout, costs, exchange)
-    return _hidden(block) if options.overlap_expert_comm else block
+    return _hidden(block, layout.pairs(model)) if options.overlap_expert_comm else block
 
 
 def _shared(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
@@ -274,11 +274,13 @@ def _shared(train: Training, layout: Layout, costs: Costs, exchange: TensorExcha
     return Block(forward, backward, products.weight_gradient, forward if again else Seconds.of(np.zeros_like(tokens)))
 
 
-def _hidden(block: Block) -> Block:
-    """Return a block whose exchange hides behind its own amount of kernels, as those of another micro-batch."""
+def _hidden(block: Block, overlap: BoolArray) -> Block:
+    """Return a block whose exchange hides, where it may, behind its own amount of kernels, as those of another
+    micro-batch.
+    """
 
     def behind(seconds: Seconds, kernels: FloatArray) -> Seconds:
-        return replace(seconds, expert=np.maximum(seconds.expert - kernels, 0.0))
+        return replace(seconds, expert=np.maximum(seconds.expert - overlap * kernels, 0.0))
 
     forward = behind(block.forward, block.forward.compute)
     return replace(block, forward=forward, backward=behind(block.backward, block.backward.compute + block.weight))

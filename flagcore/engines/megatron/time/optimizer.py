@@ -87,16 +87,12 @@ def gradient_time(
         kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
     for place, (ranks, stride) in enumerate(kinds):
         where = (integers(ranks), integers(stride))
-
-        def longest(kind: str, each: float, place: int = place, where: tuple[IntArray, IntArray] = where) -> FloatArray:
-            times = (costs.seconds(kind, each * params[place], *where) for costs, params in groups)
-            return reduce(np.maximum, times)
-
-        whole = longest("all_reduce", options.grad_bytes)
-        scattered = longest("reduce_scatter", options.grad_bytes)
+        held = [(costs, params[place]) for costs, params in groups]
+        whole = _longest(held, "all_reduce", options.grad_bytes, where)
+        scattered = _longest(held, "reduce_scatter", options.grad_bytes, where)
         reduced = reduced + np.where(layout.sharded_optimizer > 0, scattered, whole)
         scattered_all = scattered_all + scattered
-        weights = longest("all_gather", _gathered_bytes(train))
+        weights = _longest(held, "all_gather", _gathered_bytes(train), where)
         gathered = gathered + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
         share = reduce(np.maximum, [share, *(costs.compute_share(*where) for costs, _ in groups)])
     if options.fsdp:
@@ -106,6 +102,12 @@ def gradient_time(
     if options.overlap_param_gather:
         gathered = _behind(gathered, stage.forward.total, share)
     return reduced + gathered
+
+
+def _longest(
+    held: Sequence[tuple[CollectiveCosts, FloatArray]], kind: str, each: float, where: tuple[IntArray, IntArray]
+) -> FloatArray:
+    return reduce(np.maximum, (costs.seconds(kind, each * params, *where) for costs, params in held))
 
 
 def _behind(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:

@@ -28,7 +28,15 @@ written and read, the buffer read and written (2 + 2 + 4 + 4); fused: the buffer
 LAG = 5.0
 """Between what fits the same sweep as the launches (3.1 to 3.9), and the ranks measured on another accelerator (8)."""
 
-LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert", "expert_tensor")
+LAYER_COUNTS = (
+    "tensor",
+    "context",
+    "micro_batch",
+    "sequence_parallel",
+    "expert",
+    "expert_tensor",
+    "pairing",
+)
 """What the time of a layer depends on."""
 
 SHORTEST = 1e-9

@@ -34,7 +34,11 @@ def main(arguments: list[str]) -> int:
         import_s = warm_up(job)
     except Exception as error:
         return failures.report(error)
-    return ranks.run_ranks(job.processes, partial(work, job, import_s))
+    task = partial(work, job, import_s)
+    if job.nodes == 1:
+        return ranks.run_ranks(job.processes, task)
+    first = int(os.environ["NODE_RANK"]) * job.processes
+    return ranks.run_ranks(job.processes, task, first=first, address=("", int(os.environ["MASTER_PORT"])))
 
 
 def clear(folder: Path) -> None:
@@ -71,7 +75,7 @@ def import_rank(job: Job) -> float:
     return time.perf_counter() - start
 
 
-def work(job: Job, import_s: float, number: int, listener: socket.socket) -> int:
+def work(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
     """Run rank `number`; returns the exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)

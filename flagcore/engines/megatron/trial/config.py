@@ -69,9 +69,8 @@ def transformer_config(job: Job) -> Any:
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
         # Without tensor parallelism Megatron-LM clears the flag, where Megatron-core would refuse it.
         "sequence_parallel": candidate.sequence_parallel and candidate.tensor_model_parallel_size > 1,
+        "pipeline_model_parallel_layout": candidate.pipeline_model_parallel_layout,
     }
-    if candidate.pipeline_model_parallel_layout:
-        values["pipeline_model_parallel_layout"] = candidate.pipeline_model_parallel_layout
     if candidate.recomputes:
         values |= {name: getattr(candidate, name) for name in _OF_RECOMPUTE}
         if candidate.recompute_modules is not None:

@@ -120,6 +120,7 @@ class Job:
     device: Device
     output: Path
     probe: Probe | None = None
+    nodes: int = 1
 
     @property
     def world_size(self) -> int:
@@ -138,8 +139,8 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Number of ranks that run here: all, or the one that is probed."""
-        return self.world_size if self.probe is None else 1
+        """Number of ranks that run on this host: its share of all, or the one that is probed."""
+        return self.world_size // self.nodes if self.probe is None else 1
 
     @property
     def num_microbatches(self) -> int:
@@ -192,6 +193,7 @@ def parse_job(data: Any) -> Job:
             device=_build(Device, data["device"]),
             output=Path(data["output"]),
             probe=None if data.get("probe") is None else _build(Probe, data["probe"]),
+            nodes=int(data.get("nodes", 1)),
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise JobError(f"the job has a missing or unknown key: {error}") from None

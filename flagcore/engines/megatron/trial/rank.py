@@ -24,8 +24,8 @@ from flagcore.engines.megatron.trial.training import Step, train
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
 
 
-def run_rank(job: Job, number: int, listener: socket.socket, import_s: float) -> None:
-    """Run the job as rank `number`. The ranks meet at `listener`, a socket that the parent opened.
+def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
+    """Run the job as rank `number`. The ranks meet at `listener`, a socket that the parent opened on the first host.
 
     `import_s` is what importing took, for the record.
     """
@@ -53,7 +53,7 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     """
     te.check(job)
     torch.set_num_threads(job.device.threads_per_rank)
-    rank_device = open_device(job.device.type, number)
+    rank_device = open_device(job.device.type, number % job.processes)
     if job.device.type == "cpu":
         stand_ins.stand_in_for_cuda()
     start = time.perf_counter()
@@ -66,8 +66,12 @@ def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDev
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
 
-def _join(job: Job, number: int, listener: socket.socket) -> None:
-    host, port = listener.getsockname()
+def _join(job: Job, number: int, listener: socket.socket | None) -> None:
+    if job.nodes > 1:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    else:
+        assert listener
+        host, port = listener.getsockname()
     if job.device.backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it resolves the host's name
     store = dist.TCPStore(
@@ -76,7 +80,7 @@ def _join(job: Job, number: int, listener: socket.socket) -> None:
         job.world_size,
         is_master=number == 0,
         timeout=_TIMEOUT,
-        master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
+        master_listen_fd=os.dup(listener.fileno()) if number == 0 and listener else None,
     )
     dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=_TIMEOUT)
 

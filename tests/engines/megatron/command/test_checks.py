@@ -44,6 +44,10 @@ def test_argument_of_another_release_is_refused(tmp_path: Path) -> None:
 def test_argument_of_the_program_itself_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text('parser.add_argument("--of-my-own", type=int)\n')
     WORKLOAD.ready(spec(f"{LAUNCH} --of-my-own 3", tmp_path))
+    fork = tmp_path / "fork" / "megatron" / "training"
+    fork.mkdir(parents=True)
+    (fork / "arguments.py").write_text("group.add_argument('--of-a-fork')\n")
+    WORKLOAD.ready(spec(f"{LAUNCH} --of-a-fork", tmp_path, envs={"PYTHONPATH": "fork"}))
 
 
 def test_program_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -69,6 +73,23 @@ def test_model_arguments_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     assert refused(words, tmp_path) == [("train.command", "--use-checkpoint-args")]
 
 
+def test_arguments_of_a_file_are_refused(tmp_path: Path) -> None:
+    assert refused(f"{LAUNCH} --yaml-cfg job.yaml", tmp_path) == [("train.command", "--yaml-cfg job.yaml")]
+
+
+def test_adapters_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    words = f"{LAUNCH} --peft-type lora"
+    assert refused(words, tmp_path, release="0.15.0+flagscale") == [("train.command", "--peft-type lora")]
+
+
+def test_setting_that_the_found_release_lacks_is_refused_before_any_trial(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
+    settings = {"use_megatron_fsdp": True, "delay_wgrad_compute": True}
+    assert refused(LAUNCH, tmp_path, release=None, settings=settings) == [("train.settings.delay_wgrad_compute", True)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -91,9 +112,19 @@ def test_command_as_the_spec_says_only_warns_of_its_knobs(tmp_path: Path) -> Non
     assert "--micro-batch-size" in line
 
 
-def test_program_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
-    (line,) = WORKLOAD.spec_warnings(spec("make train", tmp_path))
+def test_program_that_cannot_be_read_is_a_warning_of_its_trials_alone(tmp_path: Path) -> None:
+    task = dataclasses.replace(small.task(), spec=spec("make train", tmp_path))
+    assert WORKLOAD.spec_warnings(task.spec) == []
+    (line,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
     assert "train.command" in line
+
+
+def test_environment_that_a_script_would_load_is_pointed_out(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"mkdir -p a\nmodule load cuda\n{LAUNCH}")
+    task = dataclasses.replace(small.task(), spec=spec("bash run.sh", tmp_path))
+    (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
+    assert "module load cuda" in text
+    assert "this shell" in text.splitlines()[-1]
 
 
 def test_changes_are_a_line_for_each_reason(tmp_path: Path) -> None:
@@ -102,8 +133,7 @@ def test_changes_are_a_line_for_each_reason(tmp_path: Path) -> None:
     (checkpoints,) = [line for line in text.splitlines() if "--save" in line]
     assert "--load b" in checkpoints
     assert "--micro-batch-size" not in text
-    other = dataclasses.replace(small.task(), spec=spec("make train", tmp_path))
-    assert WORKLOAD.command_changes(small.platform(other), small.candidate(data_parallel_size=4)) == []
+    assert WORKLOAD.command_changes(small.platform(small.task()), small.candidate(data_parallel_size=4)) == []
 
 
 LATENT = dataclasses.replace(

@@ -40,6 +40,11 @@ def test_a_program_elsewhere_has_the_release_of_pythonpath(tmp_path: Path, monke
     assert find_release(str(tmp_path), None, None) == "0.12.3"
 
 
+def test_a_program_inside_a_tree_has_its_release(tmp_path: Path) -> None:
+    tree(tmp_path, "0.14.0")
+    assert find_release(str(tmp_path), "examples/mimo/train.py", None, "") == "0.14.0"
+
+
 def test_flagscales_tree_is_known_by_its_arguments(tmp_path: Path) -> None:
     tree(tmp_path, "0.15.0", "# FlagScale Begin")
     assert find_release(str(tmp_path), "pretrain_gpt.py", None, "") == "0.15.0+flagscale"

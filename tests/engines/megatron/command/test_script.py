@@ -20,6 +20,8 @@ FORMS = {
     "exec": f"exec {LAUNCH}\necho never",
     "nohup in the background": f"nohup {LAUNCH} > log 2>&1 &",
     "piped to a log": f"set -eo pipefail\n{LAUNCH} 2>&1 | tee $(date +%s).log",
+    "a subshell piped to a log": f"(true && {LAUNCH}) 2>&1 | tee log",
+    "uv": f"uv run --extra ssm python -m torch.distributed.run --nproc_per_node 4 pretrain_gpt.py {MODEL}",
     "a variable of its own": f"CUDA_VISIBLE_DEVICES=0,1 {LAUNCH}",
     "env": f"env NCCL_DEBUG=INFO OMP_NUM_THREADS=1 {LAUNCH}",
     "a text": f'CMD="{LAUNCH}"\necho $CMD\neval $CMD',
@@ -33,10 +35,15 @@ FORMS = {
     "a condition": f"if ! {LAUNCH}; then exit 1; fi",
     "a loop": f"for attempt in 1 2 3; do {LAUNCH} && break; done",
     "a loop that repeats": f"for attempt in 1 2 3; do {LAUNCH}; done",
+    "a here-document": f"ARGS=$(cat <<EOF\n{MODEL}\nEOF\n)\ntorchrun --nproc_per_node 4 pretrain_gpt.py $ARGS",
+    "lines in an array": f"mapfile -t A < <(printf '%s\\n' {LAUNCH})\n\"${{A[@]}}\"",
+    "a function that ends in exec": f'run() {{ exec torchrun --nproc_per_node 4 "$@"; }}\nrun pretrain_gpt.py {MODEL}',
+    "a comment in a command": f"torchrun --nproc_per_node 4 pretrain_gpt.py \\\n  `# model` \\\n  {MODEL}",
     "another script": f"cat > /dev/null <<< x\nbash child.sh {MODEL}",
     "a script by its path": f"./child.sh {MODEL}",
     "another script in the background": f"nohup bash child.sh {MODEL} > /dev/null 2>&1 &\nwait",
     "a file that it sources": f"source ./settings.sh\ntorchrun --nproc_per_node $GPUS pretrain_gpt.py {MODEL}",
+    "strict, with a function": f'set -eu\nrun() {{ "$@"; }}\nGO="run {LAUNCH}"\n$GO',
     "strict": f"#!/bin/bash\nset -euxo pipefail\ntrap 'rm -rf tmp' EXIT\nmkdir -p tmp\n{LAUNCH}",
 }
 
@@ -175,6 +182,28 @@ def test_commands_of_other_programs_are_not_read(tmp_path: Path) -> None:
 def test_python_that_computes_a_value_runs(tmp_path: Path) -> None:
     found = read(f"N=$(python3 -c 'print(2 * 2)')\ntorchrun --nproc_per_node $N pretrain_gpt.py {MODEL}", tmp_path)
     assert found.options[0].words == ("--nproc_per_node", "4")
+
+
+MODULES = """\
+module() { eval "$($LMOD_CMD bash "$@")"; }
+module load cuda
+"""
+
+
+def test_modules_and_environments_are_loaded(tmp_path: Path) -> None:
+    for name in ("lmod", "conda"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "export LOADED=$LOADED:$3"\n')
+        (tmp_path / name).chmod(0o755)
+    conda = 'conda() { eval "$("$CONDA_EXE" shell.posix "$@")"; }\nconda activate train\n'
+    tools = {"LMOD_CMD": str(tmp_path / "lmod"), "CONDA_EXE": str(tmp_path / "conda")}
+    found = read(f"{MODULES}{conda}{LAUNCH}", tmp_path, **tools)
+    assert found.environment == {"LOADED": ":cuda:train"}
+    assert found.skipped == ()
+
+
+def test_why_a_script_ends_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="set DATA first"):
+        read(f'[ -n "$DATA" ] || {{ echo "set DATA first"; exit 1; }}\n{LAUNCH}', tmp_path)
 
 
 def test_variables_of_functions_are_no_part_of_the_environment(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +135,53 @@ def test_real_job_has_all_of_the_user_and_the_knobs(tmp_path: Path) -> None:
     assert "sequence_parallel" not in found
     assert "{master_port}" not in " ".join(planned.argv)
     assert not (tmp_path / "run" / "trials" / "3" / "arguments.json").exists()
+
+
+FAKE = '#!/bin/sh\necho "$0 $*" >> "$CALLS"\n'
+
+
+def started(text: str, folder: Path, **envs: str) -> tuple[Launch, list[str]]:
+    """The best of a script, and the words of what it really starts, later and elsewhere."""
+    (folder / "run.sh").write_text(text)
+    for name in ("torchrun", "pretrain_gpt.py"):
+        (folder / name).write_text(FAKE)
+        (folder / name).chmod(0o755)
+    best = small.candidate(data_parallel_size=2, tensor_model_parallel_size=2, micro_batch_size=2)
+    planned = launch("bash run.sh", folder, for_real=True, candidate=best)
+    calls = folder / "calls"
+    variables = {**os.environ, **envs, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls)}
+    subprocess.run(planned.argv, cwd=folder, env=variables, check=True, timeout=60)
+    (line,) = calls.read_text().splitlines()
+    return planned, line.split()
+
+
+COMPUTES = f"""\
+set -euo pipefail
+ARGS=({MODEL} --sequence-parallel --tensor-model-parallel-size=4)
+TORCHRUN="torchrun --node_rank ${{NODE_RANK:-0}}"
+mkdir -p made
+"""
+
+
+@pytest.mark.parametrize("form", ["", "nohup ", "env A=1 "])
+def test_best_runs_the_script_which_computes_when_it_starts(form: str, tmp_path: Path) -> None:
+    text = f'{COMPUTES}{form}$TORCHRUN pretrain_gpt.py "${{ARGS[@]}}" --save "ck-$(date +%N)" 2>&1 | tee made/log'
+    planned, words = started(text, tmp_path, NODE_RANK="3")
+    assert planned.own_script
+    assert words[1:3] == ["--node_rank", "3"]
+    found = TABLE.effective(words[words.index("pretrain_gpt.py") + 1 :])
+    assert (found["tensor_model_parallel_size"], found["micro_batch_size"]) == (2, 2)
+    assert "sequence_parallel" not in found
+    assert (tmp_path / "made" / "log").exists()
+
+
+@pytest.mark.parametrize("form", ["exec torchrun", "./torchrun", "sh child.sh"])
+def test_best_of_a_script_that_cannot_be_steered_is_what_it_starts(form: str, tmp_path: Path) -> None:
+    (tmp_path / "child.sh").write_text('torchrun "$@"')
+    planned, words = started(f"mkdir -p made\n{form} pretrain_gpt.py {MODEL}", tmp_path)
+    assert not planned.own_script
+    assert planned.leaves_out == ("mkdir -p made",)
+    assert words[words.index("--micro-batch-size") + 1] == "2"
 
 
 def test_trial_records_its_arguments_without_secrets(tmp_path: Path) -> None:

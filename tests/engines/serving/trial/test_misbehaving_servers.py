@@ -73,7 +73,8 @@ def test_a_server_that_floods_its_log_is_measured(tmp_path: Path) -> None:
 
 
 def test_figures_of_an_earlier_trial_in_the_folder_are_not_used(tmp_path: Path) -> None:
-    assert trials.run(trials.platform(tmp_path, "well"), tmp_path).state is TrialState.MEASURED
+    trials.trial_folder(tmp_path).mkdir(exist_ok=True)
+    (trials.trial_folder(tmp_path) / METRICS).write_text("{}")
     done = trials.run(trials.platform(tmp_path, "garbage"), tmp_path)
     assert (done.state, done.measurement) == (TrialState.FAILED, None)
     assert not (trials.trial_folder(tmp_path) / METRICS).exists()
@@ -106,6 +107,7 @@ def test_prompts_are_the_same_for_each_candidate(tmp_path: Path) -> None:
 
 def test_tokens_are_counted_by_the_server_not_by_pieces(tmp_path: Path) -> None:
     trials.run(trials.platform(tmp_path, "well"), tmp_path)  # sends two tokens in a piece
+    assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "passive"  # the engine's
     (point,) = json.loads((trials.trial_folder(tmp_path) / METRICS).read_text())["points"]
     (repeat,) = point["repeats"]
     rate = repeat["figures"]["output_tokens_per_s"]
@@ -125,13 +127,9 @@ def test_requests_go_to_all_instances_each_on_separate_cores(tmp_path: Path) -> 
 
 def test_user_variables_override_engine_variables(tmp_path: Path) -> None:
     where = trials.platform(tmp_path, "well")
-    trials.run(where, tmp_path)
-    assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "passive"
-    (tmp_path / "own").mkdir()
-    where = trials.platform(tmp_path / "own", "well")
     spec = dataclasses.replace(where.task.spec, envs={"OMP_WAIT_POLICY": "active"})
-    trials.run(dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec)), tmp_path / "own")
-    assert trials.servers(tmp_path / "own")[0]["OMP_WAIT_POLICY"] == "active"
+    trials.run(dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec)), tmp_path)
+    assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "active"
 
 
 @pytest.mark.parametrize("behaviour", ["has_children", "ignores_sigterm"])

@@ -1,0 +1,155 @@
+"""Looks at the hosts of a cluster before the first trial: reachable, equal, with the devices that the spec expects."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.common.inputs import warn
+from flagcore.contracts import Launcher
+from flagcore.domain.chip import Device
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError, NoDevice, UsageError
+from flagcore.i18n import N_, _
+from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.spec.convert import read_hosts
+
+PROGRAM = "flagcore.api.hardware.host_report"
+AT_ONCE = 64
+"""Hosts that are asked at the same time."""
+SECONDS = 120.0
+MAX_CLOCK_SECONDS = 5.0
+"""A larger difference of clocks is reported: certificates and logs of distributed jobs depend on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReport:
+    """What a host answered. `problem` is why it cannot be used, empty if it can. Its clock is ahead by `clock_s`.
+
+    Without flagcore on the host, `devices` and `versions` are None.
+    """
+
+    host: str
+    problem: str = ""
+    devices: tuple[Device, ...] | None = None
+    versions: Mapping[str, str] | None = None
+    python: str = ""
+    clock_s: float = 0.0
+    free_disk_bytes: int = 0
+
+    @property
+    def chips(self) -> Counter[str]:
+        """The number of devices of each chip."""
+        return Counter(device.chip for device in self.devices or ())
+
+
+def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str]) -> list[HostReport]:
+    """Return what each host answers, in order. Hosts are asked in parallel."""
+    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host)), hosts))
+
+
+def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
+    fresh = HostsLauncher(name=launcher.name, channel=launcher.channel)
+    argv = (sys.executable, "-m", PROGRAM)
+    try:
+        running = fresh.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
+    except LaunchError as error:
+        return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
+    hello = running.connections[0].hello or {}
+    clock = float(hello["time"]) - time.time()
+    ended = running.wait(SECONDS + 30) or running.stop()
+    seen = HostReport(
+        host=host,
+        problem=ended.detail.partition(": ")[2] if ended.ended_by == "host" else "",
+        python=str(hello["python"]),
+        clock_s=clock,
+        free_disk_bytes=int(hello["free_disk_bytes"]),
+    )
+    try:
+        found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
+        devices = tuple(Device(**each) for each in found["devices"])
+        return HostReport(**{**vars(seen), "devices": devices, "versions": dict(found["versions"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return seen
+
+
+def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
+    """Return one record per host of a host file: whether it can be used, or why not, and what it has.
+
+    Raises SpecError for a file that cannot be read, UsageError for a launcher that starts nothing on hosts.
+    """
+    hosts, _slots = read_hosts(hostfile, file=str(hostfile))
+    found = plugins.launcher(launcher)
+    if not isinstance(found, HostsLauncher):
+        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh or slurm")
+        raise UsageError(_(text, launcher=launcher))
+    reports = inspect_hosts(found, hosts)
+    warn(host_warnings(reports))
+    return [_record(report, reports) for report in reports]
+
+
+def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]:
+    problems = list(host_problems(report, reports))
+    return {
+        "host": report.host,
+        "ok": not problems,
+        "problem": "; ".join(problems),
+        "devices": _names(report) if report.devices is not None else None,
+        "python": report.python,
+        "clock_s": report.clock_s,
+        "free_disk_gib": report.free_disk_bytes / 2**30,
+        "versions": report.versions,
+    }
+
+
+def require_hosts(launcher: Launcher, hosts: Sequence[str]) -> tuple[Device, ...]:
+    """Return the devices of the first host, none if unknown. Raises NoDevice with a line for each unsuitable host."""
+    if not isinstance(launcher, HostsLauncher):
+        return ()
+    reports = inspect_hosts(launcher, hosts)
+    problems = [f"{report.host}: {line}" for report in reports for line in host_problems(report, reports)]
+    if problems:
+        raise NoDevice("; ".join(problems))
+    warn(host_warnings(reports))
+    return reports[0].devices or ()
+
+
+def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
+    """Yield why a host cannot run trials together with the others, one line each."""
+    if report.problem:
+        yield report.problem
+        return
+    first = next(each for each in reports if not each.problem)
+    if report.free_disk_bytes < FREE_DISK_FLOOR_BYTES:
+        yield _("only {size} MiB of disk are free", size=report.free_disk_bytes >> 20)
+    if report.devices is not None and first.devices is not None and report.chips != first.chips:
+        yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
+    for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
+        own, other = (report.versions or {})[name], (first.versions or {})[name]
+        if own != other:
+            text = N_("{package} {version}, but {host} has {other}")
+            yield _(text, package=name, version=own, host=first.host, other=other)
+
+
+def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
+    """Yield what is unusual about hosts that can be used."""
+    for report in reports:
+        if abs(report.clock_s) > MAX_CLOCK_SECONDS:
+            yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")
+        if report.devices is None and not report.problem:
+            yield _("{host}: flagcore is not installed there, so its devices are not checked", host=report.host)
+
+
+def _names(report: HostReport) -> str:
+    return ", ".join(f"{count} x {chip}" for chip, count in report.chips.items()) or _("no device")

@@ -1,0 +1,195 @@
+"""The channel to an agent on one host: how it is started, and what it reports."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flagcore.launchers import agent
+
+SILENCE_SECONDS = 12.0
+"""A host that sends nothing for so long is lost; an agent that receives nothing for so long ends its trial."""
+MAX_LINE_BYTES = 1 << 20
+MAX_NOISE_BYTES = 1 << 16
+"""What a login shell may print before the agent."""
+SENT = ("guard.py", "guarded.py", "agent.py")
+
+BOOT = """
+import json, os, sys, tempfile
+data = b""
+while b"\\n" not in data:
+    piece = os.read(0, 65536)
+    if not piece:
+        sys.exit(1)
+    data += piece
+line, _, rest = data.partition(b"\\n")
+sources = json.loads(line)
+home = tempfile.mkdtemp(prefix="flagcore-")
+for name, text in sources.items():
+    path = os.path.join(home, "lib", name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+sys.path.insert(0, os.path.join(home, "lib"))
+from flagcore.launchers.agent import main
+main(home, rest, float(sys.argv[1]))
+"""
+"""Unpacks the agent into a private folder and runs it."""
+
+
+@cache
+def sources() -> bytes:
+    """Return the agent's files as one line of JSON."""
+    folder = Path(agent.__file__).parent
+    files = {f"flagcore/launchers/{name}": (folder / name).read_text(encoding="utf-8") for name in SENT}
+    packages = dict.fromkeys(("flagcore/__init__.py", "flagcore/launchers/__init__.py"), "")
+    return json.dumps({**packages, **files}).encode() + b"\n"
+
+
+def agent_command() -> str:
+    """Return the shell command that starts an agent: with this Python if the host has it, else with its own."""
+    script = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1" "$2"'
+    return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
+
+
+class Connection:
+    """An agent on `host`, reached through the standard input and output of a process on this machine.
+
+    `problem` says why it cannot be used any more, empty while it can. `exit` is how its trial ended.
+    """
+
+    def __init__(self, host: str, argv: Sequence[str], folder: str) -> None:
+        self.host, self.folder = host, folder
+        os.makedirs(folder, exist_ok=True)
+        self.log = os.path.join(folder, "connection.log")
+        with open(self.log, "wb") as errors:
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            )
+        assert self.process.stdin
+        assert self.process.stdout
+        self.input, self.output = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.input, False)
+        os.set_blocking(self.output, False)
+        self.outgoing, self.received = bytearray(sources()), b""
+        self.opened_at = self.last_input = self.last_beat = time.monotonic()
+        self.hello: Mapping[str, Any] | None = None
+        self.started = False
+        self.left: int | None = None
+        """Processes of an earlier trial that are left on the host; None until the agent reports it."""
+        self.exit: Mapping[str, Any] | None = None
+        self.problem = ""
+        self.refused = False
+        """Whether the problem is that the agent cannot start the program."""
+        self.news: list[tuple[str, int, bytes]] = []
+        """New content of the trial's files, in order: name, offset, bytes."""
+
+    @property
+    def open(self) -> bool:
+        """Whether more is expected from the host."""
+        return not self.problem and self.exit is None
+
+    def send(self, **message: object) -> None:
+        """Queue a message to the agent."""
+        self.outgoing += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def beat(self) -> None:
+        """Send a heartbeat if one is due, and note if the host has been silent for too long."""
+        now = time.monotonic()
+        if now - self.last_beat > agent.BEAT_SECONDS:
+            self.last_beat = now
+            self.send()
+        if self.open and now - self.last_input > SILENCE_SECONDS:
+            self.problem = f"no message for {SILENCE_SECONDS:.0f} s"
+
+    def flush(self) -> None:
+        """Write what is queued, as much as the channel takes."""
+        try:
+            while self.outgoing:
+                del self.outgoing[: os.write(self.input, self.outgoing[: 1 << 16])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outgoing.clear()  # its output says why
+
+    def read(self) -> None:
+        """Take what the agent sent."""
+        try:
+            data = os.read(self.output, 1 << 18)
+        except BlockingIOError:
+            return
+        if not data:
+            self._closed()
+            return
+        self.last_input = time.monotonic()
+        *lines, self.received = (self.received + data).split(b"\n")
+        if len(self.received) > MAX_LINE_BYTES:
+            self.problem = "sent a line without end"
+        for line in lines:
+            if self.open:
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        """Follow a message. What a login shell prints before the first one is skipped."""
+        try:
+            message = json.loads(line)
+            if self.hello is None:
+                self.hello = dict(message["hello"])
+                if self.hello["wire"] != agent.WIRE:
+                    self.problem = f"has an agent of version {self.hello['wire']}, not {agent.WIRE}"
+            elif "file" in message:
+                name, at = str(message["file"]), int(message["at"])
+                if os.path.isabs(name) or ".." in Path(name).parts:
+                    raise ValueError(name)
+                self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
+            elif "started" in message:
+                self.started = True
+            elif "left" in message:
+                self.left = int(message["left"])
+            elif "exit" in message:
+                self.exit = dict(message["exit"])
+            elif "problem" in message:
+                self.problem, self.refused = str(message["problem"]), True
+        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
+            if self.hello is not None:
+                self.problem = f"sent an invalid message: {line[:80]!r}"
+
+    def _closed(self) -> None:
+        if self.open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)
+            self.problem = self._last_words() or f"the connection closed (exit status {self.process.poll()})"
+
+    def _last_words(self) -> str:
+        with open(self.log, "rb") as file:
+            lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
+        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+    def hang_up(self) -> None:
+        """Close the channel, on which the agent ends its trial."""
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                assert stream
+                stream.close()
+
+    def close(self, seconds: float) -> None:
+        """End the process on this machine, by force after some seconds."""
+        try:
+            self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

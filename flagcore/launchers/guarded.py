@@ -1,0 +1,223 @@
+"""Starts a trial through a guard process that ends it in any case. Imports only the standard library.
+
+The local launcher uses it in flagcore, and the agent on other hosts, where flagcore is not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import marshal
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from flagcore.launchers import guard
+
+MARKER = "FLAGCORE_LAUNCH"
+"""Environment variable of each trial, by which its processes are found if the guard is killed."""
+START_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 86400.0
+
+
+class Limits(NamedTuple):
+    """The limits of a trial: seconds, the bytes of its processes (None: no limit), and the bytes of its folder."""
+
+    seconds: float
+    memory_bytes: int | None
+    disk_bytes: int
+
+
+class Guarded:
+    """A trial on this machine. `pid` is its first process, the leader of its session and process group.
+
+    The verdict of a trial that ended has the fields of `flagcore.domain.launch.Exit`.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], control: int, report: int, folder: str, marker: str) -> None:
+        self.pid = 0
+        self._guard, self._control, self._report = process, control, report
+        self._folder, self._marker = folder, marker
+        self._received = b""
+        self._started_at = time.monotonic()
+        self._verdict: dict[str, Any] | None = None
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when the trial ends."""
+        return self._report
+
+    def wait(self, seconds: float) -> dict[str, Any] | None:
+        """Wait at most `seconds` and return the verdict, None while the trial runs."""
+        if self._verdict is None:
+            with contextlib.suppress(TimeoutError):
+                line = self._read_line(seconds)
+                self._verdict = json.loads(line) if line else self._end_without_guard()
+                self.close()
+        return self._verdict
+
+    def request_stop(self) -> None:
+        """Ask the guard to end the trial, without waiting."""
+        if self._verdict is None:
+            with contextlib.suppress(OSError):
+                os.write(self._control, b"stop")
+
+    def stop(self) -> dict[str, Any]:
+        """End all processes of the trial and return the verdict."""
+        self.request_stop()
+        ended = self.wait(guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5)
+        while ended is None:
+            self._guard.kill()
+            ended = self.wait(1)
+        return ended
+
+    def close(self) -> None:
+        """Disconnect from the guard, which then ends the trial, and wait for its exit."""
+        for descriptor in (self._control, self._report):
+            os.close(descriptor)
+        self._guard.wait()
+
+    def confirm_start(self, program: str) -> None:
+        """Wait until the guard reports that the program runs. Raises OSError if it does not."""
+        try:
+            message = json.loads(self._read_line(START_SECONDS) or b"{}")
+        except TimeoutError:
+            self._guard.kill()
+            message = {"problem": f"the guard process did not answer in {START_SECONDS:.0f} s"}
+        self.pid = message.get("first", 0)
+        if not self.pid:
+            problem = message.get("problem", f"the guard process died; see {self._folder}/stderr.log")
+            raise OSError(f"cannot start {program!r}: {problem}")
+
+    def _read_line(self, seconds: float) -> bytes:
+        """Return the guard's next line, empty if it died without one. Raises TimeoutError."""
+        deadline = time.monotonic() + min(max(seconds, 0.0), LONGEST_WAIT_SECONDS)
+        poll = select.poll()
+        poll.register(self._report, select.POLLIN)
+        while b"\n" not in self._received:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            piece = os.read(self._report, 4096)
+            if not piece:
+                return b""
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _end_without_guard(self) -> dict[str, Any]:
+        """End the processes that a killed guard left: those of the trial's session, and those with the marker."""
+        sweep(self._marker, self.pid)
+        seconds = time.monotonic() - self._started_at
+        ended = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
+        with contextlib.suppress(OSError):
+            guard.write_json(os.path.join(self._folder, "exit.json"), ended)
+        return ended
+
+
+def sweep(marker: str, session: int = 0) -> int:
+    """Kill all processes with a marker, and those of a session. Return how many are left."""
+    deadline = time.monotonic() + guard.GIVE_UP_SECONDS
+    while (left := _marked(marker, session)) and time.monotonic() < deadline:
+        for pid in left:
+            guard.send(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return len(left)
+
+
+def _marked(marker: str, session: int) -> list[int]:
+    word, found = f"{MARKER}={marker}\0".encode(), []
+    for pid in guard.all_processes():
+        _, _, its_session, zombie = guard.family(pid) or (0, 0, 0, True)
+        if not zombie and ((session and its_session == session) or word in guard.read_proc(pid, "environ")):
+            found.append(pid)
+    return found
+
+
+def start(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    directory: str,
+    folder: str,
+    limits: Limits,
+    stdout: BinaryIO | int,
+    stderr: BinaryIO | int,
+) -> Guarded:
+    """Start `argv` under a guard, in `directory`, and wait until it runs.
+
+    The environment is this process's with `environment` on top, which has a MARKER. `exit.json` in `folder` will
+    record how it ended. Raises OSError if it cannot be started.
+    """
+    order = _encode_order(argv, environment, directory, folder, limits)
+    try:
+        running = _start_guard(stdout, stderr, folder, environment[MARKER], order)
+    except OSError as error:
+        raise OSError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
+    try:
+        running.confirm_start(argv[0])
+    except BaseException:
+        running.close()
+        raise
+    return running
+
+
+def _encode_order(
+    argv: Sequence[str], environment: Mapping[str, str], directory: str, folder: str, limits: Limits
+) -> bytes:
+    """Return the order for the guard, preceded by its length. Both ends run the same Python, so marshal is safe."""
+    if not argv:
+        raise OSError("cannot start a trial without a program: argv is empty")
+    words = [_encode(text, f"argument {index}") for index, text in enumerate(argv)]
+    added = {}
+    for key, value in environment.items():
+        if not key or "=" in key:
+            raise OSError(f"cannot start {argv[0]!r}: {key!r} is not a name of an environment variable")
+        added[_encode(key, f"the name {key!r}")] = _encode(value, f"the environment variable {key}")
+    where = (_encode(directory, "the directory"), _encode(folder, "the folder"))
+    order = marshal.dumps((words, {**os.environb, **added}, *where, *limits))
+    return len(order).to_bytes(8, "little") + order
+
+
+def _encode(text: str, what: str) -> bytes:
+    try:
+        encoded = os.fsencode(text)
+    except (TypeError, UnicodeError) as error:
+        raise OSError(f"cannot start a trial: {what} = {text!r} cannot be passed to a program ({error})") from error
+    if b"\0" in encoded:
+        raise OSError(f"cannot start a trial: {what} = {text!r} contains a NUL byte")
+    return encoded
+
+
+def _start_guard(stdout: BinaryIO | int, stderr: BinaryIO | int, folder: str, marker: str, order: bytes) -> Guarded:
+    """Start a guard, whose stdout and stderr the trial inherits, and send it the order. Raises OSError.
+
+    It inherits only its own two pipe ends, and no other process inherits flagcore's: a pipe that another trial held
+    open would not close when flagcore dies.
+    """
+    pipes: list[int] = []
+    try:
+        for _ in range(2):
+            pipes += os.pipe()
+        control, guard_reads, report, guard_writes = pipes[1], pipes[0], pipes[2], pipes[3]
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(guard_reads), str(guard_writes), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=(guard_reads, guard_writes),
+        )
+    except BaseException:
+        for descriptor in pipes:
+            os.close(descriptor)
+        raise
+    os.close(guard_reads)
+    os.close(guard_writes)
+    with contextlib.suppress(BrokenPipeError):
+        while order:
+            order = order[os.write(control, order) :]
+    return Guarded(process, control, report, folder, marker)

@@ -1,0 +1,274 @@
+"""Starts a trial on several hosts: an agent on each, the first failure ends all, a lost host ends the trial."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from flagcore.domain.launch import Exit, Launch
+from flagcore.errors import LaunchError
+from flagcore.launchers import guard
+from flagcore.launchers.connection import Connection
+from flagcore.launchers.guarded import MARKER, START_SECONDS
+from flagcore.launchers.local import prepare
+
+HOSTS = "hosts"
+"""In a trial's folder: a folder of each host, with its files and logs."""
+LOGS = ("stdout.log", "stderr.log")
+STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
+CLOSE_SECONDS = 2.0
+SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
+"""Variables of this shell that a trial has on every host, because no login shell sets them there."""
+
+
+@dataclass(kw_only=True)
+class HostsLauncher:
+    """Starts trials on the hosts of a launch.
+
+    `channel` returns the command that starts an agent on a host, connected to its standard input and output.
+    `find_hosts` returns the hosts that are there without being named.
+    """
+
+    name: str
+    channel: Callable[[str], Sequence[str]]
+    find_hosts: Callable[[], tuple[str, ...]] = tuple
+    reached: set[str] = field(default_factory=set)
+    """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """The markers of trials in which hosts were lost, by host: processes may be left there."""
+
+    def start(self, launch: Launch) -> HostsRunning:
+        """Start a launch on each of its hosts.
+
+        In the words and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}` and
+        `{interface}` are replaced for each host. The files of its folder are sent to every host, and what the first
+        host writes is mirrored there, with the logs of all; `hosts/NAME` has those of the others. A host that answered
+        before and no longer does ends the trial at once. Raises LaunchError if another cannot be reached, or if one
+        cannot start the program.
+        """
+        if not launch.hosts:
+            raise LaunchError(f"auto_tuner.launcher = {self.name}: no hosts; name them in cluster.hostfile")
+        folder = os.path.abspath(launch.folder)
+        variables = {name: os.environ[name] for name in SHARED if name in os.environ}
+        places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
+        fixed = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+        launch = replace(launch, folder=folder, environment={**fixed, **launch.environment})
+        try:
+            prepare(launch, launch.environment, folder, launch.directory or folder)
+            for name in LOGS:
+                Path(folder, name).write_bytes(b"")
+        except OSError as error:
+            reason = error.strerror or error
+            raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
+        running = HostsRunning(launch, self)
+        try:
+            running.begin()
+        except HostLost as problem:
+            if problem.host not in self.reached:
+                running.close()
+                raise
+            running.end()
+        except BaseException:
+            running.close()
+            raise
+        self.reached.update(launch.hosts)
+        return running
+
+
+class HostLost(LaunchError):
+    """A host that cannot be reached."""
+
+    def __init__(self, host: str, problem: str) -> None:
+        super().__init__(f"host {host}: {problem}")
+        self.host = host
+
+
+class HostsRunning:
+    """A trial on several hosts."""
+
+    def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
+        self.launch, self.lost, self.started_at = launch, launcher.lost, time.monotonic()
+        self._partial: dict[tuple[str, str], bytes] = {}
+        self._exit: Exit | None = None
+        self.connections = [
+            Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
+        ]
+
+    def begin(self) -> None:
+        """Wait for all agents, give each its order, and wait until the program runs everywhere.
+
+        What a lost trial left is ended first. Raises HostLost, or LaunchError if a host cannot start the program.
+        """
+        self._until(lambda each: each.hello is not None, "does not answer")
+        for each in self.connections:
+            if each.host in self.lost:
+                each.send(sweep=self.lost[each.host])
+        self._until(lambda each: each.host not in self.lost or each.left == 0, "still has processes of a lost trial")
+        for each in self.connections:
+            self.lost.pop(each.host, None)
+        first = self.connections[0]
+        assert first.hello is not None
+        values = {"master_addr": first.host, "master_port": str(first.hello["port"])}
+        files = _files(self.launch.folder)
+        for rank, each in enumerate(self.connections):
+            mine = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
+            each.send(order=_order(self.launch, mine, files))
+        self._until(lambda each: each.started or each.exit is not None, "does not start the program")
+
+    def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
+        """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
+        deadline = time.monotonic() + START_SECONDS
+        while waiting := [each for each in self.connections if not done(each)]:
+            self._step(0.2)
+            if time.monotonic() > deadline:
+                waiting[0].problem = waiting[0].problem or f"{problem} within {START_SECONDS:.0f} s"
+            for each in self.connections:
+                if each.refused:
+                    raise LaunchError(f"host {each.host}: {each.problem}")
+                if each.problem:
+                    raise HostLost(each.host, each.problem)
+
+    def poll(self) -> Exit | None:
+        return self.wait(0)
+
+    def wait(self, seconds: float) -> Exit | None:
+        deadline = time.monotonic() + seconds
+        while self._exit is None:
+            self._step(max(0.0, min(1.0, deadline - time.monotonic())))
+            if self._over():
+                self.end()
+            elif time.monotonic() >= deadline:
+                break
+        return self._exit
+
+    def stop(self) -> Exit:
+        if self._exit is None:
+            self.end(asked=True)
+        assert self._exit is not None
+        return self._exit
+
+    def _over(self) -> bool:
+        """Whether all hosts are done, or one failed or was lost."""
+        failed = any(each.problem or (each.exit and _failed(each.exit)) for each in self.connections)
+        return failed or not any(each.open for each in self.connections)
+
+    def end(self, *, asked: bool = False) -> None:
+        """End the trial on all hosts that still run it, and note how it ended."""
+        first = next((each for each in self.connections if each.problem), None)
+        first = first or next((each for each in self.connections if each.exit and _failed(each.exit)), None)
+        deadline = time.monotonic() + STOP_SECONDS
+        running = [each for each in self.connections if each.open and each.started]
+        for each in running:
+            each.send(stop=True)
+        while any(each.open for each in running) and time.monotonic() < deadline:
+            self._step(0.2)
+        self._exit = self._verdict(first, asked)
+        self.close()
+        with contextlib.suppress(OSError):
+            guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
+
+    def _verdict(self, first: Connection | None, asked: bool) -> Exit:
+        seconds = time.monotonic() - self.started_at
+        ends = [each.exit for each in self.connections if each.exit]
+        peaks = [end["peak_memory_bytes"] for end in ends if end.get("peak_memory_bytes")]
+        peak = max(peaks, default=None)
+        if first is not None and first.problem:
+            detail = f"{first.host}: {first.problem}"
+            return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+        end = (first.exit if first else None) or (ends[0] if ends else None)
+        if end is None:
+            return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host answered")
+        seconds = max(float(each["duration_s"]) for each in ends)
+        ended_by = "request" if asked and end["ended_by"] is None and end["code"] else end["ended_by"]
+        detail = first.host if first else ""
+        return Exit(code=int(end["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+
+    def _step(self, seconds: float) -> None:
+        """Exchange messages for at most `seconds`, and write what arrived."""
+        poll = select.poll()
+        by_descriptor: dict[int, Connection] = {}
+        for each in self.connections:
+            each.beat()
+            if each.open:
+                by_descriptor |= {each.output: each, each.input: each}
+                poll.register(each.output, select.POLLIN)
+                if each.outgoing:
+                    poll.register(each.input, select.POLLOUT)
+        for descriptor, _ in poll.poll(seconds * 1000):
+            each = by_descriptor[descriptor]
+            if descriptor == each.output:
+                each.read()
+            else:
+                each.flush()
+        for rank, each in enumerate(self.connections):
+            self._write(each, rank)
+
+    def _write(self, connection: Connection, rank: int) -> None:
+        """Write what a host reported about its files."""
+        news, connection.news = connection.news, []
+        for name, at, data in news:
+            own = rank == 0 and name not in LOGS
+            path = Path(self.launch.folder if own else connection.folder, name)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("r+b" if at else "wb") as file:
+                    file.seek(at)
+                    file.write(data)
+                if name in LOGS:
+                    self._merge(connection.host, name, data)
+            except OSError as error:
+                connection.problem = f"its file {name} cannot be written here: {error.strerror or error}"
+
+    def _merge(self, host: str, name: str, data: bytes) -> None:
+        """Append the complete lines of one host's log to the log of the trial."""
+        whole, newline, rest = (self._partial.get((host, name), b"") + data).rpartition(b"\n")
+        self._partial[host, name] = rest
+        if newline:
+            with open(os.path.join(self.launch.folder, name), "ab") as file:
+                file.write(whole + newline)
+
+    def close(self) -> None:
+        """Close all channels, on which the agents end what still runs. Hosts that did not confirm that are noted."""
+        for each in self.connections:
+            if each.exit is None and each.hello is not None:
+                self.lost[each.host] = self.launch.environment[MARKER]
+            each.hang_up()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for each in self.connections:
+            each.close(deadline - time.monotonic())
+
+
+def _failed(ended: Mapping[str, object]) -> bool:
+    return bool(ended["code"] or ended["ended_by"])
+
+
+def _files(folder: str) -> dict[str, str]:
+    """Return the text of the files that the engine wrote into a trial's folder."""
+    names = [name for name in os.listdir(folder) if name not in (*LOGS, "launch.json", "exit.json")]
+    paths = [path for name in names if (path := Path(folder, name)).is_file()]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
+def _order(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
+    """Return the order for one host. The agent replaces the trial's folder by its own."""
+
+    def filled(text: str) -> str:
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", value)
+        return text
+
+    return {
+        "argv": [filled(word) for word in launch.argv],
+        "environment": {name: filled(value) for name, value in launch.environment.items()},
+        "directory": launch.directory or launch.folder,
+        "folder": launch.folder,
+        "files": files,
+        "limits": [launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes],
+        "master_addr": values["master_addr"],
+    }

@@ -1,0 +1,36 @@
+"""The slurm launcher: agents are steps of the allocation that flagcore runs in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from flagcore.contracts import Launcher
+from flagcore.errors import LaunchError
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
+
+
+def channel(host: str) -> list[str]:
+    """Return the command that starts an agent on `host` as a step. Raises LaunchError outside an allocation."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        raise LaunchError("not inside a Slurm allocation: run `flag tune` by salloc or sbatch")
+    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--input=all"]
+    return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
+
+
+def find_hosts() -> tuple[str, ...]:
+    """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return ()
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"the hosts of the allocation are unknown: {' '.join(command)}: {error}") from error
+    return tuple(found.stdout.split())
+
+
+LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel, find_hosts=find_hosts)

@@ -1,0 +1,19 @@
+"""The ssh launcher: agents are started by the system's OpenSSH client, with the user's own configuration."""
+
+from __future__ import annotations
+
+from flagcore.contracts import Launcher
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
+
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=3", "ServerAliveCountMax=3", "ControlPath=none")
+"""No password is asked for, and a connection of its own notices a lost host."""
+
+
+def channel(host: str) -> list[str]:
+    """Return the command that starts an agent on `host` by ssh."""
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    return ["ssh", "-T", *options, "--", host, agent_command()]
+
+
+LAUNCHER: Launcher = HostsLauncher(name="ssh", channel=channel)

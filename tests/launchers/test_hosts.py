@@ -1,0 +1,222 @@
+"""Trials on several hosts. A shell on this machine stands for the channel to each; agents and guards are real."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError
+from flagcore.launchers import connection, guard
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.guarded import MARKER
+from flagcore.launchers.hosts import HostsLauncher
+
+pytestmark = pytest.mark.process
+
+HOSTS = ("a", "b", "c")
+TUNER = """
+import sys
+from flagcore.domain.launch import Launch
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
+launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
+running = launcher.start(Launch(argv=("sh", "-c", sys.argv[2]), folder=sys.argv[1], hosts=("a", "b")))
+print("started", flush=True)
+running.wait(60)
+"""
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A word in the environment of all processes of a test; none may be left, nor a folder of an agent."""
+    word = secrets.token_hex(8)
+    monkeypatch.setenv("TEST_MARK", word)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    yield word
+    deadline = time.monotonic() + 20
+    while processes(word) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes(word) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def processes(mark: str) -> list[int]:
+    word = f"TEST_MARK={mark}\0".encode()
+    return [pid for pid in guard.all_processes() - {os.getpid()} if word in guard.read_proc(pid, "environ")]
+
+
+def shell(host: str) -> list[str]:
+    return ["sh", "-c", agent_command()]
+
+
+def launcher(**channels: Callable[[str], list[str]]) -> HostsLauncher:
+    return HostsLauncher(name="shell", channel=lambda host: channels.get(host, shell)(host))
+
+
+def launch(script: str, folder: Path, **how: object) -> Launch:
+    return Launch(**{"argv": ("sh", "-c", script), "folder": str(folder), "hosts": HOSTS, **how})  # type: ignore[arg-type]
+
+
+def says(*lines: str) -> Callable[[str], list[str]]:
+    """Return a channel to a host that answers `lines`, and then nothing."""
+    script = "\n".join(["cat > /dev/null &", *(f"echo '{line}'" for line in lines), "wait"])
+    return lambda host: ["sh", "-c", script]
+
+
+def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str) -> None:
+    script = "echo {node_rank} of {nnodes} at {master_addr} on $NODE_RANK; echo port {master_port} at {interface}"
+    ended = launcher().start(launch(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))).wait(30)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (0, None)
+    lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
+    assert {line for line in lines if " of " in line} == {f"{rank} of 3 at 127.0.0.1 on {rank}" for rank in range(3)}
+    assert len({line for line in lines if re.fullmatch(r"port \d+ at \w+", line)}) == 1
+
+
+def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None:
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    (folder / "job.json").write_text(f'{{"output": "{folder}"}}')
+    script = f"cat job.json; head -c 300000 /dev/zero > {folder}/out-$NODE_RANK; mkdir sub; pwd > sub/{{node_rank}}"
+    ended = launcher().start(launch(script, folder)).wait(30)
+    assert ended is not None
+    assert ended.code == 0
+    assert (folder / "job.json").read_text() == f'{{"output": "{folder}"}}'
+    assert (folder / "out-0").read_bytes() == (folder / "hosts" / "b" / "out-1").read_bytes() == bytes(300_000)
+    where = (folder / "hosts" / "c" / "sub" / "2").read_text().strip()
+    assert where in (folder / "hosts" / "c" / "stdout.log").read_text()
+    assert str(folder) not in where
+    assert (folder / "sub" / "0").exists()
+
+
+def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
+    script = "[ $NODE_RANK = 1 ] && { echo broken >&2; exit 7; }; sleep 60"
+    began = time.monotonic()
+    ended = launcher().start(launch(script, tmp_path / "trial")).wait(40)
+    assert ended is not None
+    assert (ended.code, ended.ended_by, ended.detail) == (7, None, "b")
+    assert time.monotonic() - began < 30
+    assert "broken" in (tmp_path / "trial" / "stderr.log").read_text()
+
+
+def test_stop_ends_the_trial_everywhere(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("setsid sleep 60 & exec sleep 60", tmp_path / "trial"))
+    assert running.poll() is None
+    ended = running.stop()
+    assert ended.ended_by == "request"
+    assert running.stop() == ended
+
+
+def test_limits_hold_on_each_host(tmp_path: Path, mark: str) -> None:
+    ended = launcher().start(launch("sleep 60", tmp_path / "trial", timeout_seconds=1.0)).wait(30)
+    assert ended is not None
+    assert ended.ended_by == "timeout"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_flagcore_is_killed(tmp_path: Path, mark: str, number: int) -> None:
+    argv = [sys.executable, "-c", TUNER, str(tmp_path / "trial"), "(setsid sleep 60 &) ; sleep 60"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as tuner:
+        assert tuner.stdout
+        assert tuner.stdout.readline() == b"started\n"
+        assert len(processes(mark)) > 4
+        tuner.send_signal(number)
+
+
+def test_a_host_whose_channel_breaks_ends_the_trial_as_lost(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("sleep 60", tmp_path / "trial"))
+    channel = running.connections[1].process
+    assert channel.stdin
+    channel.stdin.close()
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+
+
+def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", 3.0)
+    relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
+    running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    parent = running.connections[2].process.pid
+    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
+    (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
+    os.kill(agent, signal.SIGSTOP)
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
+    os.kill(agent, signal.SIGCONT)
+
+
+def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: str) -> None:
+    mine = launcher()
+    left = subprocess.Popen(["sleep", "60"], env={**os.environ, MARKER: "0123"}, start_new_session=True)
+    mine.lost["b"] = "0123"
+    ended = mine.start(launch("true", tmp_path / "trial")).wait(30)
+    assert ended is not None
+    assert ended.code == 0
+    assert left.wait(5) == -signal.SIGKILL
+    assert mine.lost == {}
+
+
+HELLO = '{"hello": {"wire": 1, "port": 4000}}'
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"hello": {"wire": 99, "port": 4000}}'],
+        ["Welcome!", HELLO, "{oops"],
+        [HELLO, '{"file": "../../x", "at": 0, "data": ""}'],
+        [HELLO, '{"file": "/x", "at": 0, "data": ""}'],
+        [HELLO, '{"file": "x", "at": 0, "data": "?"}'],
+        [HELLO, "[1]"],
+        [HELLO, '{"exit": 3}'],
+    ],
+)
+def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
+    mine = launcher(b=says(*lines))
+    mine.reached.add("b")
+    ended = mine.start(launch("sleep 60", tmp_path / "trial")).wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_line_without_end_is_a_problem_of_the_host(tmp_path: Path, mark: str) -> None:
+    endless = ["sh", "-c", f"cat > /dev/null & echo '{HELLO}'; head -c 3000000 /dev/zero; wait"]
+    mine = launcher(b=lambda host: endless)
+    mine.reached.add("b")
+    ended = mine.start(launch("sleep 60", tmp_path / "trial")).wait(40)
+    assert ended is not None
+    assert ended.detail.startswith("b:")
+
+
+def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:
+    refused = launcher(c=lambda host: ["sh", "-c", "echo Permission denied >&2; exit 255"])
+    with pytest.raises(LaunchError, match="c: Permission denied"):
+        refused.start(launch("true", tmp_path / "trial"))
+    with pytest.raises(LaunchError, match="host"):
+        launcher().start(launch("true", tmp_path / "trial", directory="/no/such/folder"))
+    with pytest.raises(LaunchError, match="no hosts"):
+        launcher().start(launch("true", tmp_path / "trial", hosts=()))
+
+
+def test_secrets_are_in_no_command_line(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("sleep 60", tmp_path / "trial", environment={"HF_TOKEN": "hidden-4711"}))
+    lines = [guard.read_proc(pid, "cmdline") for pid in processes(mark)]
+    assert len(lines) > 6
+    assert not any(b"hidden-4711" in line for line in lines)
+    assert "hidden-4711" not in (tmp_path / "trial" / "launch.json").read_text()
+    running.stop()
