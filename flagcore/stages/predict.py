@@ -16,7 +16,7 @@ from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 GIB = 2**30
 
 PART_NAMES = {

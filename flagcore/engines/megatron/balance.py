@@ -10,8 +10,8 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.memory.training import memory_in_use, stages_in_use
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Splits, Training, distinct
-from flagcore.engines.megatron.parallel.pipeline import Stage, in_flight, stage
-from flagcore.engines.megatron.partition import EQUAL, Fronts, Middles, search
+from flagcore.engines.megatron.parallel.pipeline import DENSE, LAYERS, Stage, in_flight, stage
+from flagcore.engines.megatron.partition import EQUAL, Fronts, Middles, search, search_equal
 from flagcore.engines.megatron.stages import chunk_layers, layout_text
 from flagcore.engines.megatron.time.pace import DEPENDS_ON, Pace
 from flagcore.engines.megatron.time.step import Blocks
@@ -19,9 +19,6 @@ from flagcore.engines.megatron.time.step import Blocks
 RELIEF = 1.125
 """A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Beyond
 that so many layers would have to move that recomputing them costs less."""
-
-LAYERS, DENSE = 3, 4
-"""Places of the fields of `pipeline.Part` in the holdings of a split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +74,11 @@ def relieved(
         if not rows.size:
             break
         layers, leading = _stages(train, few, found[fits], most)
-        key = np.column_stack((few.pipeline, few.virtual, layers, leading))
-        _, first, which = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        first, which = distinct([few.pipeline, few.virtual, *layers.T, *leading.T])
         before = 1 if train.options.splits is None else len(train.options.splits.lengths)
         splits = _splits(train, few[first], layers[first], leading[first])
         column = layout.split.copy()
-        column[rows] = before + which.ravel()
+        column[rows] = before + which
         train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
         changed[rows] = True
         memory = memory_in_use(train, layout[rows], costs)
@@ -105,6 +101,18 @@ def layouts(train: Training, layout: Layout) -> list[str]:
     return found
 
 
+def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
+    """Return the layers of the first and of the last stage of candidates, zeros for those without a split of their
+    own.
+    """
+    number = layout.split.astype(np.int64)
+    if splits is None:
+        return [(0, 0)] * number.size
+    last = layout.pipeline.astype(np.int64) - 1
+    pairs = zip(splits.holdings[number, 0, LAYERS], splits.holdings[number, last, LAYERS], strict=True)
+    return [(int(first), int(end)) if own else (0, 0) for (first, end), own in zip(pairs, number, strict=True)]
+
+
 def _most(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the most layers for which the memory of each stage suffices, (candidates, stages).
 
@@ -120,7 +128,7 @@ def _most(train: Training, layout: Layout, costs: Costs) -> FloatArray:
         used = memory[number].used
         slopes.append(np.maximum((used - memory[number + len(here)].used) / (one.layers - two.layers), 1.0))
         bases.append(memory[number].capacity - used + slopes[-1] * one.layers)
-    longest, flight = int(layout.pipeline.max()), [each.in_flight for each in here]
+    longest, flight = int(layout.pipeline.max()), [in_flight(layout, place, train.options) for place in places]
     most = np.zeros((end.size, longest))
     for place in range(longest):
         index = np.minimum(end, float(place))
@@ -142,10 +150,10 @@ def _one_layer_off(train: Training, layout: Layout, held: Stage) -> Stage:
 def _best(train: Training, layout: Layout, pace: Pace, most: FloatArray | None = None) -> _Found:
     """Return the best split of each candidate, with at most so many layers on each stage, (candidates, stages)."""
     total, leading = train.model.num_layers, _leading(train)
+    if train.options.equal_stages:
+        return _best_equal(train, layout, pace, most)
     several = list(Fronts.all(leading))
-    size, widest = layout.pipeline.size, max(len(each.dense) for each in several) + 1
-    found = _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
-    possible: BoolArray = np.ones(size, dtype=np.bool_)
+    found, possible = _none(train, layout.pipeline.size), np.ones(layout.pipeline.size, dtype=np.bool_)
     if most is not None:
         later = np.arange(most.shape[1]) >= layout.pipeline[:, None] - 1.0
         possible &= np.all(later | (most >= layout.virtual[:, None]), axis=1)
@@ -164,8 +172,27 @@ def _best(train: Training, layout: Layout, pace: Pace, most: FloatArray | None =
         better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also where a time is not known
         rows = rows[better]
         found.choice[rows], found.seconds[rows], found.ends[rows] = number, best.seconds[better], 0.0
-        found.ends[rows[:, None], [*places, widest - 1]] = best.layers[:, better].T
+        found.ends[rows[:, None], [*places, -1]] = best.layers[:, better].T
     return found
+
+
+def _best_equal(train: Training, layout: Layout, pace: Pace, most: FloatArray | None) -> _Found:
+    """Return the same for releases without layouts: stages between the first and the last are equal."""
+    count, last = layout.pipeline - 2.0, layout.pipeline.astype(np.int64) - 1
+    limits = np.full((last.size, int(layout.pipeline.max())), np.inf) if most is None else most
+    place = np.arange(limits.shape[1])
+    between = np.where((place > 0) & (place < last[:, None]), limits, np.inf).min(axis=1)
+    three = limits[:, 0], between, limits[np.arange(last.size), last]
+    best = search_equal(pace, layout.virtual, train.model.num_layers, _leading(train), count, three)
+    found = _none(train, last.size)
+    found.ends[:, [0, -1]] = best.layers.T
+    return replace(found, seconds=best.seconds)
+
+
+def _none(train: Training, size: int) -> _Found:
+    """Return that there is no split for so many candidates."""
+    widest = max(len(each.dense) for each in Fronts.all(_leading(train))) + 1
+    return _Found(np.zeros(size, dtype=np.int64), np.zeros((size, widest)), np.full(size, np.inf))
 
 
 def _leading(train: Training) -> int:
@@ -221,7 +248,7 @@ def _splits(train: Training, layout: Layout, layers: FloatArray, leading: FloatA
     end = layout.pipeline[:, None] - 1.0
     first, last = (place == 0) & (end >= 0), place == end
     norm = last
-    if model.mtp_num_layers:
+    if model.mtp_num_layers and not train.options.equal_stages:
         without = _last_chunk(layers, layout) == 0
         norm = place == end - without[:, None]
     dense = layers if model.num_moe_experts is None else leading

@@ -12,7 +12,7 @@ from flagcore.domain.spec import SettingValue, Spec
 from flagcore.engines.megatron.command.user_command import readable_command
 from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.settings import SETTINGS, recompute_modules
-from flagcore.engines.megatron.stages import LAYOUT
+from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL
 from flagcore.spec.knobs import setting_from_text
 
 BY_FLAG = {
@@ -72,7 +72,8 @@ def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | Non
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
     for knob in SPACE_KNOBS:
         result += knob.arguments(candidate.get(knob.name), train.engine_version)
-    result += BY_NAME[LAYOUT].arguments(candidate.get(LAYOUT), train.engine_version)
+    for name in (LAYOUT, FIRST, LAST, VIRTUAL):
+        result += BY_NAME[name].arguments(candidate.get(name), train.engine_version)
     result += _setting_flags(spec)
     if train_iters is not None:
         result += ["--train-iters", str(train_iters), "--log-interval", "1"]

@@ -139,6 +139,7 @@ KNOBS = (
         name="virtual_pipeline_model_parallel_size",
         scope=("record",),
         help="Virtual pipeline stages of one device; null is off.",
+        flags=(Flag(name="num-virtual-stages-per-pipeline-rank", versions=">=0.11"),),
         maximum=LAYERS,
     ),
     *SETTINGS,

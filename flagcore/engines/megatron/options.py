@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore.domain.spec import SettingValue, Spec, Task, TrainSpec
-from flagcore.engines.megatron.command.user_command import readable_command
+from flagcore.engines.megatron.command.user_command import readable_command, release_of
 from flagcore.engines.megatron.flags import settings_of_command
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
@@ -78,6 +79,7 @@ def options(task: Task) -> Options:
     return Options(
         **taken,
         schedule=schedule(settings.get("pipeline_schedule")),
+        equal_stages=not takes_layouts(task.spec),
         recompute_modules=recompute_modules(settings),
         recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
         grad_bytes=_grad_bytes(precision(train, settings), settings),
@@ -93,6 +95,17 @@ def options(task: Task) -> Options:
         cuda_graph=_graph(settings),
         dropout=bool(settings.get("attention_dropout") or settings.get("hidden_dropout")),
     )
+
+
+def release(spec: Spec) -> str | None:
+    """Return the release of Megatron that runs a job, if it is known."""
+    command = readable_command(spec)
+    return release_of(spec, command) if command else spec.train.engine_version
+
+
+def takes_layouts(spec: Spec) -> bool:
+    """Return whether the release that runs a job may have layouts of stages; others number the first and the last."""
+    return BY_NAME[LAYOUT].available(release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:

@@ -7,7 +7,7 @@ split and moves one layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -131,25 +131,80 @@ def search(
     ends, possible = _start(total, least, limits, middles, virtual)
     slowest = np.full(virtual.shape, np.inf)
     moving = np.flatnonzero(possible)
+    few, between, some = pace, middles, ends
+    if moving.size < virtual.size:
+        few, between, some = pace[moving], middles[moving], ends[:, moving]
+        least, limits = least[:, moving], limits[:, moving]
     while moving.size:
-        some, between, few = ends[:, moving], middles[moving], pace[moving]
         rest = total - some.sum(axis=0)
         now, after = _stage_seconds(few, fronts, some), _stage_seconds(few, fronts, some + 1.0)
-        after = np.where(some + 1.0 > limits[:, moving], np.inf, after)
+        after = np.where(some + 1.0 > limits, np.inf, after)
         now = np.vstack((now, _middle_seconds(few, between, rest, -np.inf)))
         after = np.vstack((after, _middle_seconds(few, between, rest + 1.0, np.inf)))
         row, giver = np.arange(moving.size), np.argmax(now, axis=0)
-        spare = np.vstack((some - least[:, moving], rest - between.count * virtual[moving]))[giver, row] >= 1.0
+        spare = np.vstack((some - least, rest - between.count * virtual[moving]))[giver, row] >= 1.0
         after[giver, row] = np.inf
         taker = np.argmin(after, axis=0)
         slowest[moving] = now[giver, row]
-        goes = spare & (after[taker, row] * EQUAL < now[giver, row])
-        moved = np.vstack((some, rest))
-        moved[giver[goes], row[goes]] -= 1.0
-        moved[taker[goes], row[goes]] += 1.0
+        goes = np.flatnonzero(spare & (after[taker, row] * EQUAL < now[giver, row]))
+        moved = np.vstack((some, rest))[:, goes]
+        moved[giver[goes], np.arange(goes.size)] -= 1.0
+        moved[taker[goes], np.arange(goes.size)] += 1.0
         moving = moving[goes]
-        ends[:, moving] = moved[:-1, goes]
+        few, between, least, limits = few[goes], between[goes], least[:, goes], limits[:, goes]
+        ends[:, moving] = some = moved[:-1]
     return Ends(ends, slowest)
+
+
+def search_equal(
+    pace: Pace, virtual: FloatArray, total: int, leading: int, count: FloatArray, most: Sequence[FloatArray]
+) -> Ends:
+    """Return the best split with as many layers on each of `count` stages between, and on all virtual stages of one.
+
+    `most` are the most layers of the first stage, of one between and of the last; the leading ones are on the first.
+    """
+    units, limits = total / virtual, [np.floor(each / virtual) for each in most]
+    least = np.full_like(units, max(leading, 1.0))
+
+    def both(first: FloatArray, rest: FloatArray) -> tuple[FloatArray, FloatArray]:
+        last = pace.seconds((rest - first) * virtual, 0, last=True)
+        return pace.seconds(first * virtual, leading, first=True), last
+
+    def ends(middle: FloatArray) -> tuple[FloatArray, FloatArray]:
+        rest = units - count * middle
+        low, high = np.maximum(least, rest - limits[2]), np.minimum(limits[0], rest - 1.0)
+        first, seconds = _crossing(low, high, lambda first: both(first, rest))
+        return first, np.where(low <= high, seconds, np.inf)
+
+    def all_three(middle: FloatArray) -> tuple[FloatArray, FloatArray]:
+        here = np.where(middle > limits[1], np.inf, pace.seconds(middle * virtual, 0))
+        return np.where(count > 0, here, -np.inf), ends(middle)[1]
+
+    one = np.ones_like(units)
+    high = np.where(count > 0, np.floor((units - least - 1.0) / np.maximum(count, 1.0)), 1.0)
+    middle, seconds = _crossing(one, high, all_three)
+    first = ends(middle)[0]
+    possible = (units % 1.0 == 0) & (high >= 1.0)
+    layers = np.stack((first, units - count * middle - first)) * virtual
+    return Ends(layers, np.where(possible, seconds, np.inf))
+
+
+def _crossing(
+    low: FloatArray, high: FloatArray, figures: Callable[[FloatArray], tuple[FloatArray, FloatArray]]
+) -> tuple[FloatArray, FloatArray]:
+    """Return where from `low` to `high` the larger of two figures is least, and what it is there.
+
+    The first figure grows with the number, and the second shrinks.
+    """
+    start, end = low, high
+    while (start < end).any():
+        half = np.floor((start + end) / 2.0)
+        growing, shrinking = figures(half)
+        reached = growing >= shrinking
+        start, end = np.where((start < end) & ~reached, half + 1.0, start), np.where(reached & (start < end), half, end)
+    before = np.maximum(start - 1.0, low)
+    here, less = np.maximum(*figures(start)), np.maximum(*figures(before))
+    return np.where(less <= here, before, start), np.minimum(less, here)
 
 
 def _start(

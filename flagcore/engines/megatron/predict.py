@@ -13,24 +13,27 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.balance import layouts, relieved, split_layers
+from flagcore.engines.megatron.balance import ends, layouts, relieved, split_layers
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.knobs import columns as row_of
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
-from flagcore.engines.megatron.options import options, precision, settings_in_force
+from flagcore.engines.megatron.options import options, precision, settings_in_force, takes_layouts
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
 from flagcore.engines.megatron.split import EACH, SPLIT, Split, balanced
-from flagcore.engines.megatron.stages import LAYOUT, parse_layout
+from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
 from flagcore.engines.megatron.time import step
 from flagcore.engines.megatron.time.step import Blocks, in_a_run, rank_time, step_time
 from flagcore.i18n import N_
 
 BLOCK_ROWS = 1 << 15
 """Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
+
+FEW_ROWS = 1 << 11
+"""So few candidates are worked on with others: to look at a stage too many costs less than another call."""
 
 DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
@@ -100,6 +103,9 @@ def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) 
     if train.options.splits is not None:
         turns = 2.0 ** np.ceil(np.log2(train.options.splits.counts))[layout.split.astype(np.int64)]
     kinds = np.where(layout.pipeline > 2, 3 + turns * (layout.split > 0), layout.pipeline).astype(np.int64)
+    for fewer, more in pairwise(np.unique(kinds).tolist()):
+        if np.count_nonzero(kinds == fewer) < FEW_ROWS:
+            kinds[kinds == fewer] = more
     order = np.argsort(kinds, kind="stable")
     starts = np.searchsorted(kinds[order], np.unique(kinds)).tolist()
     parts = [
@@ -303,10 +309,18 @@ def _sum(parts: Mapping[str, FloatArray]) -> float:
 def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
     """Return a candidate's values with the layout of its stages in place of `balanced`, none for an even split.
 
-    A layout has its virtual stages, too: Megatron takes no number of layers beside it.
+    A layout has its virtual stages, too: Megatron takes no number of layers beside it. Releases without layouts take
+    the layers of the first stage and, if there are others than these two, of the last.
     """
     values = candidate.as_dict()
     if values.pop(SPLIT, None) != "balanced":
         return values
-    (text,) = layout_texts(platform.task, row_of(platform.task, candidate.as_dict()), platform.costs)
-    return values | ({LAYOUT: text, EACH: None} if text else {})
+    task, row = platform.task, row_of(platform.task, candidate.as_dict())
+    if takes_layouts(task.spec):
+        (text,) = layout_texts(task, row, platform.costs)
+        return values | ({LAYOUT: text, EACH: None} if text else {})
+    train, layout = inputs(task, row, platform.costs)
+    ((first, last),) = ends(layout, train.options.splits)
+    virtual = int(layout.virtual[0])
+    number = {VIRTUAL: virtual, EACH: None} if virtual > 1 else {}
+    return values | ({FIRST: first, LAST: last if layout.pipeline[0] > 2 else None, **number} if first else {})

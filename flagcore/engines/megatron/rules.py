@@ -16,9 +16,9 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore.engines.megatron.options import settings_in_force
-from flagcore.engines.megatron.split import FIRST, LAST, SPLIT, Split, balanced, derived
-from flagcore.engines.megatron.split import VIRTUAL as CHUNKS
-from flagcore.engines.megatron.stages import LAYOUT
+from flagcore.engines.megatron.split import SPLIT, Split, balanced, derived
+from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT
+from flagcore.engines.megatron.stages import VIRTUAL as CHUNKS
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"

@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flagcore.domain.knob import in_versions
 from flagcore.domain.space import BoolArray, Columns, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.command.user_command import readable_command, release_of
-from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.engines.megatron.options import schedule, settings_in_force
-from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
+from flagcore.engines.megatron.options import release, schedule, settings_in_force, takes_layouts
+from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL, parse_layout
 
 PIPELINE, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-VIRTUAL = "virtual_pipeline_model_parallel_size"
 BY_STAGE = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
 SPLIT, BALANCED = "layer_split", 1
 """The knob of the split, and the code of its value `balanced`: a split derived for each candidate."""
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+SPLITS_SINCE = ">=0.11"
+"""Earlier releases take no virtual stages beside a number of layers of the first or the last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Layers of a model and the settings about their split. `layout_layers` are the layers of each stage of a layout.
 
-    A derived split has at least one layer on each virtual stage but the last; here only their mean is known.
+    A derived split has at least one layer on each virtual stage but the last; here only their mean is known. With
+    `equal_stages` it has as many on all virtual stages of one device, and the leading dense ones on the first.
 
     `counted` is the number of layers in an even split: embedding and loss may count as one each. `last_stages` is how
     many of the layout's last stages must be the last of a device: those from the one with multi-token prediction on.
@@ -39,6 +39,8 @@ class Split:
     first: int
     last: int
     expert_tensor: int
+    equal_stages: bool
+    leading: int
 
     @classmethod
     def of(cls, task: Task) -> Split:
@@ -55,6 +57,8 @@ class Split:
             first=int(settings.get(FIRST) or 0),
             last=int(settings.get(LAST) or 0),
             expert_tensor=int(settings.get(EXPERT_TENSOR) or 0),
+            equal_stages=not takes_layouts(task.spec),
+            leading=0 if model.num_moe_experts is None else model.moe_first_dense_layers,
         )
 
     def virtual(self, c: Columns) -> IntArray:
@@ -88,7 +92,7 @@ class Split:
         first, last = self.ends(c)
         complete: BoolArray = middle * stages + first + last == self.counted
         empty: BoolArray = (stages > 0) & (middle < 1)
-        return np.where(balanced(c), self.layers < c[PIPELINE] - 1, ~complete | empty)
+        return np.where(balanced(c), self.layers < self._least(c), ~complete | empty)
 
     def ragged(self, c: Columns) -> BoolArray:
         """Return where a device's layers do not divide over its virtual stages."""
@@ -100,7 +104,13 @@ class Split:
         by_each = (each > 0) & (((self.counted // c[PIPELINE]) % np.maximum(each, 1) != 0) | (first > 0) | (last > 0))
         by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
         broken: BoolArray = np.where(number > 0, by_number > 0, by_each)
-        return np.where(balanced(c), self.layers < c[PIPELINE] * self.virtual(c) - 1, broken)
+        virtual = self.virtual(c)
+        few = self.layers // virtual < self._least(c) if self.equal_stages else self.layers < c[PIPELINE] * virtual - 1
+        return np.where(balanced(c), few | ((self.layers % virtual != 0) & self.equal_stages), broken)
+
+    def _least(self, c: Columns) -> IntArray:
+        """Return the fewest layers of a derived split without virtual stages."""
+        return c[PIPELINE] - 1 + (max(self.leading, 1) if self.equal_stages else 0)
 
     def stage_layers(self, c: Columns) -> IntArray:
         """Return the layers of the largest pipeline stage."""
@@ -134,10 +144,10 @@ def balanced(c: Columns) -> BoolArray:
 
 def derived(task: Task) -> bool:
     """Return whether splits can be derived: no setting is about the split, or treats stages one by one, the engine's
-    release takes a layout, and all stages are on devices of one kind.
+    release takes such splits, and all stages are on devices of one kind.
     """
-    settings, command = settings_in_force(task.spec), readable_command(task.spec)
-    version = release_of(task.spec, command) if command else task.spec.train.engine_version
+    settings = settings_in_force(task.spec)
     given = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *BY_STAGE))
     named = schedule(settings.get("pipeline_schedule")) is not None
-    return not given and not named and len(task.cluster.groups) == 1 and BY_NAME[LAYOUT].available(version)
+    takes = in_versions(SPLITS_SINCE, release(task.spec))
+    return not given and not named and len(task.cluster.groups) == 1 and takes

@@ -13,6 +13,8 @@ from flagcore.engines.megatron.parallel.layout import StageLayers
 from flagcore.errors import SpecError
 
 LAYOUT = "pipeline_model_parallel_layout"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
 LOSS = "account_for_loss_in_pipeline_split"
 

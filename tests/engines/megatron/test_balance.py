@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.balance import layouts, relieved, split_layers
 from flagcore.engines.megatron.memory.training import memory_in_use
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
-from flagcore.engines.megatron.predict import given, inputs, layout_texts
+from flagcore.engines.megatron.predict import given, inputs, layout_texts, with_layout
 from flagcore.engines.megatron.split import SPLIT
-from flagcore.engines.megatron.stages import LAYOUT, chunk_layers, layout_text, parse_layout
+from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.time.step import Blocks, in_a_run, step_time
 from flagcore.stages.build import build
 from tests import small
@@ -62,7 +63,9 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
         for some in product(range(1, model.num_layers + 1), repeat=length * chunks - 1)
         if sum(some) <= model.num_layers
     ]
-    table = np.array(counts, dtype=np.float64)
+    if work.options.equal_stages:
+        counts = [each for each in counts if equal(each, length, model)]
+    table = np.array(counts, dtype=np.float64).reshape(-1, length * chunks)
     before = np.cumsum(table, axis=1) - table
     dense = table if model.num_moe_experts is None else np.clip(model.moe_first_dense_layers - before, 0.0, table)
     last = (np.arange(table.shape[1]) == table.shape[1] - 1) * np.ones_like(table)
@@ -76,6 +79,14 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     rows = split[np.zeros(len(table), dtype=np.int64)]
     rows = dataclasses.replace(rows, split=np.arange(1.0, len(table) + 1.0))
     return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
+
+
+def equal(counts: Sequence[int], length: int, model: Model) -> bool:
+    """Return whether a release without layouts has such a split: no device differs but the first and the last."""
+    devices = {counts[place::length] for place in range(1, length - 1)}
+    leading = 0 if model.num_moe_experts is None else model.moe_first_dense_layers
+    alike = all(len(set(counts[place::length])) == 1 for place in range(length))
+    return alike and len(devices) <= 1 and counts[0] >= leading and counts[-1] > 0
 
 
 CASES: dict[str, list[Model]] = {
@@ -116,6 +127,21 @@ def test_slowest_stage_is_that_of_the_best_of_all_splits(
         best = slowest(*all_splits(work, split), costs()).min()
         found = slowest(*derived(work, split, costs()), costs())[0]
         assert found == pytest.approx(best, rel=1e-6), work.model
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("kind", CASES)
+def test_slowest_stage_is_that_of_the_best_split_with_equal_stages_between(
+    kind: str, virtual: int, pipeline: int, recompute: str
+) -> None:
+    for work, split in cases(kind, pipeline=pipeline, virtual=virtual, **RECOMPUTE[recompute]):
+        work = dataclasses.replace(work, options=dataclasses.replace(work.options, equal_stages=True))
+        every = all_splits(work, split)
+        if every[1].split.size:
+            seconds = slowest(*every, costs())
+            assert slowest(*derived(work, split, costs()), costs())[0] == pytest.approx(seconds.min(), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -206,7 +232,7 @@ def test_layers_that_divide_over_no_pipeline_are_candidates_without_a_setting() 
         ({"num_layers_in_last_pipeline_stage": 3}, None),
         ({"account_for_loss_in_pipeline_split": True}, None),
         ({"pipeline_schedule": "zb-h1"}, None),
-        ({}, "0.12.0"),
+        ({}, "0.10.0"),
     ],
 )
 def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
@@ -216,6 +242,23 @@ def test_a_split_that_is_given_or_that_the_release_cannot_have_is_not_derived(
     task = small.task(model, devices=2, settings=settings, engine_version=version)
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     assert set(space.columns()[SPLIT].tolist()) == {0}
+
+
+def test_a_release_without_layouts_takes_the_layers_of_the_first_and_of_the_last_stage() -> None:
+    model = dataclasses.replace(EXPERTS, num_layers=61, moe_first_dense_layers=3)
+    task = small.task(model, devices=16, engine_version="0.12.0", settings={"moe_grouped_gemm": False})
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    columns = space.columns()
+    assert set(columns[PP].tolist()) == {1, 2, 4, 8, 16}
+    assert set(columns[EACH][columns[PP] > 1].tolist()) == {0}  # 61 layers have no equal virtual stages
+    platform = small.platform(task)
+    for pipeline in (2, 4, 8, 16):
+        values = with_layout(platform, Candidate.of({PP: pipeline, SPLIT: "balanced"}))
+        first, last = int(str(values[FIRST])), int(str(values[LAST] or 0))
+        assert values.get(LAYOUT) is None
+        assert (last == 0) == (pipeline == 2)
+        if last:
+            assert (61 - first - last) % (pipeline - 2) == 0
 
 
 def test_one_candidate_alone_has_the_split_that_it_has_among_others() -> None:

@@ -162,7 +162,7 @@ def steps(knobs: dict[str, Any]) -> int:
 LOOSE = {
     "interleaved, second": 0.007,
     "experts, interleaved": 0.02,
-    "seven layers, interleaved, stage 1": 0.025,
+    "seven layers, interleaved, stage 1": 0.007,
     "experts and a dense layer, stage 1": 0.006,
     "two tokens and no layer at the loss, stage 1": 0.008,
 }

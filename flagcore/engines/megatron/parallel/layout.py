@@ -78,8 +78,9 @@ class Options:
     what each setting means.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `splits` are those of candidates with a `Layout.split`. `recompute_stage_layers` is empty where all stages recompute
-    as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
+    `splits` are those of candidates with a `Layout.split`. With `equal_stages`, for releases without layouts, derived
+    splits have stages of one size between the first and the last. `recompute_stage_layers` is empty where all stages
+    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
     `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
     as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, for any number of its
     experts there. `assumed_fp8_gather`: fp8 weights are of plans, for candidates with the distributed optimizer.
@@ -87,6 +88,7 @@ class Options:
 
     schedule: str | None = None
     splits: Splits | None = None
+    equal_stages: bool = False
     account_for_embedding: bool = False
     account_for_loss: bool = False
     recompute_modules: frozenset[str] = frozenset({"core_attn"})

@@ -21,6 +21,9 @@ from flagcore.engines.megatron.parallel.layout import (
 from flagcore.engines.schedules import formulas
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
+LAYERS, DENSE = 3, 4
+"""Places of the fields of `Part` in the holdings of a split."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part(ArrayRecord):
@@ -104,7 +107,11 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         part = Part(*held.T)
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
-    deferred, copies = np.zeros(()), 1
+    deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
+    uneven = np.flatnonzero((number > 0) & (layout.virtual > 1) & (part.layers > 0))
+    if options.splits is not None and uneven.size:
+        longest = options.splits.holdings[:, :, LAYERS].max(axis=1)[number[uneven]]
+        flight[uneven] = _of_uneven(layout[uneven], part[uneven], flight[uneven], longest)
     if options.schedule:
         deferred = formulas.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
         copies = SCHEDULES[options.schedule].copies
@@ -112,7 +119,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         **{each.name: getattr(part, each.name) for each in fields(part)},
         index=index,
         chunk=part.layers / layout.virtual,
-        in_flight=in_flight(layout, index, options),
+        in_flight=flight,
         deferred=deferred,
         copies=float(copies),
     )
@@ -156,6 +163,26 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     """
     schedule = options.schedule or "interleaved"
     return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
+
+
+def _of_uneven(layout: Layout, part: Part, flight: FloatArray, longest: FloatArray) -> FloatArray:
+    """Return the micro-batches in flight, in units of a whole stage, of virtual stages that may differ in layers.
+
+    A device works on `pipeline` micro-batches with its first virtual stage, then with the next one. The first ones have
+    a layer more; on the device with the loss they have as many as others, and the very last one what is left.
+    `longest` are the most layers of a device.
+    """
+    size, virtual, layers = layout.pipeline, layout.virtual, part.layers
+    rounds = np.floor(flight / size)
+    rest = (flight - rounds * size) * virtual
+    each = np.floor(layers / virtual)
+    spread = rest * each + np.minimum(rest, (layers - each * virtual) * size)
+    before = virtual - 1.0
+    left = np.clip(layers - before * np.ceil(longest / virtual), 0.0, layers)
+    here = np.minimum(rest, before * size)
+    filled = here * (layers - left) / np.maximum(before, 1.0) + (rest - here) * left
+    held = rounds * size * layers + np.where(part.last > 0, filled, spread)
+    return held / np.maximum(layers, 1.0)
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:

@@ -52,6 +52,7 @@ class Candidate:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None
@@ -163,6 +164,8 @@ class Job:
             parts = len(parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers))
             chunks = parts // self.candidate.pipeline_model_parallel_size
             return chunks if chunks > 1 else None
+        if number := self.candidate.virtual_pipeline_model_parallel_size:
+            return number if number > 1 else None
         layers_per_chunk = self.candidate.num_layers_per_virtual_pipeline_stage
         if layers_per_chunk is None:
             return None
