@@ -52,9 +52,18 @@ class Fronts:
         return before == len(self.dense) if self.last else before >= len(self.dense)
 
     def least(self, virtual: FloatArray) -> list[FloatArray]:
-        """Return the fewest layers of these stages: one on each virtual stage, but none on the very last."""
-        ends = np.maximum(virtual - 1.0 - (self.last > 0), 0.0)
-        return [*(max(count, 1) + virtual - 1.0 for count in self.dense), self.last + ends]
+        """Return the fewest layers of these stages: one on each virtual stage, but none on the very last.
+
+        Where all devices have leading layers these may go round the devices more than once.
+        """
+        here = (*self.dense, self.last)
+        rounds = np.minimum(min(here), np.maximum(virtual - 1.0, 1.0))
+        found, on = [], np.ones(virtual.shape, dtype=np.bool_)
+        for count in here:
+            on = on & (count > rounds) & (rounds < virtual)
+            chunks = rounds + on if self.last else np.full_like(virtual, float(count > 0))
+            found.append(count + virtual - chunks)
+        return [*found[:-1], np.maximum(found[-1] - 1.0, float(self.last))]
 
     def most(self, virtual: FloatArray) -> list[FloatArray]:
         """Return the most layers of these stages."""
@@ -62,14 +71,6 @@ class Fronts:
         any_number = np.full_like(virtual, np.inf)
         limits = [np.where(virtual > 1, np.inf, float(count)) for count in self.dense[:full]]
         return [*limits, *[any_number] * (len(self.dense) + 1 - full)]
-
-    def even(self, each: FloatArray) -> BoolArray:
-        """Return where they lie like this in virtual stages of `each` layers."""
-        full, rest = (self.dense, self.last) if self.last else (self.dense[:-1], self.dense[-1])
-        alike: BoolArray = each >= rest
-        for count in full:
-            alike &= each == count
-        return alike
 
 
 @dataclass(frozen=True, slots=True)

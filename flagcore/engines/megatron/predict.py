@@ -13,7 +13,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.prediction import Labels, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.balance import ends, layouts, relieved, split_layers
+from flagcore.engines.megatron.balance import ends, layouts, split_layers
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.knobs import columns as row_of
@@ -23,6 +23,7 @@ from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
+from flagcore.engines.megatron.relief import relieved
 from flagcore.engines.megatron.split import EACH, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
 from flagcore.engines.megatron.time import step

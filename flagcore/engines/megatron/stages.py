@@ -67,16 +67,50 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) ->
     `leading` are the dense layers that come first in the model. A device has as many on each of its virtual stages as
     on the next one, or one more. The very last one has what is left: it has the loss, too.
     """
-    most, dense = -(-max(layers) // virtual), [device for device, count in enumerate(leading) if count]
+    most, last = -(-max(layers) // virtual), len(layers) - 1
+    dense = max((device for device, count in enumerate(leading) if count), default=0)
+    if _goes_round(layers, leading, virtual):
+        return _around(layers, leading, virtual)
     chunks = []
-    for device, count in enumerate(layers):
-        first = leading[device]
-        if device == len(layers) - 1:
+    for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
+        if device == last:
             sizes = _filled(count, virtual, max(most, first))
-        elif virtual > 1 and (device < max(dense, default=0) or first > -(-count // virtual)):
+        elif virtual > 1 and (device < dense or first > -(-count // virtual)):
             sizes = [first, *_spread(count - first, virtual - 1)]
         else:
             sizes = _spread(count, virtual)
+        chunks.append(sizes)
+    return [sizes[place] for place in range(virtual) for sizes in chunks]
+
+
+def _goes_round(layers: Sequence[int], leading: Sequence[int], virtual: int) -> bool:
+    """Return whether the leading layers lie on more virtual stages than the first of each device, for want of others.
+
+    Every virtual stage but the very last has a layer.
+    """
+    if virtual == 1 or not all(leading):
+        return False
+    least = [virtual - 1] * (len(layers) - 1) + [virtual - 2]
+    return any(count - first < few for count, first, few in zip(layers, leading, least, strict=True))
+
+
+def _around(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list[int]:
+    """Return the same where the leading layers go round the devices as often as they can."""
+    left, order = [*leading], 0
+    while order < len(layers) * (virtual - 1) + 1 and left[order % len(layers)]:
+        left[order % len(layers)] -= 1
+        order += 1
+    chunks = []
+    for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
+        number = -(-(order - device) // len(layers))
+        sizes = _spread(first, number)
+        rest, parts = count - first, virtual - number
+        if not parts:
+            sizes[-1] += rest
+        elif device == len(layers) - 1:
+            sizes += _filled(rest, parts, -(-max(layers) // virtual))
+        else:
+            sizes += _spread(rest, parts)
         chunks.append(sizes)
     return [sizes[place] for place in range(virtual) for sizes in chunks]
 

@@ -14,11 +14,12 @@ from flagcore.contracts import Costs
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.balance import layouts, relieved, split_layers
+from flagcore.engines.megatron.balance import layouts, split_layers
 from flagcore.engines.megatron.memory.training import memory_in_use
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
 from flagcore.engines.megatron.predict import given, inputs, layout_texts, with_layout
+from flagcore.engines.megatron.relief import relieved
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.time.step import Blocks, in_a_run, step_time

@@ -125,6 +125,16 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     )
 
 
+def with_layers(held: Stage, layout: Layout, layers: FloatArray, dense: FloatArray, longest: FloatArray) -> Stage:
+    """Return a stage with other layers, in a split of the candidate's own in which a device has at most `longest`."""
+    found = replace(held, layers=layers, dense=dense, chunk=layers / layout.virtual)
+    uneven = np.flatnonzero(layout.virtual > 1)
+    flight = held.in_flight.copy()
+    part = Part(*(getattr(found, each.name)[uneven] for each in fields(Part)))
+    flight[uneven] = _of_uneven(layout[uneven], part, flight[uneven], longest[uneven])
+    return replace(found, in_flight=flight)
+
+
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
     """Return candidates split by one layout of (virtual) stages: those that have as many."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in stages], dtype=np.float64)
