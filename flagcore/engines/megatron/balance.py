@@ -77,8 +77,8 @@ def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
 
 
 def best_splits(train: Training, layout: Layout, pace: Pace, most: FloatArray | None = None) -> _Found:
-    """Return the best split of each candidate, with at most so many layers on each stage: (candidates, leading layers on
-    the stage, stages).
+    """Return the best split of each candidate, with at most so many layers on each stage, by the leading ones
+    on it: (candidates, leading layers, stages).
     """
     total, leading = train.model.num_layers, leading_layers(train)
     if train.options.equal_stages:
@@ -98,7 +98,10 @@ def best_splits(train: Training, layout: Layout, pace: Pace, most: FloatArray | 
         limits = middle = None
         if most is not None:
             last = layout.pipeline[rows].astype(np.int64) - 1
-            limits = [*(most[rows, count, place] for place, count in enumerate(fronts.dense)), most[rows, fronts.last, last]]
+            limits = [
+                *(most[rows, count, place] for place, count in enumerate(fronts.dense)),
+                most[rows, fronts.last, last],
+            ]
             middle = most[rows, 0, len(fronts.dense) :]
         best = search(pace[rows], layout.virtual[rows], total, fronts, Middles.of(count, middle), limits)
         better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also where a time is not known
@@ -130,6 +133,7 @@ def _none(train: Training, size: int) -> _Found:
 
 
 def leading_layers(train: Training) -> int:
+    """Return how many dense layers come before those with experts."""
     model = train.model
     return 0 if model.num_moe_experts is None else min(model.moe_first_dense_layers, model.num_layers)
 

@@ -15,7 +15,7 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, in_flight, stage,
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.step import Blocks
 
-RELIEF = 1.5
+RELIEF = 1.125
 """A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Beyond
 that so many layers would have to move that recomputing them costs less."""
 
@@ -50,16 +50,13 @@ def relieved(
     held = np.zeros((2, rows.size, limits.most.shape[2]))
     open_, fits = np.arange(rows.size), np.zeros(rows.size, dtype=np.bool_)
     for _ in range(TURNS):
-        now = few[open_], limits[open_]
-        found = best_splits(train, now[0], pace[open_], now[1].most)
-        held[:, open_] = stage_layers(train, now[0], found, now[1].most)
-        fits[open_] = np.isfinite(found.seconds)
-        wrong = np.zeros(open_.size, dtype=np.bool_)
-        for there, check in ((fits[open_], _check), (~fits[open_], _check_none)):
-            some = np.flatnonzero(there)
-            if some.size:
-                wrong[some] = check(train, few, costs, limits, open_[some], held)
-        fits[open_[wrong]] = False
+        now, most = few[open_], limits.most[open_]
+        found = best_splits(train, now, pace[open_], most)
+        split = np.stack(stage_layers(train, now, found, most))
+        there, width = np.isfinite(found.seconds), split.shape[2]
+        held[:, open_, :width] = np.where(there[:, None], split, 0.0)
+        wrong = _check(train, now, costs, limits, open_, held[:, open_])
+        fits[open_] = there & ~wrong
         open_ = open_[wrong]
         if not open_.size:
             break
@@ -77,48 +74,36 @@ def relieved(
 def _check(
     train: Training, layout: Layout, costs: Costs, limits: _Limits, rows: IntArray, held: FloatArray
 ) -> BoolArray:
-    """Correct the limits that the splits of `rows` are at or do not keep, and return which of them have such limits."""
-    layers, leading = held[0, rows], held[1, rows]
-    place, last = np.arange(layers.shape[1]), layout.pipeline[rows, None] - 1.0
-    there, longest = place <= last, layers.max(axis=1)
-    end = np.take_along_axis(layers, last.astype(np.int64), axis=1)[:, 0]
-    kind = leading.astype(np.int64)
-    turn = there & ((place <= 1) | (place == last))
-    turn[:, 1:] |= there[:, 1:] & ((np.diff(layers, axis=1) != 0) | (np.diff(leading, axis=1) != 0))
-    turn |= there & (len(costs.groups) > 1)
-    step = _step(train, layout[rows])[:, None]
-    bound = there & (layers + step > limits.most[rows[:, None], kind, place]) & ~limits.known[rows[:, None], kind, place]
-    wrong = np.zeros(rows.size, dtype=np.bool_)
-    for cells, more in ((turn, 0.0), (bound, 1.0)):
-        row, where = np.nonzero(cells)
-        count = (layers + more * step)[row, where]
-        fits = _fits(train, layout[rows[row]], costs, where, count, leading[row, where], longest[row], end[row])
-        at = rows[row], kind[row, where], where
-        off = fits == (more > 0)
+    """Correct the limits of `rows` that their splits do not keep, or that may keep them from better ones, and return
+    which have such limits. Without a split the layers held are 0.
+    """
+    (layers, leading), wrong = held, np.zeros(rows.size, dtype=np.bool_)
+    none, longest, end = ~layers.any(axis=1), layers.max(axis=1), layout.pipeline.astype(np.int64) - 1
+    even = np.ceil(train.model.num_layers / (layout.pipeline * layout.virtual)) * layout.virtual
+    longest = np.where(none, even, longest)
+    place, kinds = np.arange(layers.shape[1]), np.arange(limits.most.shape[1])[:, None]
+    there, first = place <= end[:, None], leading_layers(train)
+    turn = there & ~none[:, None] & ((place <= 1) | (place == end[:, None]) | (len(costs.groups) > 1))
+    turn[:, 1:] |= there[:, 1:] & (np.diff(held, axis=2) != 0).any(axis=0)
+    possible = np.where(kinds == 0, (place > 0) | (first == 0), kinds + place <= first)
+    step = _step(train, layout)
+    more = there[:, None] & possible & ~limits.known[rows]
+    more &= limits.most[rows] + step[:, None, None] <= train.model.num_layers
+    if not first:  # there is one arrangement, and only full stages decide
+        more &= (none[:, None] | (layers + step[:, None] > limits.most[rows, 0]))[:, None]
+    last = np.where(none, np.inf, layers[np.arange(rows.size), end])
+    row, where = np.nonzero(turn)
+    kind = leading[row, where].astype(np.int64)
+    for cells, count, raises in (
+        ((row, kind, where), layers[row, where], False),
+        (np.nonzero(more), limits.most[rows][more] + step[np.nonzero(more)[0]], True),
+    ):
+        row, kind, where = cells
+        fits = _fits(train, layout[row], costs, where, count, kind.astype(np.float64), longest[row], last[row])
+        at, off = (rows[row], kind, where), fits == raises
         limits.known[at] |= ~fits
-        limits.most[at] = np.where(off, count - step[row, 0] * (not more), limits.most[at])
+        limits.most[at] = np.where(off, count - step[row] * (not raises), limits.most[at])
         wrong[row[off]] = True
-    return wrong
-
-
-def _check_none(
-    train: Training, layout: Layout, costs: Costs, limits: _Limits, rows: IntArray, held: FloatArray
-) -> BoolArray:
-    """Correct the limits of `rows` without a split that are too low, and return which of them have such limits."""
-    leading, kinds, place = leading_layers(train), np.arange(limits.most.shape[1])[:, None], np.arange(held.shape[2])
-    possible = np.where(kinds == 0, (place > 0) | (leading == 0), kinds + place <= leading)
-    few = layout[rows]
-    step = _step(train, few)
-    cells = possible & (place < few.pipeline[:, None, None]) & ~limits.known[rows]
-    row, kind, where = np.nonzero(cells)
-    at = rows[row], kind, where
-    count = limits.most[at] + step[row]
-    longest = np.ceil(train.model.num_layers / (few.pipeline * few.virtual)) * few.virtual
-    fits = _fits(train, few[row], costs, where, count, kind.astype(np.float64), longest[row], longest[row])
-    limits.known[at] = ~fits
-    limits.most[at] = np.where(fits, count, limits.most[at])
-    wrong = np.zeros(rows.size, dtype=np.bool_)
-    wrong[row[fits]] = True
     return wrong
 
 
@@ -140,8 +125,6 @@ def _fits(
 
     `longest` are the most layers of a device, and `end` those of the last one.
     """
-    if not place.size:
-        return np.zeros(0, dtype=np.bool_)
     here = stage(train.model, layout, place.astype(np.float64), train.options)
     dense = layers if train.model.num_moe_experts is None else leading
     longest = np.maximum(longest, layers)
@@ -180,7 +163,8 @@ def _estimated(train: Training, layout: Layout, costs: Costs) -> _Limits:
         room = np.where(index == 0, bases[0] / slopes[0], np.where(index == end, bases[3] / slopes[3], between))
         most[:, :, place] = room[:, None]
     step = _step(train, layout)[:, None, None]
-    most = np.maximum(np.floor(most / step + 1e-6) * step, 0.0)
+    least = np.maximum(np.arange(kinds) - 1.0, 0.0)[:, None]
+    most = np.floor(np.clip(most, least, train.model.num_layers) / step + 1e-6) * step
     return _Limits(most, np.zeros(most.shape, dtype=np.bool_))
 
 
