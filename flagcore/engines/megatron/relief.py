@@ -16,8 +16,8 @@ from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.step import Blocks
 
 RELIEF = 1.125
-"""A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Beyond
-that so many layers would have to move that recomputing them costs less."""
+"""A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Further
+ones fit seldom, and to seek them slows planning down."""
 
 TURNS = 32
 """Limits are corrected at most so many times."""

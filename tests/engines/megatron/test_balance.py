@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,14 @@ import pytest
 from flagcore.contracts import Costs
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.model import Model
+from flagcore.domain.space import IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.balance import layouts, split_layers
 from flagcore.engines.megatron.memory.training import memory_in_use
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
 from flagcore.engines.megatron.predict import given, inputs, layout_texts, with_layout
-from flagcore.engines.megatron.relief import relieved
+from flagcore.engines.megatron.relief import RELIEF, relieved
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.time.step import Blocks, in_a_run, step_time
@@ -59,27 +60,39 @@ def slowest(work: Training, split: Layout, of: Costs) -> np.ndarray:
 def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one."""
     model, length, chunks = work.model, int(split.pipeline[0]), int(split.virtual[0])
-    counts = [
-        (*some, model.num_layers - sum(some))
-        for some in product(range(1, model.num_layers + 1), repeat=length * chunks - 1)
-        if sum(some) <= model.num_layers
-    ]
+    cuts = combinations(range(1, model.num_layers + 1), length * chunks - 1)
+    counts = [tuple(np.diff([0, *cut, model.num_layers]).tolist()) for cut in cuts]
     if work.options.equal_stages:
         counts = [each for each in counts if equal(each, length, model)]
     table = np.array(counts, dtype=np.float64).reshape(-1, length * chunks)
-    before = np.cumsum(table, axis=1) - table
-    dense = table if model.num_moe_experts is None else np.clip(model.moe_first_dense_layers - before, 0.0, table)
-    last = (np.arange(table.shape[1]) == table.shape[1] - 1) * np.ones_like(table)
-    norm = last
-    if model.mtp_num_layers:
-        norm = np.arange(table.shape[1]) == (np.arange(table.shape[1]) * (table > 0)).max(axis=1)[:, None]
-    first = (np.arange(table.shape[1]) == 0) * np.ones_like(table)
-    held = np.stack((first, last, norm, table, dense, last * model.mtp_num_layers), axis=2).astype(np.float64)
-    devices = held.reshape(len(table), chunks, length, 6).sum(axis=1)
-    splits = Splits.of(devices, np.full(len(table), float(length)))
-    rows = split[np.zeros(len(table), dtype=np.int64)]
-    rows = dataclasses.replace(rows, split=np.arange(1.0, len(table) + 1.0))
+    before, experts = np.cumsum(table, axis=1) - table, model.num_moe_experts is not None
+    leading = np.clip(model.moe_first_dense_layers - before, 0.0, table) * experts
+    devices = np.stack((table, leading), axis=2).reshape(len(table), chunks, length, 2).sum(axis=1)
+    devices = np.unique(devices, axis=0) if len(devices) else devices
+    place = np.arange(length) * np.ones((len(devices), 1))
+    first, last = (place == 0).astype(np.float64), (place == length - 1).astype(np.float64)
+    norm = last.copy()
+    if model.mtp_num_layers and not work.options.equal_stages:
+        for row, each in enumerate(devices.astype(np.int64)):
+            norm[row] = place[row] == length - 1 - (virtual_stages(each, model, chunks)[-1] == 0)
+    dense = devices[:, :, 1] if experts else devices[:, :, 0]
+    held = np.stack((first, last, norm, devices[:, :, 0], dense, last * model.mtp_num_layers), axis=2)
+    splits = Splits.of(held, np.full(len(held), float(length)))
+    rows = split[np.zeros(len(held), dtype=np.int64)]
+    rows = dataclasses.replace(rows, split=np.arange(1.0, len(held) + 1.0))
     return dataclasses.replace(work, options=dataclasses.replace(work.options, splits=splits)), rows
+
+
+def virtual_stages(held: IntArray, model: Model, virtual: int) -> list[int]:
+    """Return the layers of virtual stages, which must be what the devices hold."""
+    found = chunk_layers(held[:, 0].tolist(), held[:, 1].tolist(), virtual)
+    counts = np.array(found)
+    leading = np.clip(model.moe_first_dense_layers - (np.cumsum(counts) - counts), 0, counts)
+    assert counts[:-1].all()
+    np.testing.assert_array_equal(counts.reshape(virtual, -1).sum(axis=0), held[:, 0])
+    if model.num_moe_experts is not None:
+        np.testing.assert_array_equal(leading.reshape(virtual, -1).sum(axis=0), held[:, 1])
+    return found
 
 
 def equal(counts: Sequence[int], length: int, model: Model) -> bool:
@@ -165,6 +178,51 @@ def test_slowest_stage_is_that_of_the_best_split_that_memory_allows(kind: str) -
     assert narrower > 3
 
 
+SHAPES = [(2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 3)]
+
+
+def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
+    """Return a random candidate of a small model."""
+    pipeline, virtual = SHAPES[draw.integers(len(SHAPES))]
+    model, tensor, data = (DENSE, WIDE, EXPERTS, HEAVY)[draw.integers(4)], draw.integers(1, 3), draw.choice([1, 4])
+    layers = int(draw.integers(max(3, pipeline * virtual - 1), 10))
+    leading = 0 if model.num_moe_experts is None else min(int(draw.integers(5)), layers - 1)
+    depths = int(draw.integers(2))
+    model = dataclasses.replace(model, num_layers=layers, moe_first_dense_layers=leading, mtp_num_layers=depths)
+    work = train(model, sequence=int(draw.choice([1024, 4096])), transformer_engine=bool(draw.integers(2)))
+    equal_stages = bool(draw.random() < 0.15)
+    work = dataclasses.replace(work, options=dataclasses.replace(work.options, equal_stages=equal_stages))
+    more = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
+    recompute = [*RECOMPUTE.values()][draw.integers(len(RECOMPUTE))]
+    microbatches = pipeline * draw.choice([1, 2, 4, 8])
+    return work, layout(pipeline=pipeline, virtual=virtual, microbatches=microbatches, **more, **recompute)
+
+
+@pytest.mark.parametrize("seed", [17, 2027])
+def test_splits_of_random_candidates_are_the_best_ones_with_and_without_limits_of_memory(seed: int) -> None:
+    draw, narrower = np.random.default_rng(seed), 0
+    for _ in range(40):
+        work, split = drawn(draw)
+        share = float(draw.random())
+        every = all_splits(work, split)
+        if not every[1].split.size:
+            continue
+        seconds, used = slowest(*every, costs()), memory_in_use(*every, costs()).used
+        free = derived(work, split, costs())
+        assert slowest(*free, costs())[0] == pytest.approx(seconds.min(), rel=1e-6), (work.model, split)
+        needed = memory_in_use(*free, costs()).used[0]
+        low = max(used.min(), needed / RELIEF)
+        if low >= needed:
+            continue
+        capacity = low + share * (needed - low)
+        fits, chosen = used <= capacity, derived(work, split, costs(capacity))
+        if fits.any():
+            assert memory_in_use(*chosen, costs()).used[0] <= capacity, (work.model, split)
+            assert slowest(*chosen, costs())[0] == pytest.approx(seconds[fits].min(), rel=1e-6), (work.model, split)
+            narrower += 1
+    assert narrower > 5
+
+
 @pytest.mark.parametrize(("layers", "pipeline"), [*product((61, 94), (4, 8, 16))])
 def test_layers_that_do_not_divide_are_spread_with_the_loss_and_multi_token_prediction(
     layers: int, pipeline: int
@@ -178,7 +236,7 @@ def test_layers_that_do_not_divide_are_spread_with_the_loss_and_multi_token_pred
 
 
 def test_layout_of_a_derived_split_means_that_split() -> None:
-    for virtual, pipeline, leading in product((1, 2, 3), (2, 3, 4), range(4)):
+    for virtual, pipeline, leading in product((1, 2, 3), (2, 3, 4), range(5)):
         model = dataclasses.replace(HEAVY, num_layers=13, moe_first_dense_layers=leading)
         split = layout(pipeline=pipeline, virtual=virtual)
         found = derived(train(model), split, costs())
