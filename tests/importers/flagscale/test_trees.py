@@ -272,6 +272,7 @@ def test_the_minimum_of_slots_processes_and_visible_devices_counts(
     spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (2, devices)
     assert ("hostfile" in found.data["cluster"]) is hostfile
+    assert spec.launcher == ("ssh" if hostfile else "local")
     assert ("experiment.runner.hostfile" in notes(found)) is not hostfile
 
 
