@@ -139,11 +139,14 @@ def test_without_flagscale_or_with_a_value_that_is_missing_no_trial_starts(monke
     assert keys == {"experiment.task.entrypoint", "train.data.data_path", "train.data.tokenizer.tokenizer_path"}
 
 
-def test_a_job_of_several_nodes_is_planned_and_not_started_on_one() -> None:
-    found = tree("train_moe", "+train.data.data_path=a")
+@pytest.mark.parametrize(("override", "starts"), [((), True), (("++experiment.runner.hostfile=null",), False)])
+def test_a_job_of_several_nodes_starts_on_its_hosts_and_not_on_one(override: tuple[str, ...], starts: bool) -> None:
+    found = tree("train_moe", "+train.data.data_path=a", *override)
+    spec = parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
+    assert spec.on_each_host == starts
     with pytest.raises(SpecError) as caught:
-        launching.ready(parse_spec(found.data, file="x", base=Path(), engines=ENGINES), {})
-    assert "torchrun" in [error.value for error in caught.value.problems]
+        launching.ready(spec, {})  # FlagScale is not installed
+    assert ("torchrun" in [error.value for error in caught.value.problems]) != starts
 
 
 @pytest.mark.parametrize(
