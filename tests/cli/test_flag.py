@@ -15,6 +15,8 @@ import pytest
 
 from tests.cli.conftest import FLAG, Project, Ran
 
+pytestmark = pytest.mark.process
+
 Flag = Callable[..., Ran]
 HEAVY = ("numpy", "pydantic", "optuna", "torch", "yaml", "stevedore", "pluggy", "rich", "psutil")
 IMPORTED = """
