@@ -285,7 +285,7 @@ def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench:
     assert plan.best is None
 
 
-@pytest.mark.parametrize("stop_at", range(9))
+@pytest.mark.parametrize("stop_at", [0, 4, 8])
 def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
     whole = Bench(bench.folder / "whole")
     whole.folder.mkdir()

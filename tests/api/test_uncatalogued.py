@@ -19,6 +19,8 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit import smi
 from flagcore.vendorkit.machine import TorchReport
 
+pytestmark = pytest.mark.process
+
 STAND_IN = """
 __version__ = "2.10.0+weird"
 

@@ -10,6 +10,8 @@ import yaml
 from tests.cli.conftest import MODEL, Project, Ran
 from tests.cli.test_tune_serve import SERVER
 
+pytestmark = pytest.mark.process
+
 ENGINE = '''\
 """The engine Acme: an example of the smallest profile."""
 

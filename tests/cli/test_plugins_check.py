@@ -10,6 +10,8 @@ import pytest
 
 from tests.cli.conftest import Ran
 
+pytestmark = pytest.mark.process
+
 Flag = Callable[..., Ran]
 
 

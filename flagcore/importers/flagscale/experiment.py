@@ -64,7 +64,8 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
     elif hosts:
         both = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
-        source.note(both, "hosts and slots are those of the file; set cluster.chip for its device type", "cluster")
+        text = "hosts and slots are those of the file; several are reached by ssh; set cluster.chip for its device type"
+        source.note(both, text, "cluster")
         found |= {"hostfile": path, **({} if slots else {"devices_per_node": devices})}
         return found, nodes, slots or devices, first
     return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices, first

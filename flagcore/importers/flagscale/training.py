@@ -45,6 +45,8 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
     train = {"engine": "megatron", **sizes, **options(flags), **command}
     tuner = _tuner(source, baseline, _why_not_runnable(baseline, train, model, nodes * devices))
+    if nodes > 1 and "hostfile" in machines and not source.at("experiment.runner.per_node_task"):
+        tuner["launcher"] = "ssh"
     _memory(source, machines)
     return {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
 

@@ -30,6 +30,8 @@ from tests.engines.megatron.ranks import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.process
+
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 DENSE: dict[str, Any] = {

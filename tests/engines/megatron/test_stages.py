@@ -41,7 +41,7 @@ def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
         ("Et|EtL", 2, 0, "only E"),
         ("Et|tL", 3, 0, "num_layers is 3"),
         ("Et|tL", 2, 1, "mtp_num_layers is 1"),
-        ("Et|mtL", 2, 1, "behind the last t"),
+        ("Et|mtL", 2, 1, "after the last t"),
         ("Et|tm|mL", 2, 2, "on one stage"),
         ("Et|xL", 1, 0, "'x'"),
         ("", 1, 0, "begin"),

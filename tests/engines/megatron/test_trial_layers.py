@@ -25,7 +25,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Let transformer-engine be installed, and import or not."""
 
     def pretend(*, imports: bool = True) -> None:
-        monkeypatch.setattr(trial_program, "installed", lambda module: True)
+        monkeypatch.setattr(trial_program, "installed", lambda module, requirement="": True)
         monkeypatch.setattr(trial_program, "_imports", lambda modules: imports)
 
     return pretend

@@ -27,6 +27,8 @@ from tests.engines.serving.load.servers import (
     well,
 )
 
+pytestmark = pytest.mark.process
+
 LOAD = Load(input_len=8, output_len=5, num_prompts=4, concurrency=2)
 
 

@@ -33,7 +33,7 @@ WRONG = {
     "refuses": (TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
     "stops_at_eos": (TrialState.INVALID, "ignore_eos"),
     "cuts": (TrialState.INVALID, "do not fit into the context"),
-    "never_healthy": (TrialState.TIMED_OUT, "answer 503 on /health"),
+    "never_healthy": (TrialState.TIMED_OUT, "was not healthy after 4 s"),
     "mute": (TrialState.TIMED_OUT, "was not healthy after 4 s: no answer (timed out) on /health"),
     "crashes": (TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError: 16 is no multiple"),
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
