@@ -331,7 +331,7 @@ def test_rank_that_the_kernel_killed_for_memory_is_out_of_memory(
 def test_job_that_fails_exits_with_its_code_and_removes_results_of_an_earlier_run(jobs: dict[str, Ran]) -> None:
     refused, huge = jobs["refused"], jobs["huge"]
     assert (refused.code, huge.code) == (failures.INVALID, failures.OUT_OF_MEMORY)
-    assert huge.stderr.startswith("out of memory: ")
+    assert "out of memory: " in huge.stderr
     assert not [ran for ran in (refused, huge) if (ran.folder / "metrics.json").exists()]
 
 
