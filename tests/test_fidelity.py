@@ -28,7 +28,7 @@ from flagcore.importers.flagscale import grid
 from flagcore.loop import Dependencies, TuneResult, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
-from flagcore.store import OptunaStore
+from flagcore.store.trials import OptunaStore
 from flagcore.strategies import learned, predicted
 from tests import small
 from tests.test_loop import SPACE, Ended

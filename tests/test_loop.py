@@ -25,7 +25,7 @@ from flagcore.hooks import hookimpl
 from flagcore.loop import Dependencies, TuneResult, seconds_used, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
-from flagcore.store import OptunaStore
+from flagcore.store.trials import OptunaStore
 from flagcore.strategies.predicted import STRATEGY
 from tests import small
 

@@ -22,7 +22,7 @@ from flagcore.loop import MAX_BUSY, Dependencies, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.stages import wait
-from flagcore.store import OptunaStore
+from flagcore.store.trials import OptunaStore
 from flagcore.strategies.predicted import STRATEGY
 from tests import small
 from tests.test_loop import SPACE, Ended

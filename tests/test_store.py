@@ -21,7 +21,8 @@ import pytest
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.store import OptunaStore, RunDirectory, stored_trials
+from flagcore.store.directory import RunDirectory
+from flagcore.store.trials import OptunaStore, stored_trials
 from tests import small
 
 CHOICES: dict[str, tuple[KnobValue, ...]] = {
@@ -199,7 +200,7 @@ import sys
 from pathlib import Path
 from typing import Any
 from tests.test_store import run, store
-from flagcore.store import RunDirectory
+from flagcore.store.directory import RunDirectory
 path = Path(sys.argv[1])
 RunDirectory(path).open()
 kept = store(path)

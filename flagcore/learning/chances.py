@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import ndtr
+import scipy
 
 from flagcore.contracts import SearchContext
 from flagcore.domain.experience import Features
@@ -75,7 +75,7 @@ def feasibility_probability(context: SearchContext, rows: IntArray, found: Featu
             continue
         ratio = Ratios(observed_figure(context, name), found, TIME).of(found)
         room = math.log(limit) - np.log(np.maximum(predicted[rows], LEAST)) - ratio.mean
-        chance *= np.nan_to_num(ndtr(room / np.maximum(ratio.deviation, 1e-6)), nan=1.0)
+        chance *= np.nan_to_num(scipy.special.ndtr(room / np.maximum(ratio.deviation, 1e-6)), nan=1.0)
     return chance
 
 
@@ -87,7 +87,7 @@ def expected_gain(log_predicted: FloatArray, ratio: Belief, best: float) -> Floa
     spread = np.maximum(ratio.deviations, 1e-9)
     z = (best - log_predicted - ratio.means) / spread
     density = np.exp(-0.5 * z**2) / np.sqrt(2.0 * np.pi)
-    gain: FloatArray = ratio.chances @ (spread * (z * ndtr(z) + density))
+    gain: FloatArray = ratio.chances @ (spread * (z * scipy.special.ndtr(z) + density))
     return gain
 
 

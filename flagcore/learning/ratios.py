@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.linalg import cho_solve, solve_triangular
-from scipy.special import logsumexp
+import scipy
 
 from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray
@@ -74,7 +73,7 @@ class _Fit:
         never below the prior's.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
-        weights = cho_solve((root, True), measured)
+        weights = scipy.linalg.cho_solve((root, True), measured)
         surprise, count = float(measured @ weights), len(measured)
         wider = max(1.0, (TRUST * wide + surprise) / (TRUST + count))
         scaled = count * np.log(wide) + (TRUST + count) * np.log1p(surprise / (TRUST * wide))
@@ -100,7 +99,9 @@ class _TaskPrior:
         if self.past is None or self.fit is None:
             return np.zeros(len(points)), np.zeros((0, len(points)))
         cross = covariance(self.scales, self.past, points)
-        return self.fit.weights @ cross, solve_triangular(self.fit.root, cross, lower=True, check_finite=False)
+        return self.fit.weights @ cross, scipy.linalg.solve_triangular(
+            self.fit.root, cross, lower=True, check_finite=False
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Ratios:
                 middle, root = process.task_prior.about(asked)
                 about[id(process.task_prior)] = middle, root, prior - process.task_prior.about(self._own)[1].T @ root
             middle, root, cross = about[id(process.task_prior)]
-            own = solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
+            own = scipy.linalg.solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
             yield process, middle + process.fit.weights @ cross, (root, own)
 
     def _asked(self, rows: Features) -> Points:
@@ -181,7 +182,7 @@ def _task_priors(scales: Scales, past: Points, measured: FloatArray, noise: Floa
     shared = covariance(scales, past, past)
     fits = [_Fit.of(shared, noise**2 + (times * scales.row) ** 2, measured) for times in ROUGHER]
     likely = np.log(CHANCES) + [fit.likely for fit in fits]
-    likely -= logsumexp(likely)
+    likely -= scipy.special.logsumexp(likely)
     best = fits[int(np.argmax(likely))]
     widened = np.logaddexp(np.log(CHANCES), likely) - np.log(2.0)
     return [
@@ -203,7 +204,7 @@ def _processes(
             fit = _Fit.of(left, noise**2 + row**2, measured - middle, task_prior.fit.wider if task_prior.fit else 1.0)
             found.append((task_prior, fit, row))
             likely.append(np.log(task_prior.chance) + rough + fit.likely)
-    chances = np.exp(np.array(likely) - logsumexp(likely))
+    chances = np.exp(np.array(likely) - scipy.special.logsumexp(likely))
     kept = np.flatnonzero(chances > NEGLIGIBLE)
     chances /= chances[kept].sum()
     return tuple(_Process(*found[at], float(chances[at])) for at in kept)

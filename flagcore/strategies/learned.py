@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import ndtr
+import scipy
 from threadpoolctl import threadpool_limits
 
 from flagcore.contracts import Choice, SearchContext, Strategy
@@ -144,7 +144,7 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
         return np.ones(rows.size)
     memory = Ratios(Observed.join((context.past.memory, observed_memory(context))), found, MEMORY).of(found)
     room = -np.log(share) - memory.mean
-    chance: FloatArray = np.nan_to_num(ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
+    chance: FloatArray = np.nan_to_num(scipy.special.ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
     return chance
 
 

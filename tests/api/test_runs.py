@@ -14,7 +14,7 @@ import pytest
 
 import flagcore
 from flagcore.errors import RunError
-from flagcore.store import OptunaStore
+from flagcore.store.trials import OptunaStore
 from tests.cli.conftest import Project
 
 

@@ -26,7 +26,7 @@ from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import predict_columns, predict_components, predict_stage_layers, record
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import search_context
-from flagcore.store import RunDirectory
+from flagcore.store.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

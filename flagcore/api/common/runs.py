@@ -23,7 +23,7 @@ from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import best_text, candidate_columns
 from flagcore.spec import spec_as_data
 from flagcore.stages.learn import learn
-from flagcore.store import RunDirectory, stored_trials
+from flagcore.store.directory import RunDirectory
 
 RESULT, SPEC = "result.json", "spec.yaml"
 
@@ -107,6 +107,8 @@ def read_run(path: Path) -> Run:
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _run_of_several_engines(path, data)
+    from flagcore.store.trials import stored_trials  # optuna takes a while to load
+
     known = RunDirectory(path).identity()
     if known is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))

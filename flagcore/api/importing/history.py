@@ -29,7 +29,7 @@ from flagcore.problem import Problem, candidate_columns
 from flagcore.spec.serving import engines_of
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
-from flagcore.store import OptunaStore, RunDirectory
+from flagcore.store.directory import RunDirectory
 
 MAX_FACTOR = 20.0
 """A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
@@ -96,6 +96,8 @@ def _save(
     experience: bool,
 ) -> tuple[Trial, ...]:
     """Write the trials into a run's folder, and optionally their measurements for other runs."""
+    from flagcore.store.trials import OptunaStore  # optuna takes a while to load
+
     directory.open()
     try:
         known = directory.identity()

@@ -45,8 +45,7 @@ from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import drift_text
 from flagcore.spec.serving import engines_of, only
-from flagcore.store import OptunaStore, RunDirectory
-from flagcore.store.directory import writable, write
+from flagcore.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
 """The strategy that chooses candidates to probe before the first run."""
@@ -161,6 +160,8 @@ class _EngineRun:
         )
 
     def _open_store(self, problem: Problem) -> TrialStore:
+        from flagcore.store.trials import OptunaStore  # optuna takes a while to load
+
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
         warn_about_problem(problem, self.workload)
