@@ -146,7 +146,7 @@ def test_a_host_whose_channel_breaks_ends_the_trial_as_lost(tmp_path: Path, mark
 
 
 def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", 6.0)
     relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
     running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
     parent = running.connections[2].process.pid
