@@ -114,7 +114,7 @@ MODULE = (
     module("import_has_no_side_effects", "import time\ntime.sleep(3.2)", "takes"),
     module("import_has_no_side_effects", "import logging\nlogging.basicConfig(level=40)", "logging"),
     module("import_has_no_side_effects", "import numpy\nnumpy.seterr(all='ignore')", "numpy"),
-    module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop", also=("import_has_no_side_effects",)),
+    module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop"),
     hook("answers_are_reproducible", "environment", "return own and {**own, 'GEMS_VENDOR': str(__import__('time').time_ns())}", "flagcore_environment", also=("variables_do_not_depend_on_the_shell", "variables_do_not_select_another_vendor")),
     hook("hooks_have_no_side_effects", "chips", "print('loading')\n        return own", "loading"),
     hook("hooks_have_no_side_effects", "chips", "__import__('warnings').simplefilter('ignore')\n        return own", "flagcore_chips"),
