@@ -82,12 +82,12 @@ def test_two_distributions_with_one_name_are_both_refused(install: Install) -> N
 
 def test_an_engine_does_the_work_of_a_spec_or_is_refused_with_its_key() -> None:
     serve = ServeSpec(engine="vllm", loads=())
-    train = TrainSpec(engine="of-nobody", seq_length=8, global_batch_size=1, precision="bf16")
+    train = TrainSpec(engine="unknown", seq_length=8, global_batch_size=1, precision="bf16")
     assert plugins.workload_of(serve).name == "vllm"
-    for key, work in (("serve.engine", replace(serve, engine="of-nobody")), ("train.engine", train)):
+    for key, work in (("serve.engine", replace(serve, engine="unknown")), ("train.engine", train)):
         with pytest.raises(SpecError) as caught:
             plugins.workload_of(work)
-        assert (caught.value.key, caught.value.value) == (key, "of-nobody")
+        assert (caught.value.key, caught.value.value) == (key, "unknown")
 
 
 def test_devices_are_measured_for_an_engine_of_flagcore_first(install: Install) -> None:
