@@ -20,6 +20,7 @@ MAX_DEVICES = 1_000_000
 MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
 
 Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+NoDevices = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 NoLayers = Annotated[int, Field(ge=0, le=10_000)]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -120,6 +121,8 @@ class ClusterSection(GroupSection):
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
     """File with one `host slots=8` a line, which are counted. A relative path starts at the spec's folder."""
+    spares: NoDevices = 0
+    """Number of hosts that are kept free, to replace others that fail."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
 

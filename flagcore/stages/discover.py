@@ -269,5 +269,4 @@ def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support
         nodes=wanted.nodes,
         devices_per_node=count,
         memory_bytes=wanted.memory_bytes_per_device or memory,
-        hosts=wanted.hosts,
     )

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flagcore.contracts import Launcher, Platform, Running, Workload
+from flagcore.contracts import Launcher, OnHosts, Platform, Running, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
 from flagcore.domain.trial import TimeLimit
+
+
+def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
+    """Return `platform` with the hosts of the next trial. Raises FlagError if too few are left."""
+    spec = platform.task.spec
+    if not spec.on_each_host or not isinstance(launcher, OnHosts):
+        return platform
+    return platform.on_hosts(launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
 
 
 def launch(
@@ -32,5 +40,6 @@ def planned_launch(
     effects = effects_of(task, candidate.as_dict())
     bare = replace(platform, task=with_flags(task_to_start(task, effects), effects))
     planned = workload.launch(bare, engine_candidate(task, candidate), folder, for_real=for_real)
-    hosts = task.spec.cluster.hosts if task.spec.on_each_host and not for_real else ()
+    cluster = task.spec.cluster
+    hosts = cluster.hosts[: cluster.nodes] if task.spec.on_each_host and not for_real else ()
     return replace(planned, environment={**planned.environment, **environment_of(effects)}, hosts=hosts)

@@ -220,3 +220,31 @@ def test_secrets_are_in_no_command_line(tmp_path: Path, mark: str) -> None:
     assert not any(b"hidden-4711" in line for line in lines)
     assert "hidden-4711" not in (tmp_path / "trial" / "launch.json").read_text()
     running.stop()
+
+
+def test_a_spare_replaces_a_host_that_was_lost() -> None:
+    mine = launcher()
+    assert mine.choose_hosts(HOSTS, 2) == ("a", "b")
+    mine.failures["a"] = 1
+    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
+    mine.failures["c"] = 1
+    assert mine.choose_hosts(HOSTS, 2) == ("a", "b")
+    mine.failures["a"] = 2
+    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
+    mine.failures["b"] = 2
+    with pytest.raises(LaunchError, match="1 of 2"):
+        mine.choose_hosts(HOSTS, 2)
+    assert mine.choose_hosts(HOSTS, 3) == HOSTS
+
+
+def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, mark: str) -> None:
+    mine = launcher()
+    script = "[ $NODE_RANK = 0 ] && exit 7; trap '' TERM; sleep 60"
+    running = mine.start(launch(script, tmp_path / "trial", hosts=("a", "b")))
+    channel = running.connections[1].process
+    assert channel.stdin
+    channel.stdin.close()
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    assert mine.failures == {"b": 1}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import FindsHosts, InstalledVersion, KeyWarnings, Workload, labels_of, untested_reason
+from flagcore.contracts import InstalledVersion, KeyWarnings, OnHosts, Workload, labels_of, untested_reason
 from flagcore.domain.chip import Support, unknown_chip_hint
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
@@ -25,7 +25,7 @@ from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, laun
 from flagcore.problem import Problem, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.spec.convert import check_engines
+from flagcore.spec.convert import check_engines, without_spares
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.serving import engines_of, only
 from flagcore.spec.validate import gathered
@@ -181,14 +181,15 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    hosts = finder.find_hosts() if isinstance(finder, FindsHosts) and not cluster.hosts else ()
-    if not hosts or cluster.groups:
+    hosts = finder.find_hosts() if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
-    if cluster.nodes not in (1, len(hosts)):
+    count = without_spares(hosts, cluster.spares)
+    if cluster.nodes not in (1, count):
         found = ", ".join(hosts)
-        problem = _("must be {count}: {launcher} found {hosts}", count=len(hosts), launcher=finder.name, hosts=found)
+        problem = _("must be {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
-    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=len(hosts)))
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=count))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
-from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
 from flagcore.spec.convert import read_hosts
 
 PROGRAM = "flagcore.api.hardware.host_report"
@@ -113,16 +113,25 @@ def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]
     }
 
 
-def require_hosts(launcher: Launcher, hosts: Sequence[str]) -> tuple[Device, ...]:
-    """Return the devices of the first host, none if unknown. Raises NoDevice with a line for each unsuitable host."""
+def require_hosts(launcher: Launcher, hosts: Sequence[str], spares: int = 0) -> tuple[Device, ...]:
+    """Return the devices of the first host that can be used, none if unknown.
+
+    Up to `spares` hosts that cannot be used are left out, with a warning each. Raises NoDevice with a line for each if
+    there are more.
+    """
     if not isinstance(launcher, HostsLauncher):
         return ()
     reports = inspect_hosts(launcher, hosts)
-    problems = [f"{report.host}: {line}" for report in reports for line in host_problems(report, reports)]
-    if problems:
-        raise NoDevice("; ".join(problems))
-    warn(host_warnings(reports))
-    return reports[0].devices or ()
+    problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
+    unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
+    if len(unusable) > spares:
+        raise NoDevice("; ".join(unusable))
+    launcher.failures.update({host: MAX_LOSSES for host, lines in problems.items() if lines})
+    usable = [report for report in reports if not problems[report.host]]
+    launcher.reached.update(report.host for report in usable)
+    warn(_("{line}; it is not used", line=line) for line in unusable)
+    warn(host_warnings(usable))
+    return usable[0].devices or ()
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:

@@ -114,8 +114,9 @@ class _EngineRun:
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
         _require_ready(self.workload, self.spec)
-        hosts = self.spec.cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
-        devices = require_hosts(self.launcher, hosts) if hosts else ()
+        cluster = self.spec.cluster
+        hosts = cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
+        devices = require_hosts(self.launcher, hosts, cluster.spares) if hosts else ()
         with loaded_plugins(self.without) as loaded:
             if hosts:
                 loaded.use_devices(devices)
