@@ -68,7 +68,10 @@ class Platform:
         """Return the platform of a trial on these hosts."""
         spec = self.task.spec
         task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
-        return replace(self, task=task)
+        pairs = list(zip(self.read_devices, self.telemetry, strict=True))
+        mine = [pair for host in hosts for pair in pairs if pair[0].host == host]
+        devices, readers = tuple(device for device, _ in mine), tuple(reader for _, reader in mine)
+        return replace(self, task=task, read_devices=devices, telemetry=readers)
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and the changes of plugins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import select
@@ -46,6 +47,8 @@ class HostsLauncher:
     """The markers of trials in which hosts were lost, by host: processes may be left there."""
     failures: Counter[str] = field(default_factory=Counter)
     """How often each host was lost."""
+    ended_at: float = -math.inf
+    """When the last trial ended, on the monotonic clock."""
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         """Return `count` of `hosts`: the first ones, except that others replace those that were lost more often.
@@ -273,6 +276,7 @@ class HostsRunning:
         deadline = time.monotonic() + CLOSE_SECONDS
         for each in self.connections:
             each.close(deadline - time.monotonic())
+        self.launcher.ended_at = time.monotonic()
 
 
 def _failed(ended: Mapping[str, object]) -> bool:

@@ -1,20 +1,62 @@
-"""Prints the devices and packages of a host as JSON: `python -m flagcore.api.hardware.host_report`."""
+"""Prints the devices and packages of a host as JSON: `python -m flagcore.api.hardware.host_report`.
+
+With `watch`, it also writes what telemetry shows of each device to `devices.json`, every second until it is ended.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from flagcore.api.common.inputs import loaded_plugins
 from flagcore.api.hardware.inspection import doctor
+from flagcore.contracts import Telemetry, use_of
+from flagcore.domain.chip import Device
+from flagcore.errors import NoDevice
+
+FIGURES = "devices.json"
+PERIOD_SECONDS = 1.0
 
 
-def host_report() -> dict[str, object]:
+def host_report(devices: Sequence[Device]) -> dict[str, object]:
     """Return the devices of this machine, and the version of each package that an engine needs and that is here."""
+    versions = {each["name"]: each["version"] for each in doctor() if each["version"]}
+    return {"devices": [asdict(device) for device in devices], "versions": versions}
+
+
+def reading(reader: Telemetry | None) -> dict[str, Any]:
+    """Return the figures of a device and who uses it; `lost` if it no longer answers, nothing if that is unknown."""
+    try:
+        if reader is None:
+            return {}
+        figures = {name: float(value) for name, value in reader.sample().items()}
+        return {"figures": figures, "use": asdict(use_of(reader))}
+    except LookupError:
+        return {"lost": True}
+    except NoDevice as error:  # what a plugin raised
+        return {"lost": True} if isinstance(error.__cause__, LookupError) else {}
+    except Exception:
+        return {}
+
+
+def main(watch: bool) -> None:
+    """Print the report, or watch the devices."""
     with loaded_plugins(()) as loaded:
-        devices = [asdict(device) for device in loaded.devices()]
-    return {"devices": devices, "versions": {each["name"]: each["version"] for each in doctor() if each["version"]}}
+        devices = loaded.devices()
+        readers = [loaded.telemetry(device) for device in devices]
+    if not watch:
+        print(json.dumps(host_report(devices)))
+    while watch:
+        with open("new", "w", encoding="utf-8") as file:
+            json.dump([reading(reader) for reader in readers], file)
+        os.replace("new", FIGURES)
+        time.sleep(PERIOD_SECONDS)
 
 
 if __name__ == "__main__":
-    print(json.dumps(host_report()))
+    main(sys.argv[1:] == ["watch"])

@@ -78,7 +78,7 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
     )
     try:
         found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        devices = tuple(Device(**each) for each in found["devices"])
+        devices = tuple(Device(**{**each, "host": host}) for each in found["devices"])
         return HostReport(**{**vars(seen), "devices": devices, "versions": dict(found["versions"])})
     except (OSError, ValueError, KeyError, TypeError):
         return seen
@@ -114,7 +114,7 @@ def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]
 
 
 def require_hosts(launcher: Launcher, hosts: Sequence[str], spares: int = 0) -> tuple[Device, ...]:
-    """Return the devices of the first host that can be used, none if unknown.
+    """Return the devices of the hosts that can be used, none if unknown.
 
     Up to `spares` hosts that cannot be used are left out, with a warning each. Raises NoDevice with a line for each if
     there are more.
@@ -131,7 +131,7 @@ def require_hosts(launcher: Launcher, hosts: Sequence[str], spares: int = 0) -> 
     launcher.reached.update(report.host for report in usable)
     warn(_("{line}; it is not used", line=line) for line in unusable)
     warn(host_warnings(usable))
-    return usable[0].devices or ()
+    return tuple(device for report in usable for device in report.devices or ())
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:

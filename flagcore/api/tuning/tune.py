@@ -25,6 +25,7 @@ from flagcore.api.common.inputs import (
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
+from flagcore.api.hardware.host_telemetry import host_telemetry
 from flagcore.api.hardware.hosts import require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
@@ -117,9 +118,9 @@ class _EngineRun:
         cluster = self.spec.cluster
         hosts = cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
         devices = require_hosts(self.launcher, hosts, cluster.spares) if hosts else ()
-        with loaded_plugins(self.without) as loaded:
+        with loaded_plugins(self.without) as loaded, host_telemetry(self.launcher, devices) as telemetry:
             if hosts:
-                loaded.use_devices(devices)
+                loaded.use_devices(devices, telemetry or (lambda device: None))
             spec = replace(self.spec, baseline=self._baseline())
             try:
                 result = run_loop(spec, self._dependencies(loaded, on_event))
