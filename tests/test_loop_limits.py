@@ -65,6 +65,9 @@ class OnTwoHosts(Player):
 
     lost = False
 
+    def at_hand(self) -> bool:
+        return False
+
     def find_hosts(self) -> tuple[str, ...]:
         return ()
 

@@ -146,6 +146,9 @@ class Launcher(Protocol):
 class OnHosts(Protocol):
     """A launcher that starts trials on other hosts. Optional."""
 
+    def at_hand(self) -> bool:
+        """Return whether flagcore runs in an allocation of several hosts, which `find_hosts` returns. Takes no time."""
+
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
         """Return `count` of `hosts` for the next trial: the first ones, except that others replace those that failed.
 

@@ -15,6 +15,9 @@ from flagcore.domain.serving import ServeSpec
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
+HOSTFILE = "{hostfile}"
+"""In a command of the user: a file that lists the hosts of the trial."""
+
 LOCAL = "local"
 """The launcher that starts trials on this machine."""
 

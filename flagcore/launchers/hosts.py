@@ -35,12 +35,13 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named.
+    `find_hosts` returns the hosts that are there without being named, if `at_hand` is true several.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
     find_hosts: Callable[[], tuple[str, ...]] = tuple
+    at_hand: Callable[[], bool] = lambda: False
     reached: set[str] = field(default_factory=set)
     """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
     lost: dict[str, str] = field(default_factory=dict)

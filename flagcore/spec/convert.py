@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
@@ -167,7 +167,9 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
     return TrainSpec(**given, command=tuple(train.command), directory=str(directory))
 
 
-def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
+def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path) -> ClusterSpec:
+    if not isinstance(cluster, ClusterSection):
+        return ClusterSpec()
     if cluster.groups is not None:
         return _groups(cluster, cluster.groups, file)
     if cluster.hostfile is None:

@@ -199,7 +199,7 @@ class SearchSection(Section):
     strategy: Word = "learned"
     """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
     launcher: Word = "local"
-    """Name of the launcher that starts trials."""
+    """Name of the launcher that starts trials; absent, with several nodes: that of the allocation, if there is one."""
 
 
 class TunerSection(SearchSection):
@@ -220,8 +220,8 @@ class CommonSection(Section):
 
     model: ModelPath | Shape
     """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
-    cluster: ClusterSection = ClusterSection()
-    """The hardware; absent: detected on this machine."""
+    cluster: Literal["auto"] | ClusterSection = ClusterSection()
+    """The hardware; absent: detected on this machine; auto: all hosts of the allocation that flagcore runs in."""
     envs: dict[str, Value | int] = Field(default={})
     """Environment variables of each trial, in addition to those of plugins."""
     action: Literal["auto_tune"] | None = None

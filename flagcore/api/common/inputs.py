@@ -18,7 +18,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, Spec
+from flagcore.domain.spec import AUTO, HOSTFILE, Spec, TrainSpec
 from flagcore.errors import FlagError, SpecError, joined
 from flagcore.i18n import _
 from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
@@ -175,13 +175,32 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
         found: Spec = gathered(parts)["spec"]
+    if not (isinstance(tuner, Mapping) and "launcher" in tuner):
+        found = _with_launcher(found, any_number=data.get("cluster") == AUTO)
     return _with_hosts(found)
+
+
+def _with_launcher(spec: Spec, any_number: bool) -> Spec:
+    """Return a training job for several nodes with the launcher of the allocation that flagcore runs in, if any.
+
+    A command of the user may start all nodes itself, so that it needs the name of a launcher.
+    """
+    cluster, work = spec.cluster, spec.work
+    several = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
+    if not several or not isinstance(work, TrainSpec) or work.command is not None:
+        return spec
+    at_hand = (name for name in names(LAUNCHERS) if isinstance(one := launcher(name), OnHosts) and one.at_hand())
+    return replace(spec, launcher=next(at_hand, spec.launcher))
 
 
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
     hosts = finder.find_hosts() if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
+        where = "serve" if isinstance(spec.work, ServeSpec) else "train"
+        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
+        raise SpecError(key=f"{where}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
