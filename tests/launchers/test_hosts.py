@@ -149,14 +149,34 @@ def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(connection, "SILENCE_SECONDS", 6.0)
     relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
     running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
-    parent = running.connections[2].process.pid
-    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
-    (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
+    agent = agent_below(running.connections[2].process.pid, mark)
     os.kill(agent, signal.SIGSTOP)
     ended = running.wait(40)
     assert ended is not None
     assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
     os.kill(agent, signal.SIGCONT)
+
+
+def agent_below(parent: int, mark: str) -> int:
+    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
+    (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
+    return agent
+
+
+def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str) -> None:
+    relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
+    running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    agent = agent_below(running.connections[2].process.pid, mark)
+    parents = {pid: (guard.family(pid) or (0,))[0] for pid in processes(mark)}
+    mine = {agent}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    assert len(mine) > 2
+    for pid in mine:  # as Slurm at the end of a step
+        os.kill(pid, signal.SIGTERM)
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
 
 
 def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: str) -> None:
