@@ -10,23 +10,40 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.hardware.calibration import target
 from flagcore.api.hardware.inspection import doctor
 from flagcore.contracts import Telemetry, use_of
 from flagcore.domain.chip import Device
-from flagcore.errors import NoDevice
+from flagcore.errors import FlagError, NoDevice
+from flagcore.plugins import LoadedPlugins
 
 FIGURES = "devices.json"
 PERIOD_SECONDS = 1.0
 
 
-def host_report(devices: Sequence[Device]) -> dict[str, object]:
-    """Return the devices of this machine, and the version of each package that an engine needs and that is here."""
+def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
+    """Return the devices of this machine, the version of each package that an engine needs and that is here, and how
+    torch runs."""
     versions = {each["name"]: each["version"] for each in doctor() if each["version"]}
-    return {"devices": [asdict(device) for device in devices], "versions": versions}
+    return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
+
+
+def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
+    """Return the devices that torch uses here, one for all cores of a CPU; None without torch."""
+    if find_spec("torch") is None:
+        return None
+    with suppress(FlagError):
+        _, support, here, _ = target(loaded)
+        devices = 1 if support.shared_devices else len(here)
+        how = {"kind": support.device_type, "backend": support.distributed_backend, "preload": list(support.preload)}
+        return {**how, "devices": devices}
+    return None
 
 
 def reading(reader: Telemetry | None) -> dict[str, Any]:
@@ -49,8 +66,8 @@ def main(watch: bool) -> None:
     with loaded_plugins(()) as loaded:
         devices = loaded.devices()
         readers = [loaded.telemetry(device) for device in devices]
-    if not watch:
-        print(json.dumps(host_report(devices)))
+        if not watch:
+            print(json.dumps(host_report(devices, how_torch_runs(loaded))))
     while watch:
         with open("new", "w", encoding="utf-8") as file:
             json.dump([reading(reader) for reader in readers], file)

@@ -9,12 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.inputs import warn
+from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
 from flagcore.contracts import Launcher
 from flagcore.domain.chip import Device
 from flagcore.domain.launch import Launch
@@ -36,13 +37,14 @@ MAX_CLOCK_SECONDS = 5.0
 class HostReport:
     """What a host answered. `problem` is why it cannot be used, empty if it can. Its clock is ahead by `clock_s`.
 
-    Without flagcore on the host, `devices` and `versions` are None.
+    Without flagcore on the host, `devices` and `versions` are None. `torch` is how torch runs there, None without it.
     """
 
     host: str
     problem: str = ""
     devices: tuple[Device, ...] | None = None
     versions: Mapping[str, str] | None = None
+    torch: Mapping[str, Any] | None = None
     python: str = ""
     clock_s: float = 0.0
     free_disk_bytes: int = 0
@@ -79,7 +81,8 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
     try:
         found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
         devices = tuple(Device(**{**each, "host": host}) for each in found["devices"])
-        return HostReport(**{**vars(seen), "devices": devices, "versions": dict(found["versions"])})
+        versions, torch = dict(found["versions"]), found["torch"]
+        return replace(seen, devices=devices, versions=versions, torch=None if torch is None else dict(torch))
     except (OSError, ValueError, KeyError, TypeError):
         return seen
 
@@ -96,10 +99,27 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
         raise UsageError(_(text, launcher=launcher))
     reports = inspect_hosts(found, hosts)
     warn(host_warnings(reports))
-    return [_record(report, reports) for report in reports]
+    speeds = {each.host: each for each in _speeds(found, reports)}
+    return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
 
-def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]:
+def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
+    """Return the speed of the hosts that can be used, none without torch, and warn of slow devices and networks."""
+    usable = [report for report in reports if not list(host_problems(report, reports))]
+    job = usable[0].torch if usable else None
+    if job is None or any(report.torch != job for report in usable):
+        return []
+    try:
+        speeds = measure_speed(launcher, [report.host for report in usable], job)
+    except LaunchError as error:
+        warn([_("the hosts cannot be compared: {reason}", reason=error)])
+        return []
+    warn(slow_hosts(speeds, cores=job["kind"] == "cpu"))
+    return speeds
+
+
+def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
+    link_s, products = (speed.link_s, speed.products_s) if speed else (None, ())
     problems = list(host_problems(report, reports))
     return {
         "host": report.host,
@@ -109,6 +129,8 @@ def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]
         "python": report.python,
         "clock_s": report.clock_s,
         "free_disk_gib": report.free_disk_bytes / 2**30,
+        "product_ms": 1e3 * max(products) if products else None,
+        "all_reduce_ms": 1e3 * link_s if link_s is not None else None,
         "versions": report.versions,
     }
 
