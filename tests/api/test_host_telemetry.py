@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from flagcore.api.hardware.host_telemetry import host_telemetry
 from flagcore.api.hardware.hosts import require_hosts
-from flagcore.contracts import use_of
+from flagcore.contracts import Telemetry, use_of
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import LAUNCHER
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 
-def soon(found: Callable[[], object]) -> object:
+def free_bytes(reader: Telemetry) -> int:
     deadline = time.monotonic() + 30.0
-    while not (value := found()) and time.monotonic() < deadline:
+    while not (free := use_of(reader).free_bytes) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return value
+    return free or 0
 
 
 def test_devices_of_hosts_are_read_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +38,7 @@ def test_devices_of_hosts_are_read_until_the_end(monkeypatch: pytest.MonkeyPatch
         assert telemetry is not None
         readers = [telemetry(device) for device in (devices[0], devices[-1])]
         for reader in readers:
-            assert (soon(lambda reader=reader: use_of(reader).free_bytes) or 0) > 0  # type: ignore[misc]
+            assert free_bytes(reader) > 0
         threads = [thread for thread in telemetry._threads if thread.is_alive()]
         assert len(threads) == 2
     assert len(started) == 5

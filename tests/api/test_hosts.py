@@ -17,7 +17,9 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
-GOOD = HostReport(host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40)
+GOOD = HostReport(
+    host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40, files={"/model": "2f"}
+)
 
 
 def report(host: str, **how: object) -> HostReport:
@@ -30,7 +32,11 @@ def broken(host: str) -> list[str]:
 
 @pytest.mark.slow
 def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
-    first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    paths = [str(tmp_path / name) for name in ("model", "model/config.json", "none")]
+    first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"), paths)
+    assert [len(first.files[path]) for path in paths] == [64, 64, 0]
     assert (first.problem, first.python) == ("", sys.version.split()[0])
     assert (first.versions or {})["flagcore"] == __version__
     assert first.devices
@@ -51,6 +57,9 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
         (report("b", free_disk_bytes=0), 1),
         (report("b", devices=None, versions=None), 0),
         (report("b", clock_s=60.0), 0),
+        (report("b", files={"/model": "2f"}), 0),
+        (report("b", files={"/model": "30"}), 1),
+        (report("b", files={"/model": ""}), 1),
     ],
 )
 def test_hosts_must_be_equal(different: HostReport, count: int) -> None:
@@ -70,7 +79,7 @@ def test_only_launchers_of_hosts_check_hosts(tmp_path: Path) -> None:
         api.check_hosts(tmp_path / "hosts.txt", "local")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])

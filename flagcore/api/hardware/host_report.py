@@ -1,10 +1,11 @@
-"""Prints the devices and packages of a host as JSON: `python -m flagcore.api.hardware.host_report`.
+"""Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.hardware.host_report FILE...`.
 
-With `watch`, it also writes what telemetry shows of each device to `devices.json`, every second until it is ended.
+With `watch` instead, it writes what telemetry shows of each device to `devices.json`, every second until it is ended.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from flagcore.api.common.inputs import loaded_plugins
@@ -25,6 +27,8 @@ from flagcore.plugins import LoadedPlugins
 
 FIGURES = "devices.json"
 PERIOD_SECONDS = 1.0
+HASHED_BYTES = 1 << 20
+"""Of a larger file, its size and its beginning are compared."""
 
 
 def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
@@ -32,6 +36,22 @@ def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict
     torch runs."""
     versions = {each["name"]: each["version"] for each in doctor() if each["version"]}
     return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
+
+
+def digest(path: str) -> str:
+    """Return what tells the content of a file, or of the files in a folder, from others; empty if it is missing."""
+    if not os.path.exists(path):
+        return ""
+    found = hashlib.sha256()
+    try:
+        for each in sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]:
+            if each.is_file():
+                found.update(f"{each.name} {each.stat().st_size}\n".encode())
+                with each.open("rb") as file:
+                    found.update(file.read(HASHED_BYTES))
+    except OSError:
+        return ""
+    return found.hexdigest()
 
 
 def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
@@ -61,13 +81,15 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
         return {}
 
 
-def main(watch: bool) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the report, or watch the devices."""
+    watch = list(arguments) == ["watch"]
     with loaded_plugins(()) as loaded:
         devices = loaded.devices()
         readers = [loaded.telemetry(device) for device in devices]
         if not watch:
-            print(json.dumps(host_report(devices, how_torch_runs(loaded))))
+            files = {path: digest(path) for path in arguments}
+            print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files}))
     while watch:
         with open("new", "w", encoding="utf-8") as file:
             json.dump([reading(reader) for reader in readers], file)
@@ -76,4 +98,4 @@ def main(watch: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] == ["watch"])
+    main(sys.argv[1:])

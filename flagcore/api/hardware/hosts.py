@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class HostReport:
     """What a host answered. `problem` is why it cannot be used, empty if it can. Its clock is ahead by `clock_s`.
 
     Without flagcore on the host, `devices` and `versions` are None. `torch` is how torch runs there, None without it.
+    `files` are digests of files and folders, empty for missing ones.
     """
 
     host: str
@@ -45,6 +46,7 @@ class HostReport:
     devices: tuple[Device, ...] | None = None
     versions: Mapping[str, str] | None = None
     torch: Mapping[str, Any] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     clock_s: float = 0.0
     free_disk_bytes: int = 0
@@ -55,15 +57,15 @@ class HostReport:
         return Counter(device.chip for device in self.devices or ())
 
 
-def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str]) -> list[HostReport]:
-    """Return what each host answers, in order. Hosts are asked in parallel."""
+def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = ()) -> list[HostReport]:
+    """Return what each host answers, in order. Hosts are asked in parallel, for `files`, too."""
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host)), hosts))
+        return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts))
 
 
-def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
+def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
     fresh = HostsLauncher(name=launcher.name, channel=launcher.channel)
-    argv = (sys.executable, "-m", PROGRAM)
+    argv = (sys.executable, "-m", PROGRAM, *files)
     try:
         running = fresh.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
     except LaunchError as error:
@@ -82,7 +84,8 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
         found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
         devices = tuple(Device(**{**each, "host": host}) for each in found["devices"])
         versions, torch = dict(found["versions"]), found["torch"]
-        return replace(seen, devices=devices, versions=versions, torch=None if torch is None else dict(torch))
+        seen = replace(seen, devices=devices, versions=versions, files=dict(found["files"]))
+        return replace(seen, torch=None if torch is None else dict(torch))
     except (OSError, ValueError, KeyError, TypeError):
         return seen
 
@@ -135,15 +138,17 @@ def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed 
     }
 
 
-def require_hosts(launcher: Launcher, hosts: Sequence[str], spares: int = 0) -> tuple[Device, ...]:
-    """Return the devices of the hosts that can be used, none if unknown.
+def require_hosts(
+    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
+) -> tuple[Device, ...]:
+    """Return the devices of the hosts that can be used, none if unknown. `files` must be the same on all.
 
     Up to `spares` hosts that cannot be used are left out, with a warning each. Raises NoDevice with a line for each if
     there are more.
     """
     if not isinstance(launcher, HostsLauncher):
         return ()
-    reports = inspect_hosts(launcher, hosts)
+    reports = inspect_hosts(launcher, hosts, files)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
     unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
     if len(unusable) > spares:
@@ -171,6 +176,11 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         if own != other:
             text = N_("{package} {version}, but {host} has {other}")
             yield _(text, package=name, version=own, host=first.host, other=other)
+    for path, content in report.files.items():
+        if not content:
+            yield _("{path} is missing", path=path)
+        elif first.files.get(path) not in (content, ""):
+            yield _("{path} differs from that of {host}", path=path, host=first.host)
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:

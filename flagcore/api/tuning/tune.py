@@ -117,7 +117,7 @@ class _EngineRun:
         _require_ready(self.workload, self.spec)
         cluster = self.spec.cluster
         hosts = cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
-        devices = require_hosts(self.launcher, hosts, cluster.spares) if hosts else ()
+        devices = require_hosts(self.launcher, hosts, cluster.spares, self._files()) if hosts else ()
         with loaded_plugins(self.without) as loaded, host_telemetry(self.launcher, devices) as telemetry:
             if hosts:
                 loaded.use_devices(devices, telemetry or (lambda device: None))
@@ -129,6 +129,13 @@ class _EngineRun:
                 self.directory.close()
         _raise_failure(result, outcome)
         return outcome
+
+    def _files(self) -> list[str]:
+        """Return the files on every host that a command of the user may read: its own, and the model."""
+        words, directory = self.spec.work.command or (), self.spec.work.directory or ""
+        model = self.data.get("model")
+        named = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        return named + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
