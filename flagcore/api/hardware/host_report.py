@@ -28,7 +28,7 @@ from flagcore.plugins import LoadedPlugins
 FIGURES = "devices.json"
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
-"""Of a larger file, its size and its beginning are compared."""
+"""Of a larger file, only its size and its beginning are hashed."""
 
 
 def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
@@ -39,7 +39,7 @@ def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict
 
 
 def digest(path: str) -> str:
-    """Return what tells the content of a file, or of the files in a folder, from others; empty if it is missing."""
+    """Return a hash of a file, or of the files in a folder; empty if it is missing."""
     if not os.path.exists(path):
         return ""
     found = hashlib.sha256()
