@@ -32,12 +32,14 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named.
+    `find_hosts` returns the hosts that are there without being named. `hold` takes hosts for this process alone, if
+    others may use them, waits until they are there, and returns their names; it raises FlagError if it cannot.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
-    find_hosts: Callable[[], tuple[str, ...]] = tuple
+    find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
+    hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     reached: set[str] = field(default_factory=set)
     """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
     lost: dict[str, str] = field(default_factory=dict)

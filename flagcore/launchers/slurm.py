@@ -20,12 +20,12 @@ def channel(host: str) -> list[str]:
     return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
 
 
-def find_hosts() -> tuple[str, ...]:
+def find_hosts(nodes: int) -> tuple[str, ...]:
     """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
         return ()
-    command = ["scontrol", "show", "hostnames", nodes]
+    command = ["scontrol", "show", "hostnames", listed]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -181,7 +181,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    hosts = finder.find_hosts() if isinstance(finder, FindsHosts) and not cluster.hosts else ()
+    hosts = finder.find_hosts(cluster.nodes) if isinstance(finder, FindsHosts) and not cluster.hosts else ()
     if not hosts or cluster.groups:
         return spec
     if cluster.nodes not in (1, len(hosts)):

@@ -92,9 +92,9 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     hosts, _slots = read_hosts(hostfile, file=str(hostfile))
     found = plugins.launcher(launcher)
     if not isinstance(found, HostsLauncher):
-        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh or slurm")
+        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = inspect_hosts(found, hosts)
+    reports = inspect_hosts(found, found.hold(hosts))
     warn(host_warnings(reports))
     return [_record(report, reports) for report in reports]
 
@@ -113,16 +113,20 @@ def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]
     }
 
 
-def require_hosts(launcher: Launcher, hosts: Sequence[str]) -> tuple[Device, ...]:
-    """Return the devices of the first host, none if unknown. Raises NoDevice with a line for each unsuitable host."""
+def require_hosts(launcher: Launcher, hosts: Sequence[str]) -> tuple[tuple[str, ...], tuple[Device, ...]]:
+    """Hold hosts for this process. Return their names, and the devices of the first one, none if unknown.
+
+    Raises NoDevice with a line for each unsuitable host.
+    """
     if not isinstance(launcher, HostsLauncher):
-        return ()
+        return tuple(hosts), ()
+    hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts)
     problems = [f"{report.host}: {line}" for report in reports for line in host_problems(report, reports)]
     if problems:
         raise NoDevice("; ".join(problems))
     warn(host_warnings(reports))
-    return reports[0].devices or ()
+    return hosts, reports[0].devices or ()
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:

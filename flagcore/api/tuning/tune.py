@@ -31,6 +31,7 @@ from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, Installed, OnEvent, OwnCommand, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
@@ -114,10 +115,9 @@ class _EngineRun:
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
         _require_ready(self.workload, self.spec)
-        hosts = self.spec.cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
-        devices = require_hosts(self.launcher, hosts) if hosts else ()
+        devices = self._require_hosts() if self.spec.on_each_host and self.spec.control.fidelity == RUN else None
         with loaded_plugins(self.without) as loaded:
-            if hosts:
+            if devices is not None:
                 loaded.use_devices(devices)
             spec = replace(self.spec, baseline=self._baseline())
             try:
@@ -127,6 +127,12 @@ class _EngineRun:
                 self.directory.close()
         _raise_failure(result, outcome)
         return outcome
+
+    def _require_hosts(self) -> tuple[Device, ...]:
+        """Hold the hosts of the spec and return the devices of the first one. Raises NoDevice."""
+        hosts, devices = require_hosts(self.launcher, self.spec.cluster.hosts)
+        self.spec = replace(self.spec, cluster=replace(self.spec.cluster, hosts=hosts))
+        return devices
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
