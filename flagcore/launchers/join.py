@@ -14,11 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 
 from flagcore.launchers.connection import agent_command
 
-TOKEN, PORT = "FLAGCORE_TOKEN", 29471
+TOKEN = "FLAGCORE_TOKEN"
+PORT = 29471
 MIN_TOKEN = 16
 CONNECT_SECONDS, RETRY_SECONDS = 10.0, 1.0
 LONGEST_LINE = 4096
@@ -26,9 +26,9 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 """An idle connection whose other end is gone closes after 20 s."""
 
 
-def token(environment: Mapping[str, str]) -> bytes:
+def token() -> bytes:
     """Return the secret. Raises ValueError if it is missing or short."""
-    found = environment.get(TOKEN, "").strip()
+    found = os.environ.get(TOKEN, "").strip()
     if len(found) < MIN_TOKEN:
         raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it by a Kubernetes Secret")
     return found.encode()
@@ -49,7 +49,7 @@ def keep_alive(connection: socket.socket) -> None:
 def main(controller: str, name: str = "") -> None:
     """Serve one trial after the other, until this process is ended."""
     host, _, port = controller.partition(":")
-    key, name = token(os.environ), name or socket.gethostname()
+    key, name = token(), name or socket.gethostname()
     last = ""
     while True:
         try:

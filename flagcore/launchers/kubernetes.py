@@ -12,8 +12,10 @@ from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
 from flagcore.launchers.join import PORT, TOKEN
 
-HOSTS, PORT_VARIABLE = "FLAGCORE_HOSTS", "FLAGCORE_PORT"
-"""Variables of the job: the names of its pods, that of the tuning one first, and the port on which that one listens."""
+HOSTS = "FLAGCORE_HOSTS"
+"""Variable of the job: the names of its pods, that of the tuning one first."""
+PORT_VARIABLE = "FLAGCORE_PORT"
+"""Variable of the job: the port on which the tuning pod listens."""
 JOIN_SECONDS = 600.0
 """How long a tune waits for its pods: images are large."""
 HUB = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import sys
@@ -35,7 +34,7 @@ class Pods:
         names = set(request["names"])
         try:
             if not self.key:
-                self.key = token(os.environ)
+                self.key = token()
                 await asyncio.start_server(self._accept, None, request["port"])
             async with self.joined:
                 await asyncio.wait_for(self.joined.wait_for(lambda: names <= self.free.keys()), request["seconds"])

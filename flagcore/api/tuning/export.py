@@ -156,14 +156,13 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
+        needed = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
         texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
-        words, variables = list(launch["argv"]), dict(launch["environment"])
-        known = {"argv": words, "environment": variables, "directory": launch["directory"], "missing": "", **launch}
+        return {"missing": "", **launch, **needed, **texts, "directory": str(launch["directory"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
         problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
         raise RunError(problem) from None
-    return {**known, **texts}
 
 
 def _require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:

@@ -95,7 +95,7 @@ def _jobset(pods: Pods) -> dict[str, Any]:
 
 def _pytorch(pods: Pods) -> dict[str, Any]:
     names = {FIRST: "Master", OTHERS: "Worker"}
-    replicas = {
+    replicas: dict[str, dict[str, Any]] = {
         names[name]: {
             "replicas": count,
             "restartPolicy": "OnFailure",
