@@ -33,17 +33,24 @@ class HostsLauncher:
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
     `find_hosts` returns the hosts that are there without being named. `hold` takes hosts for this process alone, if
-    others may use them, waits until they are there, and returns their names; it raises FlagError if it cannot.
+    others may use them, waits until they are there, and returns their names; it raises FlagError if it cannot. `fix` is
+    what to do if there are no hosts.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    fix: str = "name them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
     """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
     lost: dict[str, str] = field(default_factory=dict)
     """The markers of trials in which hosts were lost, by host: processes may be left there."""
+
+    @property
+    def no_hosts(self) -> str:
+        """The message if there are no hosts."""
+        return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
 
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
@@ -55,7 +62,7 @@ class HostsLauncher:
         cannot start the program.
         """
         if not launch.hosts:
-            raise LaunchError(f"auto_tuner.launcher = {self.name}: no hosts; name them in cluster.hostfile")
+            raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
         variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}

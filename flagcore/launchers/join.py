@@ -47,8 +47,10 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def main(controller: str, name: str = "") -> None:
-    """Serve one trial after the other, until this process is ended."""
+    """Serve one trial after the other, until this process is ended. Raises ValueError for a bad port or secret."""
     host, _, port = controller.partition(":")
+    if port and not port.isdecimal():
+        raise ValueError(f"{controller}: the port is not a number")
     key, name = token(), name or socket.gethostname()
     last = ""
     while True:
@@ -103,6 +105,8 @@ def _line(connection: socket.socket) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m flagcore.launchers.join CONTROLLER[:PORT] [NAME]")
     try:
         main(*sys.argv[1:])
     except ValueError as error:

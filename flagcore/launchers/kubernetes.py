@@ -50,4 +50,10 @@ def _name(host: str) -> str:
     return host.partition(".")[0]
 
 
-LAUNCHER: Launcher = HostsLauncher(name="kubernetes", channel=channel, find_hosts=find_hosts, hold=hold)
+LAUNCHER: Launcher = HostsLauncher(
+    name="kubernetes",
+    channel=channel,
+    find_hosts=find_hosts,
+    hold=hold,
+    fix="start the job that `flag manifest` writes",
+)

@@ -33,4 +33,6 @@ def find_hosts(nodes: int) -> tuple[str, ...]:
     return tuple(found.stdout.split())
 
 
-LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel, find_hosts=find_hosts)
+LAUNCHER: Launcher = HostsLauncher(
+    name="slurm", channel=channel, find_hosts=find_hosts, fix="start `flag tune` with salloc or sbatch"
+)

@@ -138,6 +138,9 @@ def test_a_job_without_a_secret_is_refused(join: Join, monkeypatch: pytest.Monke
     with pytest.raises(NoDevice, match=TOKEN):
         hold(PODS)
     assert join("pod-1").wait(20) == 1
+    join_at = [sys.executable, "-m", "flagcore.launchers.join"]
+    assert subprocess.run([*join_at, "localhost:port"], env={**os.environ, TOKEN: "x" * 20}).returncode == 1
+    assert subprocess.run(join_at).returncode == 1
 
 
 def test_pods_that_do_not_join_are_named(join: Join) -> None:

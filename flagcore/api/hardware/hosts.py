@@ -113,6 +113,12 @@ def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]
     }
 
 
+def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
+    """Raise NoDevice if a launcher for several hosts has none."""
+    if isinstance(launcher, HostsLauncher) and not hosts:
+        raise NoDevice(launcher.no_hosts)
+
+
 def require_hosts(launcher: Launcher, hosts: Sequence[str]) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Hold hosts for this process. Return their names, and the devices of the first one, none if unknown.
 

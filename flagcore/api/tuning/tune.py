@@ -25,7 +25,7 @@ from flagcore.api.common.inputs import (
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
-from flagcore.api.hardware.hosts import require_hosts
+from flagcore.api.hardware.hosts import require_any_host, require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
@@ -114,8 +114,11 @@ class _EngineRun:
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
+        runs = self.spec.control.fidelity == RUN
+        if runs:
+            require_any_host(self.launcher, self.spec.cluster.hosts)
         _require_ready(self.workload, self.spec)
-        devices = self._require_hosts() if self.spec.on_each_host and self.spec.control.fidelity == RUN else None
+        devices = self._require_hosts() if self.spec.on_each_host and runs else None
         with loaded_plugins(self.without) as loaded:
             if devices is not None:
                 loaded.use_devices(devices)
