@@ -24,7 +24,7 @@ from flagcore.launchers.join import TOKEN, proof
 from flagcore.launchers.kubernetes import HOSTS, HUB, LAUNCHER, PORT_VARIABLE, find_hosts, hold
 from flagcore.launchers.local import free_port
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 PODS = ("localhost", "pod-1.tune", "pod-2.tune")
 TUNER = """
