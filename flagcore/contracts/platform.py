@@ -155,8 +155,10 @@ class OnHosts(Protocol):
         Raises FlagError if too few are left.
         """
 
-    def find_hosts(self) -> tuple[str, ...]:
+    def find_hosts(self, nodes: int) -> tuple[str, ...]:
         """Return the hosts on which it starts trials, without those being named; none if there are none.
+
+        `nodes` is how many the spec asks for; 1 if it does not say.
 
         Raises FlagError if they cannot be listed.
         """

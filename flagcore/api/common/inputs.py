@@ -196,7 +196,8 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    hosts = finder.find_hosts() if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    at_most = cluster.nodes + cluster.spares
+    hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         where = "serve" if isinstance(spec.work, ServeSpec) else "train"
         problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
