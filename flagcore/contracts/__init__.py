@@ -11,7 +11,7 @@ from flagcore.contracts.chip import (
     use_of,
 )
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
-from flagcore.contracts.platform import Costs, FindsHosts, Launcher, Platform, Plugins, Running
+from flagcore.contracts.platform import Costs, FindsHosts, KeepsProcesses, Launcher, Platform, Plugins, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
@@ -62,6 +62,7 @@ __all__ = [
     "Installed",
     "InstalledVersion",
     "JobRecords",
+    "KeepsProcesses",
     "KernelCosts",
     "KeyWarnings",
     "Launcher",

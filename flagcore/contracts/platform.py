@@ -134,6 +134,14 @@ class Launcher(Protocol):
 
 
 @runtime_checkable
+class KeepsProcesses(Protocol):
+    """A launcher that keeps processes from one launch to the next. Optional."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+@runtime_checkable
 class FindsHosts(Protocol):
     """A launcher that can find its hosts. Optional."""
 
