@@ -1,9 +1,10 @@
 """The guard: a small process between flagcore and one trial, so that no process of a trial is left over.
 
-`guarded.py` runs this file as a script; it imports only the standard library and starts in about 20 ms, and `template.py`
-calls its `main` in a fork. The guard starts the trial in its own session, enforces its limits and reports how it ended. It is a child subreaper (prctl(2)): orphaned
-descendants become its children, so none can escape by opening a session, and none is left when `waitpid` reports no
-child. It ends the trial when the pipe from flagcore closes, however flagcore dies. Linux only.
+`guarded.py` runs this file as a script, `template.py` calls its `main` in a fork. It imports only the standard library
+and starts in about 20 ms. The guard starts the trial in its own session, enforces its limits and reports how it ended.
+It is a child subreaper (prctl(2)): orphaned descendants become its children, so none can escape by opening a session,
+and none is left when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, however flagcore
+dies. Linux only.
 """
 
 from __future__ import annotations

@@ -158,11 +158,7 @@ def _marked(marker: str, session: int) -> list[int]:
 
 
 def spawn_guard(
-    stdout: BinaryIO | int,
-    stderr: BinaryIO | int,
-    control: int,
-    report: int,
-    stdin: BinaryIO | int = subprocess.DEVNULL,
+    stdout: BinaryIO | int, stderr: BinaryIO | int, control: int, report: int, *, stdin: int = subprocess.DEVNULL
 ) -> GuardProcess:
     """Start a guard as a program, whose stdout and stderr the trial inherits. It inherits only its two pipe ends."""
     return subprocess.Popen(

@@ -237,7 +237,8 @@ def test_nothing_outlives_a_killed_tuner(warm: Warm, moment: str) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert tuner.stdin is not None and tuner.stdout is not None
+    assert tuner.stdin is not None
+    assert tuner.stdout is not None
     while tuner.stdout.readline().strip() != moment:
         pass
     if moment == "go":
