@@ -53,9 +53,9 @@ class Plan:
     `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
     trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
     significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
-    a repeat of it, and `drifted` is whether that is more than noise. `cold_start` is the relative speedup of a candidate
-    from its warm to its cold runs beyond that drift, and `cold_start_differs` whether it is more than noise. `fidelity`
-    is that of the trials; `probes` are of a lower one, before the first run. `knobs` are those of the task.
+    a repeat of it, and `drifted` is whether that is more than noise. `cold_start` is that of a candidate from its warm
+    to its cold runs beyond the drift, and `cold_start_differs` is whether it is more than noise. `fidelity` is that of
+    the trials; `probes` are of a lower one, before the first run. `knobs` are those of the task.
     """
 
     chip: str
