@@ -368,7 +368,7 @@ def begin(control: int, become: Become) -> Trial | None:
     return Trial(first, os.fsdecode(folder), timeout, memory_limit or NEVER, disk_limit)
 
 
-def main(control: int, report: int, parent: int, become: Become = execute) -> None:
+def main(control: int, report: int, parent: int, *, become: Become = execute) -> None:
     """Take an order from `control`, watch its trial, write two lines to `report`: how it started and how it ended."""
     for descriptor in (control, report):
         os.set_inheritable(descriptor, False)

@@ -66,7 +66,7 @@ class LocalLauncher:
     """Starts trials on this machine, several at once if asked.
 
     One whose program may be forked comes from a template if that is idle. The template is kept for trials with the same
-    program, environment and cores, until one of them fails.
+    program, environment, cores and control group, until one of them fails.
     """
 
     name = "local"
@@ -105,17 +105,18 @@ class LocalLauncher:
             return LocalRunning(_start(launch, environment, directory, folder, partial(spawn_guard, stdout, stderr)))
 
     def close(self) -> None:
-        """End the template."""
-        if self._template:
+        """End the template, unless a trial runs."""
+        if self._template and not self._template.busy:
             self._template.close()
-        self._template = self._template_of = None
+            self._template = self._template_of = None
 
     def _template_for(self, launch: Launch, environment: Mapping[str, str], directory: str) -> Template | None:
         """Return an idle template for `launch`; None if there can be none now."""
         if not launch.warm or launch.argv[:2] != (sys.executable, "-m") or (self._template and self._template.busy):
             return None
         kept = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
-        wanted = (launch.argv[2], {**os.environ, **kept}, os.sched_getaffinity(0))
+        cores, group = os.sched_getaffinity(0), guard.read_proc(os.getpid(), "cgroup")
+        wanted = (launch.argv[2], {**os.environ, **kept}, cores, group)
         if wanted != self._template_of or (self._template and self._template.closed):
             self.close()
             self._template_of = wanted

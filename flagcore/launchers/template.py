@@ -31,6 +31,7 @@ from flagcore.launchers import guard, guarded
 NO_FOLDER = "/dev/null/none"
 """A folder that cannot exist: nothing is written, and no disk limit applies."""
 UNLIMITED = guarded.Limits(float("inf"), None, 1 << 62)
+START_SECONDS = 300.0
 READY, ENDED = b"ready", b"ended"
 
 
@@ -50,7 +51,7 @@ class Template:
         with theirs:
             self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
         try:
-            self._channel.settimeout(guarded.START_SECONDS)
+            self._channel.settimeout(START_SECONDS)
             answer = self._channel.recv(4096)
             self._channel.settimeout(None)
             if answer != READY:
@@ -107,7 +108,9 @@ def _guard_trial(program: ModuleType, template: int, control: int, report: int, 
     for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
         os.dup2(source, number)
         os.close(source)
-    guard.main(control, report, template, lambda argv, environment: _end(_run_program, program, argv, environment))
+    guard.main(
+        control, report, template, become=lambda argv, environment: _end(_run_program, program, argv, environment)
+    )
     return 0
 
 
@@ -145,8 +148,12 @@ def unfit() -> str:
     """Return why this process must not be forked, empty if it may be."""
     if len(os.listdir("/proc/self/task")) > 1:
         return "its modules start threads"
-    opened = [name for name in map("/proc/self/fd/{}".format, _descriptors()) if os.path.lexists(name)]
-    return f"its modules leave {os.readlink(opened[3])} open" if len(opened) > 3 else ""
+    for number in _descriptors():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            file = os.readlink(f"/proc/self/fd/{number}")
+            if number > 2:
+                return f"its modules leave {file} open"
+    return ""
 
 
 def main(package: str, *arguments: str) -> int:

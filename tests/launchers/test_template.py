@@ -19,7 +19,7 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.launchers import guard
 from flagcore.launchers.local import LocalLauncher, LocalRunning
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import os, sys
@@ -176,7 +176,6 @@ def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch:
 @pytest.mark.parametrize(
     ("code", "by", "status"),
     [
-        ("sys.exit(3)", None, 1),
         ("raise ValueError", None, 1),
         ("os.kill(os.getpid(), 11)", None, -11),
         ("os.environ['CODE'] = '5'", None, 5),
