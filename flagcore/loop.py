@@ -12,6 +12,7 @@ import numpy as np
 from flagcore.contracts import (
     Choice,
     Event,
+    KeepsProcesses,
     Launcher,
     OnEvent,
     Platform,
@@ -25,7 +26,7 @@ from flagcore.contracts import (
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan, summarize
-from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
@@ -103,6 +104,9 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
         stopped, error = N_("interrupted"), Interrupted(_("interrupted"))
     except LaunchError as failure:
         stopped, error = str(failure), failure
+    finally:
+        if isinstance(uses.launcher, KeepsProcesses):
+            uses.launcher.close()
     plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
     return TuneResult(plan=plan, problem=problem, error=error)
 
@@ -298,7 +302,8 @@ class _Search:
         workload, folder = self.uses.workload, self.store.folder(trial)
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
-        running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, trial.time_limit)
+        cold = trial.role is Role.REPEAT and trial.candidate == cold_repeat(self.state)
+        running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, trial.time_limit, cold=cold)
         return measure(running, platform, workload, trial, folder, best)
 
     def _probe(self, trial: Trial) -> Trial:

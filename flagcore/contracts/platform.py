@@ -143,6 +143,14 @@ class Launcher(Protocol):
 
 
 @runtime_checkable
+class KeepsProcesses(Protocol):
+    """A launcher that keeps processes from one launch to the next. Optional."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+@runtime_checkable
 class OnHosts(Protocol):
     """A launcher that starts trials on other hosts. Optional."""
 

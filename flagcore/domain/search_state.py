@@ -203,6 +203,34 @@ def drifted(search_state: SearchState) -> bool:
     return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))
 
 
+def cold_repeat(search_state: SearchState) -> Candidate | None:
+    """Return the candidate whose next repeat starts cold, None for none: one repeat of a run, not of the baseline.
+
+    The first and the last run of the baseline start alike, so that they show the drift of the machine.
+    """
+    if any(trial.measurement and not trial.warm for trial in search_state.repeats):
+        return None
+    others = (trial.candidate for trial in finalists(search_state) if trial is not search_state.baseline)
+    return next(others, None)
+
+
+def cold_start(search_state: SearchState) -> tuple[float, float] | None:
+    """Return the relative speedup of a finalist from its warm to its cold runs beyond the drift, and the noise of that.
+
+    None without both.
+    """
+    known = search_state.baseline
+    of_baseline = search_state.runs_of(known.candidate) if known else ()
+    for trial in search_state.trials:
+        runs = search_state.runs_of(trial.candidate) if trial is not known else ()
+        warm, cold = ([each for each in runs if each.warm is kind] for kind in (True, False))
+        if warm and cold:
+            change = median(map(speed, cold)) / median(map(speed, warm))
+            uncertain = math.hypot(*map(noise, (warm, cold, of_baseline)))
+            return change / (1.0 + (drift(search_state) or 0.0)) - 1.0, uncertain
+    return None
+
+
 MAX_FAILED_AT_START = 5
 """If the first trials, so many, all ended in FAILED_STATES, the task is wrong and not the candidates."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)

@@ -139,7 +139,8 @@ class Trial:
     `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` is the reason and
     `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no further
     candidate was tried. `time_limit` and `shortened` are how it was run. Of an `inconclusive` trial others used the
-    devices: it proves nothing about any candidate, and its own may be tried again.
+    devices: it proves nothing about any candidate, and its own may be tried again. A `warm` one was forked from a
+    process that had imported its modules; others started as a new program.
     """
 
     number: int
@@ -160,6 +161,7 @@ class Trial:
     time_limit: TimeLimit | None = None
     shortened: Shortened | None = None
     inconclusive: bool = False
+    warm: bool = False
 
     @property
     def notes(self) -> dict[str, object]:

@@ -38,6 +38,8 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "noise": {
             "drift": plan.drift,
             "drifted": plan.drifted,
+            "cold_start": plan.cold_start,
+            "cold_start_differs": plan.cold_start_differs,
             "not_told_apart": [each.number for each in plan.rivals],
             "medians": [{"trial": number, plan.objective: figure} for number, figure in medians(plan).items()],
         },
@@ -98,6 +100,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "reason": each.reason,
         "fidelity": each.fidelity,
         "inconclusive": each.inconclusive,
+        "warm": each.warm,
         **how,
         "predicted": {**each.predicted, **notes},
         "measured": _measured(each.measurement) if each.measurement else None,

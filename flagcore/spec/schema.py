@@ -189,6 +189,8 @@ class ControlSection(BudgetSection):
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
+    warm_start: bool = _CONTROL.warm_start
+    """Whether trials of flagcore's own program start from a process that has imported its modules, on a CPU."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
 

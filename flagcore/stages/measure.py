@@ -65,7 +65,7 @@ def measure(
         outcome = replace(outcome, reason=_remark(ended, folder, platform, workload, len(progress()), wanted))
     if outcome.measurement:
         outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
-    return replace(outcome, duration_s=ended.duration_s)
+    return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
 
 
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:

@@ -45,7 +45,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.text import drift_text
+from flagcore.report.text import cold_start_text, drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store.directory import RunDirectory, writable, write
 
@@ -207,7 +207,7 @@ class _EngineRun:
     def _save(self, result: TuneResult) -> Outcome:
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
-        warn(filter(None, [drift_text(outcome.data["noise"])]))
+        warn(filter(None, [text(outcome.data["noise"]) for text in (drift_text, cold_start_text)]))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
