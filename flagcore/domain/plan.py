@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from flagcore.domain.interference import Interference
 from flagcore.domain.knob import Knobs
 from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, drift, drifted, rivals, speed
 from flagcore.domain.space import Space
@@ -54,7 +55,7 @@ class Plan:
     trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
     significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
     a repeat of it, and `drifted` is whether that is more than noise. `fidelity` is that of the trials; `probes` are of
-    a lower one, before the first run. `knobs` are those of the task.
+    a lower one, before the first run. `knobs` are those of the task. `interference` is that of trials at once.
     """
 
     chip: str
@@ -76,6 +77,7 @@ class Plan:
     fastest: Trial | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     knobs: Knobs = field(default_factory=dict)
+    interference: Interference | None = None
 
     @property
     def gain(self) -> float | None:
@@ -191,5 +193,5 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     return tuple(
         speed(fast) / speed(before[0]) - 1
         for fast, before in rounds
-        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_whole and before[0].is_whole
+        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_final and before[0].is_final
     )

@@ -70,7 +70,7 @@ class Control:
     `max_time_per_task` None: derived from the prediction of each trial; a task that an engine starts has it as a
     number. A step that is predicted to take more than `max_step_time` is shortened; None: never. `disk_limit` are the
     bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
-    devices that others use.
+    devices that others use. At most `parallel_trials` run at once, each on devices of its own.
 
     `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run.
     """
@@ -83,6 +83,7 @@ class Control:
     disk_limit: int | None = None
     device_wait: float = 60.0
     max_trials: int = 20
+    parallel_trials: int | Literal["auto"] = 1
     repeats: int = 1
     run_best: bool = False
     use_experience: bool = True

@@ -167,6 +167,8 @@ class BudgetSection(Section):
     """Seconds that a trial waits for devices that others use before it fails."""
     max_trials: Trials = _CONTROL.max_trials
     """Maximum number of trials."""
+    parallel_trials: Literal["auto"] | Trials = _CONTROL.parallel_trials
+    """Maximum number of trials at once, each on devices or hosts of its own; auto: as many as there are groups."""
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     run_best: bool = _CONTROL.run_best

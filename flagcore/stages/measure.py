@@ -175,6 +175,9 @@ class _Readings:
     def __init__(self, platform: Platform) -> None:
         numbers = [device.index for device in platform.read_devices] or range(len(platform.telemetry))
         self._readers: list[tuple[int, Telemetry]] = list(zip(numbers, platform.telemetry, strict=True))
+        if (names := platform.selected_devices) is not None:
+            own = [(str(number), reader) for number, reader in self._readers]
+            self._readers = [(names.index(name), reader) for name, reader in own if name in names]
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0
         self._before = math.inf
