@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 from flagcore.contracts import Running
@@ -15,12 +15,16 @@ from flagcore.domain.trial import Trial, TrialState
 
 @dataclass(slots=True)
 class _Flight:
-    """A trial that runs, or that nobody asked the `outcome` of yet."""
+    """A trial that runs, or that nobody asked the `outcome` of yet.
+
+    Who acquires `claim` may run it. `done` is set when its thread ends, at once if it has none.
+    """
 
     trial: Trial
     began: float
-    thread: threading.Thread | None = None
     outcome: Trial | BaseException | None = None
+    claim: threading.Lock = field(default_factory=threading.Lock)
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class InFlight:
@@ -52,18 +56,20 @@ class InFlight:
         flight = self._flights[trial.number] = _Flight(trial, time.monotonic())
 
         def work() -> None:
+            if not flight.claim.acquire(blocking=False):
+                return
             try:
                 flight.outcome = run(trial)
             except BaseException as error:  # `first` raises it
                 flight.outcome = error
             self._ended.put(trial.number)
+            flight.done.set()
 
         if self.limit == 1:
+            flight.done.set()
             work()
-            return
-        thread = threading.Thread(target=work, name=f"trial {trial.number}", daemon=True)
-        thread.start()
-        flight.thread = thread
+        else:
+            threading.Thread(target=work, name=f"trial {trial.number}", daemon=True).start()
 
     def first(self) -> Trial:
         """Return the outcome of the trial that ends first. Raises what its run raised."""
@@ -79,8 +85,8 @@ class InFlight:
         """End all trials. Yield their outcomes; those that have none are interrupted, for this reason."""
         self._stopping.set()
         for flight in self._flights.values():
-            if flight.thread:
-                flight.thread.join()
+            if not flight.claim.acquire(blocking=False):  # else it was interrupted before it ran
+                flight.done.wait()
             seconds = time.monotonic() - flight.began
             cut = replace(flight.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
             yield flight.outcome if isinstance(flight.outcome, Trial) else cut

@@ -173,7 +173,8 @@ def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
     if cluster.hostfile is None:
         return _nodes(cluster, ("cluster",), file)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
-    counted = {"nodes": len(hosts)} | ({"devices_per_node": slots} if slots else {})
+    fewer = cluster.nodes if "nodes" in cluster.model_fields_set and cluster.nodes < len(hosts) else None
+    counted = {"nodes": fewer or len(hosts)} | ({"devices_per_node": slots} if slots else {})
     for key, number in counted.items():
         value = getattr(cluster, key)
         if key in cluster.model_fields_set and value not in (number, AUTO):

@@ -32,5 +32,6 @@ def planned_launch(
     effects = effects_of(task, candidate.as_dict())
     bare = replace(platform, task=with_flags(task_to_start(task, effects), effects))
     planned = workload.launch(bare, engine_candidate(task, candidate), folder, for_real=for_real)
-    hosts = task.spec.cluster.hosts if task.spec.on_each_host and not for_real else ()
+    cluster = task.spec.cluster
+    hosts = cluster.hosts[: cluster.nodes] if task.spec.on_each_host and not for_real else ()
     return replace(planned, environment={**planned.environment, **environment_of(effects)}, hosts=hosts)

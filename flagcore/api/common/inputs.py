@@ -184,11 +184,14 @@ def _with_hosts(spec: Spec) -> Spec:
     hosts = finder.find_hosts() if isinstance(finder, FindsHosts) and not cluster.hosts else ()
     if not hosts or cluster.groups:
         return spec
-    if cluster.nodes not in (1, len(hosts)):
+    if cluster.nodes > len(hosts):
         found = ", ".join(hosts)
-        problem = _("must be {count}: {launcher} found {hosts}", count=len(hosts), launcher=finder.name, hosts=found)
+        problem = _(
+            "must be at most {count}: {launcher} found {hosts}", count=len(hosts), launcher=finder.name, hosts=found
+        )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
-    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=len(hosts)))
+    nodes = cluster.nodes if cluster.nodes > 1 else len(hosts)
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
 
 @contextmanager
