@@ -11,7 +11,7 @@ from flagcore.domain.chip import Device
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.domain.trial import RUN
-from flagcore.i18n import Message
+from flagcore.i18n import N_, Message
 
 
 def divide(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[Platform, ...], str]:
@@ -24,11 +24,11 @@ def divide(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[Platfor
     if control.parallel_trials == 1 or control.fidelity != RUN:
         return (platform,), ""
     if problem := _problem(platform):
-        return (platform,), problem
+        return (platform,), Message("trials run one at a time: {why}", why=problem)
     units, needed = _units(platform, devices)
     count = len(units) // needed
     if count < 2:
-        text = "a trial needs {needed} of {count} devices"
+        text = N_("trials run one at a time: each needs {needed} of {count} devices")
         return (platform,), Message(text, needed=needed, count=len(units))
     count = count if control.parallel_trials == AUTO else min(count, int(control.parallel_trials))
     groups = (units[place * needed : (place + 1) * needed] for place in range(count))
