@@ -84,13 +84,14 @@ class InFlight:
     def stop(self, reason: str) -> Iterator[Trial]:
         """End all trials. Yield their outcomes; those that have none are interrupted, for this reason."""
         self._stopping.set()
-        for flight in self._flights.values():
-            if not flight.claim.acquire(blocking=False):  # else it was interrupted before it ran
-                flight.done.wait()
+        for number, flight in sorted(self._flights.items()):
+            if flight.claim.acquire(blocking=False):  # it was interrupted before it ran
+                flight.done.set()
+            flight.done.wait()
+            del self._flights[number]
             seconds = time.monotonic() - flight.began
             cut = replace(flight.trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=seconds)
             yield flight.outcome if isinstance(flight.outcome, Trial) else cut
-        self._flights.clear()
 
     def pause(self, seconds: float) -> None:
         """Sleep in the thread of a trial. Raises KeyboardInterrupt if trials are to end."""

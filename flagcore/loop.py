@@ -181,13 +181,16 @@ class _Search:
         For that, the first candidate that was measured alone runs again beside others.
         """
         first, found = measured_alone(self.state.trials), self.interference
-        if self.judged or first is None:
+        measuring = any(trial.role is Role.INTERFERENCE for trial in self.running.trials)
+        if self.judged or first is None or measuring:
             return
-        self.running.limit = len(self.groups)
         if found:
             self.judged, self.note = True, found.text
             self.running.limit = len(self.groups) if found.quiet else 1
-        elif not any(trial.role is Role.INTERFERENCE for trial in self.running.trials):
+        elif self.running.trials:  # other programs disturbed it
+            self.running.limit = 1
+        elif self._stop_reason() is None and self._context().open_rows.size > 1:
+            self.running.limit = len(self.groups)
             self._start(first.candidate, Role.INTERFERENCE)
 
     def _settled(self, baseline: Candidate) -> bool:

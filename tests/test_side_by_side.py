@@ -53,7 +53,7 @@ class Run:
         if self.exit is None and not (self.node.ends(self.number) or time.monotonic() > self.began + GIVE_UP_SECONDS):
             time.sleep(min(seconds, 0.01))
             return None
-        return self.exit or self._end(Exit(code=0, ended_by=None, duration_s=0.1))
+        return self.exit or self._end(self.node.replies(self.number) or Exit(code=0, ended_by=None, duration_s=0.1))
 
     def stop(self) -> Exit:
         return self.exit or self._end(Exit(code=-15, ended_by="request", duration_s=0.1))
@@ -83,6 +83,7 @@ class Node:
         self.running, self.most, self.ended = list[Run](), 0, 0
         self.devices, self.lock = Counter[str](), threading.Lock()
         self.fails: Callable[[int], BaseException | None] = lambda number: None
+        self.replies: Callable[[int], Exit | None] = lambda number: None
         self.ends: Callable[[int], bool] = lambda number: number == 0 or self.most >= self.together
 
     def start(self, launch: Launch) -> Run:
@@ -288,8 +289,23 @@ def test_time_of_trials_at_once_counts_once(bench: Bench) -> None:
     assert seconds_used(both) == 15.0
 
 
+def test_nothing_runs_side_by_side_before_interference_is_known(bench: Bench) -> None:
+    lost = Exit(code=1, ended_by="host", duration_s=0.1)
+    bench.node.replies = lambda number: lost if number == 1 else None
+    plan = bench.tune().plan
+    roles = [event.trial.role for event in bench.events if event.kind == "trial_started"]
+    assert roles.count(Role.INTERFERENCE) == 2
+    assert plan.interference is not None
+    assert sound(plan)
+
+
+def test_interference_is_not_measured_without_candidates(bench: Bench) -> None:
+    bench.tune(max_trials=1, repeats=0)
+    assert {event.trial.role for event in bench.events} == {Role.BASELINE}
+
+
 def test_interference_is_not_measured_again_after_a_restart(bench: Bench) -> None:
-    bench.tune(max_trials=4, repeats=0, max_time=1000.0)
+    bench.tune(max_trials=4, repeats=0)
     bench.tune(repeats=0)
     roles = [event.trial.role for event in bench.events if event.kind == "trial_started"]
     assert roles.count(Role.INTERFERENCE) == 1

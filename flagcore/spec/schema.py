@@ -119,7 +119,7 @@ class ClusterSection(GroupSection):
     chip: Word = "auto"
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
-    """File with one `host slots=8` a line, relative to the spec's folder; a trial uses all of them, or the first `nodes`."""
+    """File with one `host slots=8` a line, relative to the spec's folder; a trial uses all, or the first `nodes`."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
 
