@@ -9,13 +9,16 @@ from flagcore.domain.search_state import noise, speed
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_, Message
 
+MAX_SLOWDOWN = 0.05
+"""Trials that are slowed down by more do not run side by side, however noisy a run alone is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
     """One candidate that ran alone, and again beside other trials. `trials` are the numbers of both runs.
 
     `slowdown` is how much longer its step took beside others, as a share; None if it failed. Trials run side by side if
-    that is within `noise`, the noise of the run alone.
+    that is within `noise`, the noise of the run alone, and MAX_SLOWDOWN.
     """
 
     slowdown: float | None
@@ -25,7 +28,7 @@ class Interference:
     @property
     def quiet(self) -> bool:
         """Whether trials may run side by side."""
-        return self.slowdown is not None and self.slowdown <= self.noise
+        return self.slowdown is not None and self.slowdown <= min(self.noise, MAX_SLOWDOWN)
 
     @property
     def text(self) -> Message:
