@@ -26,7 +26,7 @@ def broken(host: str) -> list[str]:
     return ["sh", "-c", "echo no route >&2; exit 255" if host == "b" else agent_command()]
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
     assert (first.problem, first.python) == ("", sys.version.split()[0])

@@ -22,7 +22,7 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
 from flagcore.launchers.hosts import HostsLauncher
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 HOSTS = ("a", "b", "c")
 TUNER = """
