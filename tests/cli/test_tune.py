@@ -21,7 +21,7 @@ import yaml
 from flagcore import i18n
 from flagcore.i18n import Message, choose
 from flagcore.report.text import stop_reason
-from tests.cli.conftest import BEST, Project, Ran
+from tests.cli.conftest import BEST, SPACE, Project, Ran
 
 Flag = Callable[..., Ran]
 pytestmark = pytest.mark.slow
@@ -320,13 +320,17 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
 
 
 CORES = sorted(os.sched_getaffinity(0))
+TWO_AT_ONCE = {
+    "cluster": {"devices_per_node": 1, "memory_per_device": "1GiB"},
+    "control": {"parallel_trials": 2},
+    "auto_tuner": {"space": {**SPACE, "micro_batch_size": [1, 2, 4, 8]}},
+}
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two trials at once need two cores")
 
 
 @two_cores
 def test_trials_side_by_side_have_cores_of_their_own(flag: Flag, project: Project) -> None:
-    several = {"cluster": {"devices_per_node": 1}, "control": {"parallel_trials": 2}}
-    ran = tune(flag, project, "--json", sleeps=0.3, **several)
+    ran = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
     assert ran.code == 0, ran.err
     result = json.loads(ran.out)
     assert result["side_by_side"]["quiet"]
@@ -341,7 +345,7 @@ def test_trials_side_by_side_have_cores_of_their_own(flag: Flag, project: Projec
 
 @two_cores
 def test_an_interrupt_ends_all_trials_that_run(project: Project) -> None:
-    spec = project.spec(sleeps=1.0, cluster={"devices_per_node": 1}, control={"parallel_trials": 2})
+    spec = project.spec(sleeps=1.0, **TWO_AT_ONCE)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)
     process.send_signal(signal.SIGINT)
