@@ -14,7 +14,7 @@ from flagcore.errors import LaunchError, UsageError
 from flagcore.in_flight import InFlight
 from flagcore.problem import Problem
 from flagcore.stages.combine import combine, trial_of_probe
-from flagcore.stages.launch import launch
+from flagcore.stages.launch import launch, with_hosts
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
 from flagcore.stages.wait import SETTLE_SECONDS, wait_for_devices
@@ -56,6 +56,8 @@ class Attempts:
         If they stay busy, the trial fails and is inconclusive, as is one that ran out of memory beside other programs.
         """
         platform, began, pause = self.groups[trial.group or 0], time.monotonic(), self.running.pause
+        if trial.fidelity == RUN:
+            platform = with_hosts(platform, self.launcher)
         need, most = memory_needed(platform.task, trial), platform.task.spec.control.device_wait
         done = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need, most, lambda why: on_wait(replace(trial, reason=why)), pause)

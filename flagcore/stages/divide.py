@@ -26,12 +26,15 @@ def divide(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[Platfor
     if problem := _problem(platform):
         return (platform,), Message("trials run one at a time: {why}", why=problem)
     units, needed = _units(platform, devices)
-    count = len(units) // needed
+    on_hosts = platform.task.spec.on_each_host
+    count = (len(units) - (platform.task.spec.cluster.spares if on_hosts else 0)) // needed
     if count < 2:
         text = N_("trials run one at a time: each needs {needed} of {count} devices")
         return (platform,), Message(text, needed=needed, count=len(units))
     count = count if control.parallel_trials == AUTO else min(count, int(control.parallel_trials))
-    groups = (units[place * needed : (place + 1) * needed] for place in range(count))
+    groups = [units[place * needed : (place + 1) * needed] for place in range(count)]
+    if on_hosts:  # the rest is spare
+        groups = [(*group, *units[count * needed :][place::count]) for place, group in enumerate(groups)]
     return tuple(_on(platform, group) for group in groups), ""
 
 
@@ -68,10 +71,9 @@ def _on(platform: Platform, units: Sequence[str]) -> Platform:
     """Return the platform of trials on some hosts, cores or devices."""
     task, spec = platform.task, platform.task.spec
     if spec.on_each_host:
-        spec = replace(spec, cluster=replace(spec.cluster, hosts=tuple(units)))
-    elif platform.support.shared_devices:
+        return platform.on_hosts(tuple(units))
+    if platform.support.shared_devices:
         return replace(platform, cores=tuple(map(int, units)))
-    else:
-        assert platform.support.visible_devices
-        spec = replace(spec, envs={**spec.envs, platform.support.visible_devices: ",".join(units)})
+    assert platform.support.visible_devices
+    spec = replace(spec, envs={**spec.envs, platform.support.visible_devices: ",".join(units)})
     return replace(platform, task=replace(task, spec=spec))

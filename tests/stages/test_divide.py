@@ -71,7 +71,9 @@ def test_groups_of_hosts() -> None:
     cluster = ClusterSpec(nodes=2, hosts=("a", "b", "c", "d", "e"))
     task = replace(task, spec=replace(task.spec, cluster=cluster, launcher="ssh"))
     groups, _ = divide(platform(task=task), ())
-    assert [group.task.spec.cluster.hosts for group in groups] == [("a", "b"), ("c", "d")]
+    assert [group.task.spec.cluster.hosts for group in groups] == [("a", "b", "e"), ("c", "d")]
+    spared = replace(task, spec=replace(task.spec, cluster=replace(cluster, spares=2)))
+    assert len(divide(platform(task=spared), ())[0]) == 1
 
 
 @pytest.mark.parametrize("control", [Control(), Control(parallel_trials=4, fidelity="probe")])
