@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from flagcore.domain.interference import Interference
 from flagcore.domain.knob import Knobs
 from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, cold_start, drift, drifted, rivals, speed
 from flagcore.domain.space import Space
@@ -55,7 +56,8 @@ class Plan:
     significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
     a repeat of it, and `drifted` is whether that is more than noise. `cold_start` is that of a candidate from its warm
     to its cold runs beyond the drift, and `cold_start_differs` is whether it is more than noise. `fidelity` is that of
-    the trials; `probes` are of a lower one, before the first run. `knobs` are those of the task.
+    the trials; `probes` are of a lower one, before the first run. `knobs` are those of the task. `interference` is that
+    of trials at once.
     """
 
     chip: str
@@ -79,6 +81,7 @@ class Plan:
     fastest: Trial | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     knobs: Knobs = field(default_factory=dict)
+    interference: Interference | None = None
 
     @property
     def gain(self) -> float | None:
@@ -197,5 +200,5 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     return tuple(
         speed(fast) / speed(before[0]) - 1
         for fast, before in rounds
-        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_whole and before[0].is_whole
+        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_final and before[0].is_final
     )

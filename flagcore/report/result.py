@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from flagcore.domain.interference import Interference
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
@@ -43,6 +44,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
             "not_told_apart": [each.number for each in plan.rivals],
             "medians": [{"trial": number, plan.objective: figure} for number, figure in medians(plan).items()],
         },
+        "side_by_side": _side_by_side(plan.interference) if plan.interference else None,
         "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
@@ -54,6 +56,11 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _side_by_side(found: Interference) -> dict[str, Any]:
+    """Return whether trials ran side by side, and how much longer one took then, as a share of its time alone."""
+    return {**asdict(found), "quiet": found.quiet, "text": found.text, "message": found.text.record}
 
 
 def _front(plan: Plan) -> list[Mapping[str, Any]]:
@@ -91,7 +98,7 @@ def medians(plan: Plan) -> dict[int, float]:
 def trial(each: Trial) -> dict[str, Any]:
     """Return one trial as plain data."""
     notes = each.notes
-    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened")}
+    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened", "group")}
     return {
         "number": each.number,
         "role": each.role.value,

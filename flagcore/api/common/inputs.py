@@ -205,11 +205,12 @@ def _with_hosts(spec: Spec) -> Spec:
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
-    if cluster.nodes not in (1, count):
+    if cluster.nodes > count:
         found = ", ".join(hosts)
-        problem = _("must be {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
+        problem = _("must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
-    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=count))
+    nodes = cluster.nodes if cluster.nodes > 1 else count
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
 
 @contextmanager
