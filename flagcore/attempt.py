@@ -40,8 +40,8 @@ class Attempts:
     def run(self, trial: Trial, best: Trial | None, cold: bool, on_wait: Callable[[Trial], object]) -> Trial:
         """Return a trial with its outcome. It is stopped early if it is clearly slower than `best`.
 
-        A `cold` one starts as a new program: one template cannot be forked for several trials at once. `on_wait` is called with the reason if it waits for its devices. A plugin that fails to prepare it costs only
-        this trial. Raises LaunchError if trials cannot be started.
+        A `cold` one starts as a new program. `on_wait` is called with the reason if it waits for its devices. A plugin
+        that fails to prepare it costs only this trial. Raises LaunchError if trials cannot be started.
         """
         try:
             return self._once_free(trial, best, cold, on_wait)

@@ -294,6 +294,7 @@ class _Search:
         trial = self.store.begin(planned)
         self._emit("trial_started", trial)
         best = self.state.best if role is Role.SEARCH else None
+        # A template is forked for one trial at a time.
         cold = trial.group is not None or (role is Role.REPEAT and candidate == cold_repeat(self.state))
         run = partial(self.attempts.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
         self.running.start(trial, run)
