@@ -72,7 +72,8 @@ class Control:
     bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
     devices that others use.
 
-    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run.
+    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run. The best will run
+    `planned_steps`; None if that is not known.
     """
 
     train_iters: int = 5
@@ -88,6 +89,7 @@ class Control:
     use_experience: bool = True
     fidelity: str = "run"
     probes: int = 0
+    planned_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

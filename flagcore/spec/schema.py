@@ -30,6 +30,7 @@ Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 Wait = Annotated[float, Field(ge=0, le=86_400)]
 Steps = Annotated[int, Field(ge=2, le=1_000_000)]
 NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
+PlannedSteps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Trials = Annotated[int, Field(ge=1, le=1_000_000)]
 Probes = Annotated[int, Field(ge=0, le=1_000)]
 Repeats = Annotated[int, Field(ge=0, le=1_000)]
@@ -188,6 +189,8 @@ class ControlSection(BudgetSection):
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
+    planned_steps: PlannedSteps | None = _CONTROL.planned_steps
+    """Steps that the best will run: the search ends when no trial is expected to save more time than it takes."""
 
 
 class SearchSection(Section):

@@ -109,8 +109,16 @@ class Learned:
             chance=chance,
             most=most,
         )
-        if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
+        steps = context.task.spec.control.planned_steps
+        if steps is None and chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
             return Choice(row=None, because=message)
+        if steps is not None and (gain * math.exp(best) * steps <= view.cost).all():
+            text = Message(
+                "no trial is expected to save more time in {steps:,} steps than it takes; {why}",
+                steps=steps,
+                why=message,
+            )
+            return Choice(row=None, because=text)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
             text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=context.seconds_left, why=message)
