@@ -70,9 +70,9 @@ lint: setup
 test: lint
 	$(PYTEST) -m "not long" $(TESTS)
 
-# What starts no trials and no servers.
+# What starts no processes and takes less than half a second.
 test-fast: setup
-	$(PYTEST) -m "not long and not process" $(TESTS)
+	$(PYTEST) -m "not long and not slow" $(TESTS)
 
 # Also what takes minutes: every seeded fault, long searches, random kills, real servers, a browser where there is one.
 test-all: lint build/megatron-lm

@@ -14,6 +14,7 @@ from flagcore.contracts import (
     Event,
     Launcher,
     OnEvent,
+    Platform,
     Plugins,
     SearchContext,
     Strategy,
@@ -33,7 +34,7 @@ from flagcore.i18n import N_, Message, _
 from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
 from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.discover import present, side_by_side
-from flagcore.stages.launch import launch
+from flagcore.stages.launch import launch, with_hosts
 from flagcore.stages.learn import learn
 from flagcore.stages.limit import capped
 from flagcore.stages.measure import measure
@@ -268,6 +269,8 @@ class _Search:
         If they stay busy, the trial fails and is inconclusive, as is one that ran out of memory beside other programs.
         """
         platform, began = self.problem.platform, time.monotonic()
+        if trial.fidelity == RUN:
+            platform = with_hosts(platform, self.uses.launcher)
         need = memory_needed(platform.task, trial)
 
         def waits(busy: str) -> None:
@@ -276,7 +279,7 @@ class _Search:
         done = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need, self.control.device_wait, waits)
         if not busy:
-            done = self._measure(trial) if trial.fidelity == RUN else self._probe(trial)
+            done = self._measure(trial, platform) if trial.fidelity == RUN else self._probe(trial)
             if done.state is not TrialState.OUT_OF_MEMORY:
                 return done
             busy = wait_for_devices(platform, need, SETTLE_SECONDS)
@@ -288,11 +291,11 @@ class _Search:
             done, state=TrialState.FAILED, reason=f"device busy: {busy}", inconclusive=True, duration_s=seconds
         )
 
-    def _measure(self, trial: Trial) -> Trial:
+    def _measure(self, trial: Trial, platform: Platform) -> Trial:
         """Run a candidate. In the search it is stopped early if it is clearly slower than the best."""
         assert trial.time_limit is not None
         best = self.state.best if trial.role is Role.SEARCH else None
-        platform, workload, folder = self.problem.platform, self.uses.workload, self.store.folder(trial)
+        workload, folder = self.uses.workload, self.store.folder(trial)
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
         running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, trial.time_limit)

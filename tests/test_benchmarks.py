@@ -23,7 +23,7 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_last_line_of_bench_estimate_is_its_figures_even_where_the_peer_cannot_be_installed() -> None:
     figures: dict[str, Any] = json.loads(run("estimate.py", "--tiny", "--build", "/dev/null").splitlines()[-1])
     for part in ("dense", "moe"):
@@ -55,7 +55,7 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
     return {**JOB, "id": name, "candidate": candidate, "measured": measured, **changes}
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
     data.mkdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +60,21 @@ class Player:
         return Ended(Exit(code=0, ended_by=None, duration_s=10.0 + 3 * step))
 
 
+class OnTwoHosts(Player):
+    """Plays launches on one of two hosts: the second one once the first was lost."""
+
+    lost = False
+
+    def at_hand(self) -> bool:
+        return False
+
+    def find_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        return tuple(hosts[1:] if self.lost else hosts[:count])
+
+
 def batch_of(launch: Launch) -> int:
     return int(launch.argv[launch.argv.index("--global-batch-size") + 1])
 
@@ -67,6 +82,7 @@ def batch_of(launch: Launch) -> int:
 class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.player, self.events = folder, Player(), list[Event]()
+        self.cluster = ClusterSpec()
         self.used_gib: Callable[[], float] = lambda: 0.0
 
     def plugin(self) -> SimpleNamespace:
@@ -97,7 +113,7 @@ class Bench:
     def tune(self, batch: int = 512, **control: Any) -> Plan:
         limits = Control(train_iters=3, **control)
         task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch)
-        spec: Spec = replace(task.spec, cluster=ClusterSpec())
+        spec: Spec = replace(task.spec, cluster=self.cluster, launcher=self.player.name)
         return tune(
             spec,
             Dependencies(
@@ -260,3 +276,20 @@ def test_out_of_memory_alone_still_removes_others(bench: Bench) -> None:
     plan = bench.tune(repeats=0, max_trials=4)
     assert TrialState.OUT_OF_MEMORY in {trial.state for trial in plan.trials}
     assert not any(trial.inconclusive for trial in plan.trials)
+
+
+def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> None:
+    bench.player = player = OnTwoHosts()
+    bench.cluster = ClusterSpec(hosts=("a", "b"), spares=1)
+
+    def ends(number: int) -> Exit | None:
+        if number != 2:
+            return None
+        player.lost = True
+        return Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone")
+
+    player.ends = ends
+    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert [launch.hosts for launch in player.launches] == [("a",), ("a",), ("b",), ("b",)]
+    assert [event.trial.reason for event in bench.events if event.trial.inconclusive] == ["host a: gone"]
+    assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3

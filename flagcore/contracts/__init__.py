@@ -11,7 +11,7 @@ from flagcore.contracts.chip import (
     use_of,
 )
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
-from flagcore.contracts.platform import Costs, FindsHosts, Launcher, Platform, Plugins, Running
+from flagcore.contracts.platform import Costs, Launcher, OnHosts, Platform, Plugins, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
@@ -52,7 +52,6 @@ __all__ = [
     "Costs",
     "EndsEarly",
     "Event",
-    "FindsHosts",
     "History",
     "HistoryReader",
     "HistoryRow",
@@ -67,6 +66,7 @@ __all__ = [
     "Launcher",
     "MemoryModel",
     "OnEvent",
+    "OnHosts",
     "OwnCommand",
     "Packaged",
     "Pipelined",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -63,6 +63,15 @@ class Platform:
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
     read_devices: tuple[Device, ...] = ()
+
+    def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
+        """Return the platform of a trial on these hosts."""
+        spec = self.task.spec
+        task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
+        pairs = list(zip(self.read_devices, self.telemetry, strict=True))
+        mine = [pair for host in hosts for pair in pairs if pair[0].host == host]
+        devices, readers = tuple(device for device, _ in mine), tuple(reader for _, reader in mine)
+        return replace(self, task=task, read_devices=devices, telemetry=readers)
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and the changes of plugins."""
@@ -134,8 +143,17 @@ class Launcher(Protocol):
 
 
 @runtime_checkable
-class FindsHosts(Protocol):
-    """A launcher that can find its hosts. Optional."""
+class OnHosts(Protocol):
+    """A launcher that starts trials on other hosts. Optional."""
+
+    def at_hand(self) -> bool:
+        """Return whether flagcore runs in an allocation of several hosts, which `find_hosts` returns. Takes no time."""
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        """Return `count` of `hosts` for the next trial: the first ones, except that others replace those that failed.
+
+        Raises FlagError if too few are left.
+        """
 
     def find_hosts(self) -> tuple[str, ...]:
         """Return the hosts on which it starts trials, without those being named; none if there are none.

@@ -15,6 +15,9 @@ from flagcore.domain.serving import ServeSpec
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
+HOSTFILE = "{hostfile}"
+"""In a command of the user: a file that lists the hosts of the trial."""
+
 LOCAL = "local"
 """The launcher that starts trials on this machine."""
 
@@ -27,7 +30,7 @@ SettingValue: TypeAlias = KnobValue | float
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """The requested hardware. None: the detected one. `groups` are node groups of different chips, in the
-    order of ranks, instead of all other fields.
+    order of ranks, instead of all other fields. Of `hosts`, the last `spares` replace others that fail.
     """
 
     chip: str = AUTO
@@ -35,6 +38,7 @@ class ClusterSpec:
     devices_per_node: int | None = None
     memory_bytes_per_device: int | None = None
     hosts: tuple[str, ...] = ()
+    spares: int = 0
     nic_bytes_per_second: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
 

@@ -19,6 +19,7 @@ import os
 import platform
 import select
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -133,11 +134,13 @@ class Agent:
         self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free, **machine})
         self.connected = True
         self.take(b"")
-        while self.connected and not (self.ended and not self.outgoing):
-            self.wait()
-            self.work()
-        if self.trial:
-            self.trial.stop()
+        try:
+            while self.connected and not (self.ended and not self.outgoing):
+                self.wait()
+                self.work()
+        finally:
+            if self.trial:
+                self.trial.stop()
 
     def wait(self) -> None:
         """Wait for input, for space in the channel, for the end of the trial, or for a short time."""
@@ -246,7 +249,12 @@ class Agent:
 
 
 def main(home: str, received: bytes, silence: float) -> None:
-    """Run the agent in a private folder, which is removed at the end."""
+    """Run the agent in a private folder, which is removed at the end.
+
+    SIGTERM is the warning of a scheduler that takes the host away: to flagcore the host is lost, whatever the program
+    does on the signal.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     agent = Agent(home, received, silence)
     os.mkdir(agent.folder)
     try:

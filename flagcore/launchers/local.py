@@ -118,6 +118,8 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
         "disk_limit_bytes": launch.disk_limit_bytes,
         "started_at": datetime.now(timezone.utc).isoformat(),
     }
+    if launch.hosts:
+        record["hosts"] = list(launch.hosts)
     guard.write_json(os.path.join(folder, "launch.json"), record)
 
 

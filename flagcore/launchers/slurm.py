@@ -33,4 +33,10 @@ def find_hosts() -> tuple[str, ...]:
     return tuple(found.stdout.split())
 
 
-LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel, find_hosts=find_hosts)
+def at_hand() -> bool:
+    """Return whether flagcore runs in an allocation of several hosts."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
+
+
+LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel, find_hosts=find_hosts, at_hand=at_hand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -75,7 +76,7 @@ def slow_devices(plan: Plan) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):
         for line in each.measurement.slow if each.measurement else ():
-            found.setdefault(" ".join(line.split()[:5]), []).append(each.number)
+            found.setdefault(re.split(" (?:takes|runs) ", line)[0], []).append(each.number)
     return found
 
 

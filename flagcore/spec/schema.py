@@ -20,6 +20,7 @@ MAX_DEVICES = 1_000_000
 MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
 
 Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+NoDevices = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 NoLayers = Annotated[int, Field(ge=0, le=10_000)]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -121,6 +122,8 @@ class ClusterSection(GroupSection):
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
     """File with one `host slots=8` a line, which are counted. A relative path starts at the spec's folder."""
+    spares: NoDevices = 0
+    """Number of hosts that are kept free, to replace others that fail."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
 
@@ -199,7 +202,7 @@ class SearchSection(Section):
     strategy: Word = "learned"
     """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
     launcher: Word = "local"
-    """Name of the launcher that starts trials."""
+    """Name of the launcher that starts trials; absent, with several nodes: that of the allocation, if there is one."""
 
 
 class TunerSection(SearchSection):
@@ -220,8 +223,8 @@ class CommonSection(Section):
 
     model: ModelPath | Shape
     """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
-    cluster: ClusterSection = ClusterSection()
-    """The hardware; absent: detected on this machine."""
+    cluster: Literal["auto"] | ClusterSection = ClusterSection()
+    """The hardware; absent: detected on this machine; auto: all hosts of the allocation that flagcore runs in."""
     envs: dict[str, Value | int] = Field(default={})
     """Environment variables of each trial, in addition to those of plugins."""
     action: Literal["auto_tune"] | None = None

@@ -81,7 +81,8 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))
     slower = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
-    slow = slow_devices(devices, platform.task.cluster.groups[0].devices_per_node, slower)
+    per_node, hosts = platform.task.cluster.groups[0].devices_per_node, platform.task.spec.cluster.hosts
+    slow = slow_devices(devices, per_node, slower, hosts)
     used = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used = measured.device_used_bytes
@@ -180,8 +181,13 @@ class _Readings:
     """Telemetry about once a second: the mean of each figure, and the peak of memory, over all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
-        numbers = [device.index for device in platform.read_devices] or range(len(platform.telemetry))
-        self._readers: list[tuple[int, Telemetry]] = list(zip(numbers, platform.telemetry, strict=True))
+        task = platform.task
+        hosts, per_node = task.spec.cluster.hosts, task.cluster.groups[0].devices_per_node
+        self._readers: list[tuple[int, Telemetry]] = [
+            (device.index + (hosts.index(device.host) * per_node if device.host else 0), reader)
+            for device, reader in zip(platform.read_devices, platform.telemetry, strict=True)
+            if not device.host or device.index < per_node
+        ]
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0
         self._before = math.inf
@@ -222,7 +228,7 @@ class _Readings:
         return _means_and_peaks(joined)
 
     def by_device(self) -> dict[int, dict[str, float]]:
-        """Return the same for each device, by its index on this machine."""
+        """Return the same for each device, by its number over all nodes."""
         return {number: _means_and_peaks(samples) for number, samples in self._samples.items()}
 
 

@@ -49,10 +49,13 @@ def _in_use(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot have."""
     used = _devices(platform)
     if platform.support.shared_devices:
-        for _, reader in used[:1]:  # each reads the whole machine
+        of_hosts = {device.host: reader for device, reader in reversed(used)}  # each reads the whole machine
+        for host, reader in of_hosts.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
-                yield f"{free / GIB:.1f} GiB of memory are free, and the trial needs ~{need_bytes / GIB:.1f} GiB"
+                where = f" on {host}" if host else ""
+                needs = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
+                yield f"{free / GIB:.1f} GiB of memory are free{where}, and {needs}"
         return
     figures = [_figures(reader) for _, reader in used]
     for (device, reader), found in zip(used, figures, strict=True):
@@ -61,11 +64,11 @@ def _in_use(platform: Platform, need_bytes: float) -> Iterator[str]:
         else:
             why = "does not answer" if any(figures) else ""
         if why:
-            yield f"device {device.index} {why}"
+            yield f"{device.title} {why}"
 
 
 def _devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
-    """Return the devices of a trial and their telemetry: the first ones, or those that the spec's `envs` select."""
+    """Return the devices of a trial and their telemetry: the first of each host, or those that `envs` select."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     pairs = list(zip(platform.read_devices, platform.telemetry, strict=False))
     selected = spec.envs.get(platform.support.visible_devices or "")
@@ -73,7 +76,9 @@ def _devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
         names = [name.strip() for name in selected.split(",")]
         return [pair for pair in pairs if str(pair[0].index) in names]
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-    return pairs[: min(cards or group.devices_per_node, group.devices_per_node)]
+    count = min(cards or group.devices_per_node, group.devices_per_node)
+    hosts = dict.fromkeys(device.host for device, _ in pairs)
+    return [pair for host in hosts for pair in [each for each in pairs if each[0].host == host][:count]]
 
 
 def _figures(reader: Telemetry) -> dict[str, float] | None:

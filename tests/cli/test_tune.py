@@ -24,7 +24,7 @@ from flagcore.report.text import stop_reason
 from tests.cli.conftest import BEST, Project, Ran
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 
 def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:

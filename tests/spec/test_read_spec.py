@@ -105,6 +105,11 @@ def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> N
     (tmp_path / "hosts").write_text("# ours\nnode-a slots=8 type=x\n\nnode-b slots=8 type=x  # second\n")
     cluster = read("cluster: {hostfile: hosts}").cluster
     assert (cluster.hosts, cluster.nodes, cluster.devices_per_node) == (("node-a", "node-b"), 2, 8)
+    cluster = read("cluster: {hostfile: hosts, spares: 1}").cluster
+    assert (cluster.hosts, cluster.nodes, cluster.spares) == (("node-a", "node-b"), 1, 1)
+    with pytest.raises(SpecError) as raised:
+        read("cluster: {hostfile: hosts, spares: 2}")
+    assert (raised.value.key, raised.value.value) == ("cluster.spares", 2)
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,9 @@ def test_devices_are_read_at_most_once_a_second(tmp_path: Path, monkeypatch: pyt
     clock = iter((0.0, 0.0, 0.5, 1.1, 1.1, 1.6))
     monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: next(clock))
     reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
-    done = measured(Ran(ended(), polls=4), tmp_path, platform=small.platform(TASK, telemetry=(reader,)))
+    done = measured(
+        Ran(ended(), polls=4), tmp_path, platform=small.platform(TASK, telemetry=(reader,), read_devices=devices(0))
+    )
     assert done.measurement is not None
     assert done.measurement.telemetry["power_watts"] == 150.0
     assert len(reader.samples) == 2
@@ -270,7 +272,11 @@ def test_telemetry_is_averaged_and_a_failing_reader_is_skipped(tmp_path: Path, m
     monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
     good = Reader({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
     broken = Reader({"temperature_celsius": 40.0}, OSError("gone"))
-    done = measured(Ran(ended(), polls=2), tmp_path, platform=small.platform(TASK, telemetry=(good, broken)))
+    done = measured(
+        Ran(ended(), polls=2),
+        tmp_path,
+        platform=small.platform(TASK, telemetry=(good, broken), read_devices=devices(0, 1)),
+    )
     assert done.measurement is not None
     assert done.measurement.telemetry == {
         "power_watts": 200.0,
@@ -302,13 +308,13 @@ def test_unreported_memory_of_a_trial_is_that_of_the_fullest_device(
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
     readers = tuple(Reader(*({"memory_used_bytes": each} for each in device)) for device in used if device)
-    platform = small.platform(TASK, telemetry=readers)
+    platform = small.platform(TASK, telemetry=readers, read_devices=devices(*range(len(readers))))
     platform = replace(platform, support=support) if support else platform
     done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
     assert done.measurement is not None
     assert done.measurement.device_used_bytes == known
     own = Engine(result=replace(MEASURED, device_used_bytes=5))
-    reported = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=()))
+    reported = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=(), read_devices=()))
     assert reported.measurement is not None
     assert reported.measurement.device_used_bytes == 5
 
@@ -346,6 +352,22 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
     ]
     assert done.measurement.telemetry["peak_power_watts"] == 310
     assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the others (1 GHz)",)
+
+
+def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_path: Path) -> None:
+    spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
+    places = [(host, index) for host in "abc" for index in range(5)]
+    platform = small.platform(
+        replace(TASK, spec=spec),
+        telemetry=tuple(Reads(clock_hertz=1e9 if place == ("c", 1) else 2e9) for place in places),
+        read_devices=tuple(Device(index=index, chip="test-chip", host=host) for host, index in places),
+    )
+    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(ran, platform.on_hosts(("c", "b")), Engine(), TRIAL, str(tmp_path), None)
+    assert done.measurement is not None
+    assert [each["device"] for each in done.measurement.devices] == list(range(8))
+    (line,) = done.measurement.slow
+    assert line.startswith("device 1 of c runs at 0.5x")
 
 
 def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def best_of(trials: list[Trial]) -> float:
     return min(trial.measurement.step_time_s for trial in trials if trial.measurement)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_it_ends_near_the_best_after_few_trials(seed: int) -> None:
     known = predictions()
@@ -59,6 +60,7 @@ def test_a_model_three_times_off_still_ends_near_the_best() -> None:
     assert best_of(trials) <= 1.02 * real.min()
 
 
+@pytest.mark.slow
 def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     known = predictions()
     nothing = np.full(len(SPACE), np.nan)
@@ -73,6 +75,7 @@ def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     assert best_of(trials) <= chance
 
 
+@pytest.mark.slow
 def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
     known = predictions()
     capacity = float(np.quantile(known.device_used_bytes, 0.5))

@@ -25,6 +25,7 @@ from flagcore.api.common.inputs import (
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
+from flagcore.api.hardware.host_telemetry import host_telemetry
 from flagcore.api.hardware.hosts import require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
@@ -114,11 +115,12 @@ class _EngineRun:
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
         _require_ready(self.workload, self.spec)
-        hosts = self.spec.cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
-        devices = require_hosts(self.launcher, hosts) if hosts else ()
-        with loaded_plugins(self.without) as loaded:
+        cluster = self.spec.cluster
+        hosts = cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
+        devices = require_hosts(self.launcher, hosts, cluster.spares, self._files()) if hosts else ()
+        with loaded_plugins(self.without) as loaded, host_telemetry(self.launcher, devices) as telemetry:
             if hosts:
-                loaded.use_devices(devices)
+                loaded.use_devices(devices, telemetry or (lambda device: None))
             spec = replace(self.spec, baseline=self._baseline())
             try:
                 result = run_loop(spec, self._dependencies(loaded, on_event))
@@ -127,6 +129,13 @@ class _EngineRun:
                 self.directory.close()
         _raise_failure(result, outcome)
         return outcome
+
+    def _files(self) -> list[str]:
+        """Return the files on every host that a command of the user may read: its own, and the model."""
+        words, directory = self.spec.work.command or (), self.spec.work.directory or ""
+        model = self.data.get("model")
+        named = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        return named + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""

@@ -170,7 +170,7 @@ def job(
         },
         "output": folder,
         "probe": probe,
-        "nodes": len(spec.cluster.hosts) if spec.on_each_host and probe is None else 1,
+        "nodes": spec.cluster.nodes if spec.on_each_host and probe is None else 1,
     }
 
 

@@ -21,7 +21,7 @@ from flagcore.engines.megatron.trial.job import JobError, parse_job
 from tests.engines.megatron import trial_jobs
 from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 
-pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.process]
+pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
 
 PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
 ENDLESS = {"train_iters": 100_000}

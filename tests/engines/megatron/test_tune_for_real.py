@@ -15,7 +15,7 @@ from flagcore import api
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.process,
+    pytest.mark.slow,
 ]
 
 SPEC: dict[str, Any] = {
