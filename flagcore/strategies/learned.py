@@ -16,6 +16,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
 from flagcore.learning.chances import (
+    ENDED,
     expected_gain,
     feasibility_probability,
     improvement_probability,
@@ -109,8 +110,9 @@ class Learned:
             chance=chance,
             most=most,
         )
+        ended = sum(trial.state in ENDED for trial in context.trials)
         steps = context.task.spec.control.planned_steps
-        if steps is None and chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
+        if steps is None and chance < LEAST_CHANCE and ended >= LEAST_MEASURED:
             return Choice(row=None, because=message)
         if steps is not None and (gain * math.exp(best) * steps <= view.cost).all():
             text = Message(
