@@ -12,7 +12,7 @@ TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser coverage mutations \
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-ray coverage mutations \
   changelog dist docs bench bench-estimate bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
@@ -94,6 +94,11 @@ mutations: setup
 test-browser: setup
 	$(PIP) "playwright>=1.50"
 	$(BIN)/python -m pytest tests/report/page/test_browser.py
+
+# The ray launcher on a Ray cluster that the tests start on this machine.
+test-ray: setup
+	$(PIP) "ray>=2.40"
+	$(BIN)/python -m pytest tests/launchers/test_ray.py
 
 # A whole Megatron-LM, that of flag-scale's wheel, and what it imports: for tests marked `long`, beside the environment
 # and not in it. A C++ helper of its data sets is compiled.

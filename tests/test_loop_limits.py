@@ -130,7 +130,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(wait, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("flagcore.loop.SETTLE_SECONDS", 0.02)
+    monkeypatch.setattr("flagcore.attempt.SETTLE_SECONDS", 0.02)
     return Bench(tmp_path)
 
 
@@ -151,8 +151,8 @@ def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
     assert plan.best is not None
     assert plan.best.measurement is not None
     assert plan.baseline is not None
-    assert plan.best.is_whole
-    assert plan.baseline.is_whole
+    assert plan.best.is_final
+    assert plan.baseline.is_final
     assert plan.best.role is Role.REPEAT
     assert len(plan.gains) == 1
 
@@ -169,7 +169,7 @@ def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
             assert measured.high_s is not None
             assert measured.low_s * 0.99 <= truth.step_time_s <= measured.high_s * 1.01
     assert plan.best is not None
-    assert plan.best.is_whole
+    assert plan.best.is_final
     assert [trial.candidate for trial in plan.repeats].count(plan.best.candidate) == 1
 
 

@@ -48,7 +48,8 @@ class Platform:
     """The answers of plugins about one task, collected once in discover.
 
     `knobs` are all that plugins have for the chip, in the spec or not. `conflicts` are variables that the user sets
-    differently from plugins. `read_devices` are the devices of `telemetry`.
+    differently from plugins. `read_devices` are the devices of `telemetry`. `cores` are the CPU cores on which its
+    trials run, all if empty.
     """
 
     task: Task
@@ -63,6 +64,13 @@ class Platform:
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
     read_devices: tuple[Device, ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @property
+    def selected_devices(self) -> tuple[str, ...] | None:
+        """The names of the devices that the spec's `envs` select, in order; None: they do not."""
+        names = self.task.spec.envs.get(self.support.visible_devices or "")
+        return None if names is None else tuple(name.strip() for name in names.split(","))
 
     def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
         """Return the platform of a trial on these hosts."""
@@ -143,6 +151,14 @@ class Launcher(Protocol):
 
 
 @runtime_checkable
+class KeepsProcesses(Protocol):
+    """A launcher that keeps processes from one launch to the next. Optional."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+@runtime_checkable
 class OnHosts(Protocol):
     """A launcher that starts trials on other hosts. Optional."""
 
@@ -155,8 +171,10 @@ class OnHosts(Protocol):
         Raises FlagError if too few are left.
         """
 
-    def find_hosts(self) -> tuple[str, ...]:
+    def find_hosts(self, nodes: int) -> tuple[str, ...]:
         """Return the hosts on which it starts trials, without those being named; none if there are none.
+
+        `nodes` is how many the spec asks for; 1 if it does not say.
 
         Raises FlagError if they cannot be listed.
         """

@@ -74,7 +74,8 @@ class Control:
     `max_time_per_task` None: derived from the prediction of each trial; a task that an engine starts has it as a
     number. A step that is predicted to take more than `max_step_time` is shortened; None: never. `disk_limit` are the
     bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
-    devices that others use.
+    devices that others use. With `warm_start`, a trial may be forked from a process that has imported its modules. At
+    most `parallel_trials` run at once, each on devices of its own.
 
     `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run. The best will run
     `planned_steps`; None if that is not known.
@@ -87,7 +88,9 @@ class Control:
     max_time: float | None = None
     disk_limit: int | None = None
     device_wait: float = 60.0
+    warm_start: bool = True
     max_trials: int = 20
+    parallel_trials: int | Literal["auto"] = 1
     repeats: int = 1
     run_best: bool = False
     use_experience: bool = True

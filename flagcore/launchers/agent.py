@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -240,7 +241,7 @@ class Agent:
                 environment = {name: local(value) for name, value in order["environment"].items()}
                 self.trial = guarded.start(
                     [local(word) for word in order["argv"]], environment, local(order["directory"]), self.folder,
-                    guarded.Limits(*order["limits"]), stdout, stderr,
+                    guarded.Limits(*order["limits"]), functools.partial(guarded.spawn_guard, stdout, stderr),
                 )  # fmt: skip
             self.send(started=self.trial.pid)
         except (OSError, ValueError) as error:

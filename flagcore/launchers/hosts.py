@@ -35,13 +35,17 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named, if `at_hand` is true several.
+    `find_hosts` returns the hosts that are there without being named, if `at_hand` is true several. `hold` takes hosts
+    for this process alone, if others may use them, waits until they are there, and returns their names; it raises
+    FlagError if it cannot. `fix` is what to do if there are no hosts.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
-    find_hosts: Callable[[], tuple[str, ...]] = tuple
+    find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
     at_hand: Callable[[], bool] = lambda: False
+    hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    fix: str = "name them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
     """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
     lost: dict[str, str] = field(default_factory=dict)
@@ -67,6 +71,11 @@ class HostsLauncher:
         others = iter([host for host in best if host not in hosts[:count]])
         return tuple(host if host in best else next(others) for host in hosts[:count])
 
+    @property
+    def no_hosts(self) -> str:
+        """The message if there are no hosts."""
+        return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
+
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
 
@@ -77,7 +86,7 @@ class HostsLauncher:
         cannot start the program.
         """
         if not launch.hosts:
-            raise LaunchError(f"auto_tuner.launcher = {self.name}: no hosts; name them in cluster.hostfile")
+            raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
         variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}

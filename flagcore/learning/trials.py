@@ -72,6 +72,18 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
 
 
+def believed_times(context: SearchContext, known: Observed) -> Observed:
+    """Return what the pending trials are expected to measure after what is `known`, as if they had measured it.
+
+    So several trials are chosen one after the other ("kriging believer"; Ginsbourger et al. 2010).
+    """
+    rows = np.array([context.space.find(trial.candidate) for trial in context.pending], dtype=np.int64)
+    if not rows.size:
+        return Observed.empty()
+    ratio = _expected(context, context.past.time, known, rows, TIME)
+    return _observed(context, rows, ratio, np.full(rows.size, LEAST_NOISE))
+
+
 def overhead_seconds(context: SearchContext) -> float:
     """Return the median time of finished trials outside their steps; 0 before the first one."""
     steps = context.task.spec.control.train_iters

@@ -175,7 +175,9 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path) -
     if cluster.hostfile is None:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
-    counted = {"nodes": without_spares(hosts, cluster.spares, file)} | ({"devices_per_node": slots} if slots else {})
+    most = without_spares(hosts, cluster.spares, file)
+    nodes = min(cluster.nodes, most) if "nodes" in cluster.model_fields_set else most
+    counted = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
     for key, number in counted.items():
         value = getattr(cluster, key)
         if key in cluster.model_fields_set and value not in (number, AUTO):

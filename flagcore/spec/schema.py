@@ -121,7 +121,7 @@ class ClusterSection(GroupSection):
     chip: Word = "auto"
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
-    """File with one `host slots=8` a line, which are counted. A relative path starts at the spec's folder."""
+    """File with one `host slots=8` a line, relative to the spec's folder; a trial uses all, or the first `nodes`."""
     spares: NoDevices = 0
     """Number of hosts that are kept free, to replace others that fail."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
@@ -171,6 +171,8 @@ class BudgetSection(Section):
     """Seconds that a trial waits for devices that others use before it fails."""
     max_trials: Trials = _CONTROL.max_trials
     """Maximum number of trials."""
+    parallel_trials: Literal["auto"] | Trials = _CONTROL.parallel_trials
+    """Maximum number of trials at once, each on devices or hosts of its own; auto: as many as there are groups."""
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     run_best: bool = _CONTROL.run_best
@@ -190,6 +192,8 @@ class ControlSection(BudgetSection):
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
+    warm_start: bool = _CONTROL.warm_start
+    """Whether trials of flagcore's own program start from a process that has imported its modules, on a CPU."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
     planned_steps: PlannedSteps | None = _CONTROL.planned_steps

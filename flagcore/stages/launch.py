@@ -24,15 +24,23 @@ def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
 
 
 def launch(
-    platform: Platform, workload: Workload, launcher: Launcher, candidate: Candidate, folder: str, limit: TimeLimit
+    platform: Platform,
+    workload: Workload,
+    launcher: Launcher,
+    candidate: Candidate,
+    folder: str,
+    limit: TimeLimit,
+    *,
+    cold: bool = False,
 ) -> Running:
     """Start a trial of `candidate` in `folder`, and return it while it runs.
 
-    It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. Raises FlagError
-    if it cannot be started.
+    It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. A `cold` one starts as
+    a new program. Raises FlagError if it cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.seconds))
     planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
+    planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
     return launcher.start(platform.limited(planned, limit))
 
 

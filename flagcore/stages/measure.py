@@ -67,7 +67,7 @@ def measure(
         outcome = replace(outcome, reason=_remark(ended, folder, platform, workload, len(progress()), wanted))
     if outcome.measurement:
         outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
-    return replace(outcome, duration_s=ended.duration_s)
+    return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
 
 
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
@@ -188,6 +188,9 @@ class _Readings:
             for device, reader in zip(platform.read_devices, platform.telemetry, strict=True)
             if not device.host or device.index < per_node
         ]
+        if (names := platform.selected_devices) is not None:
+            own = [(str(number), reader) for number, reader in self._readers]
+            self._readers = [(names.index(name), reader) for name, reader in own if name in names]
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0
         self._before = math.inf

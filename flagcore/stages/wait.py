@@ -26,12 +26,16 @@ GIB = 2**30
 
 
 def wait_for_devices(
-    platform: Platform, need_bytes: float, seconds: float, on_wait: Callable[[str], object] = lambda busy: None
+    platform: Platform,
+    need_bytes: float,
+    seconds: float,
+    on_wait: Callable[[str], object] = lambda busy: None,
+    pause: Callable[[float], object] = time.sleep,
 ) -> str:
     """Wait at most `seconds` until the devices of a trial are free, and return who uses them then, empty if free.
 
     `need_bytes` is what the trial is predicted to need of the machine's memory where its devices share that. `on_wait`
-    is called once if it waits. What telemetry cannot read is taken as free.
+    is called once if it waits, `pause` for a few seconds at a time. What telemetry cannot read is taken as free.
     """
     ends, waits = time.monotonic() + seconds, False
     while busy := "; ".join(_in_use(platform, need_bytes)):
@@ -41,7 +45,7 @@ def wait_for_devices(
         if not waits:
             on_wait(busy)
         waits = True
-        time.sleep(min(POLL_SECONDS, left))
+        pause(min(POLL_SECONDS, left))
     return ""
 
 
@@ -71,9 +75,7 @@ def _devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
     """Return the devices of a trial and their telemetry: the first of each host, or those that `envs` select."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     pairs = list(zip(platform.read_devices, platform.telemetry, strict=False))
-    selected = spec.envs.get(platform.support.visible_devices or "")
-    if selected is not None:
-        names = [name.strip() for name in selected.split(",")]
+    if (names := platform.selected_devices) is not None:
         return [pair for pair in pairs if str(pair[0].index) in names]
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
     count = min(cards or group.devices_per_node, group.devices_per_node)

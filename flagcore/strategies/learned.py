@@ -25,6 +25,7 @@ from flagcore.learning.chances import (
 from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
+    believed_times,
     expected_seconds,
     observed_memory,
     observed_times,
@@ -136,7 +137,8 @@ def _view(context: SearchContext) -> _View:
     if rows.size > MAX_ROWS:
         rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     found = context.features(rows)
-    ratios = Ratios(Observed.join((context.past.time, observed_times(context))), found, TIME)
+    known = observed_times(context)
+    ratios = Ratios(Observed.join((context.past.time, known, believed_times(context, known))), found, TIME)
     time = ratios.of(found)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + time.mean

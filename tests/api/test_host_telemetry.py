@@ -32,7 +32,7 @@ def test_devices_of_hosts_are_read_until_the_end(monkeypatch: pytest.MonkeyPatch
         return ["sh", "-c", "exit 255" if len(started) == 3 else agent_command()]
 
     launcher = HostsLauncher(name="shell", channel=shell)
-    devices = require_hosts(launcher, ("a", "b"))
+    _, devices = require_hosts(launcher, ("a", "b"))
     assert {device.host for device in devices} == {"a", "b"}
     with host_telemetry(launcher, devices) as telemetry:
         assert telemetry is not None

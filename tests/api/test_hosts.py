@@ -16,6 +16,13 @@ from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+    "ffn_hidden_size": 1024,
+}
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
 GOOD = HostReport(
     host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40, files={"/model": "2f"}
@@ -44,6 +51,18 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     assert (second.problem, second.devices) == ("no route", None)
     with pytest.raises(NoDevice, match="b: no route"):
         require_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["ssh", "slurm", "kubernetes"])
+def test_a_launcher_without_hosts_is_refused_before_the_first_trial(tmp_path: Path, name: str) -> None:
+    spec = {
+        "model": MODEL,
+        "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1},
+        "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "fp32"},
+        "auto_tuner": {"launcher": name},
+    }
+    with pytest.raises(NoDevice, match=name):
+        api.tune(spec, run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

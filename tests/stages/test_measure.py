@@ -354,6 +354,17 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
     assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the others (1 GHz)",)
 
 
+def test_telemetry_is_that_of_the_devices_of_the_trial(tmp_path: Path) -> None:
+    readers = tuple(Reads(power_watts=watts) for watts in (100, 200, 300, 400))
+    task = replace(TASK, spec=replace(TASK.spec, envs={"ACME_VISIBLE_DEVICES": "3,2"}))
+    support = EngineSupport(support=Support.YES, visible_devices="ACME_VISIBLE_DEVICES")
+    platform = small.platform(task, telemetry=readers, read_devices=devices(0, 1, 2, 3), support=support)
+    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
+    assert done.measurement is not None
+    assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [(0, 400), (1, 300)]
+
+
 def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_path: Path) -> None:
     spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
     places = [(host, index) for host in "abc" for index in range(5)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +20,12 @@ from flagcore.learning.trials import (
     MAX_EXCESS,
     PARTIAL_NOISE,
     PROBE_NOISE,
+    believed_times,
     observed_memory,
     observed_times,
     whole_seconds,
 )
-from flagcore.strategies.learned import STRATEGY
+from flagcore.strategies.learned import STRATEGY, believed
 from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
 
 
@@ -105,6 +108,30 @@ def test_a_choice_reports_its_corrected_prediction() -> None:
     assert isinstance(step, dict)
     assert step["low"] < step["value"] < step["high"]
     assert step["value"] == pytest.approx(2.0 * known.step_time_s[chosen.row], rel=0.25)
+
+
+def test_pending_trials_make_similar_candidates_less_attractive() -> None:
+    known = predictions()
+    real = distorted(known, spread=0.0)
+    order = np.argsort(known.step_time_s, kind="stable")
+    trials = [ran(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
+    alone, pending, rows = search_context(known, trials), list[Trial](), list[int]()
+    for _ in range(4):
+        busy = replace(alone, pending=pending, open_rows=np.setdiff1d(alone.open_rows, rows))
+        chosen = STRATEGY.next(busy)
+        assert chosen.row is not None
+        rows.append(chosen.row)
+        pending.append(replace(ran(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
+    assert len(set(rows)) == 4
+    sure = believed_times(replace(alone, pending=pending), observed_times(alone))
+    assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
+    assert len(believed_times(alone, observed_times(alone))) == 0
+    before, after = (believed(replace(alone, pending=some), rows[0]) for some in ((), pending))
+    assert spread(after) < spread(before)
+
+
+def spread(belief: Mapping[str, Any]) -> float:
+    return float(belief["step_time_s"]["high"] / belief["step_time_s"]["low"])
 
 
 def probed(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:

@@ -196,7 +196,8 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    hosts = finder.find_hosts() if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    at_most = cluster.nodes + cluster.spares
+    hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         where = "serve" if isinstance(spec.work, ServeSpec) else "train"
         problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
@@ -204,11 +205,12 @@ def _with_hosts(spec: Spec) -> Spec:
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
-    if cluster.nodes not in (1, count):
+    if cluster.nodes > count:
         found = ", ".join(hosts)
-        problem = _("must be {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
+        problem = _("must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
-    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=count))
+    nodes = cluster.nodes if cluster.nodes > 1 else count
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
 
 @contextmanager

@@ -98,9 +98,9 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     hosts, _slots = read_hosts(hostfile, file=str(hostfile))
     found = plugins.launcher(launcher)
     if not isinstance(found, HostsLauncher):
-        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh or slurm")
+        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = inspect_hosts(found, hosts)
+    reports = inspect_hosts(found, found.hold(hosts))
     warn(host_warnings(reports))
     speeds = {each.host: each for each in _speeds(found, reports)}
     return [_record(report, reports, speeds.get(report.host)) for report in reports]
@@ -138,16 +138,23 @@ def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed 
     }
 
 
+def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
+    """Raise NoDevice if a launcher for several hosts has none."""
+    if isinstance(launcher, HostsLauncher) and not hosts:
+        raise NoDevice(launcher.no_hosts)
+
+
 def require_hosts(
     launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
-) -> tuple[Device, ...]:
-    """Return the devices of the hosts that can be used, none if unknown. `files` must be the same on all.
+) -> tuple[tuple[str, ...], tuple[Device, ...]]:
+    """Hold hosts for this process. Return their names, and the devices of those that can be used, none if unknown.
 
-    Up to `spares` hosts that cannot be used are left out, with a warning each. Raises NoDevice with a line for each if
-    there are more.
+    `files` must be the same on all. Up to `spares` hosts that cannot be used are left out, with a warning each. Raises
+    NoDevice with a line for each if there are more.
     """
     if not isinstance(launcher, HostsLauncher):
-        return ()
+        return tuple(hosts), ()
+    hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
     unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
@@ -158,7 +165,7 @@ def require_hosts(
     launcher.reached.update(report.host for report in usable)
     warn(_("{line}; it is not used", line=line) for line in unusable)
     warn(host_warnings(usable))
-    return tuple(device for report in usable for device in report.devices or ())
+    return hosts, tuple(device for report in usable for device in report.devices or ())
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
