@@ -77,7 +77,8 @@ class Control:
     devices that others use. With `warm_start`, a trial may be forked from a process that has imported its modules. At
     most `parallel_trials` run at once, each on devices of its own.
 
-    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run.
+    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run. The best will run
+    `planned_steps`; None if that is not known.
     """
 
     train_iters: int = 5
@@ -95,6 +96,7 @@ class Control:
     use_experience: bool = True
     fidelity: str = "run"
     probes: int = 0
+    planned_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 Wait = Annotated[float, Field(ge=0, le=86_400)]
 Steps = Annotated[int, Field(ge=2, le=1_000_000)]
 NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
+PlannedSteps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Trials = Annotated[int, Field(ge=1, le=1_000_000)]
 Probes = Annotated[int, Field(ge=0, le=1_000)]
 Repeats = Annotated[int, Field(ge=0, le=1_000)]
@@ -195,6 +196,8 @@ class ControlSection(BudgetSection):
     """Whether trials of flagcore's own program start from a process that has imported its modules, on a CPU."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
+    planned_steps: PlannedSteps | None = _CONTROL.planned_steps
+    """Steps that the best will run: the search ends when no trial is expected to save more time than it takes."""
 
 
 class SearchSection(Section):

@@ -1,8 +1,8 @@
 """measure: wait for a trial, stop it once its steps are done or if it is too slow, and return its outcome.
 
-A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took more than
-`EARLY_STOP_RATIO` times the best trial's median step: even if all further steps were as fast, it would lose. Its
-partial measurement is stored as such.
+A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took longer than the
+best trial's median step by more than `EARLY_STOP_RATIO` and its noise allow: even if all further steps were as fast, it
+would lose. Its partial measurement is stored as such.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from flagcore.contracts import Platform, Running, Telemetry, Workload, steps_wan
 from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
+from flagcore.domain.search_state import noise
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
-EARLY_STOP_RATIO = 1.5
+EARLY_STOP_RATIO, NOISES = 1.2, 2.0
+"""A trial is stopped early whose steps all take this many times the best's, or so many times its noise longer."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
@@ -43,7 +45,7 @@ def measure(
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup, wanted = platform.task.spec.control.warmup_iters, steps_wanted(workload, platform.task)
-    scale = trial.shortened.scale if trial.shortened else 1.0
+    scale = trial.shortened.low if trial.shortened else 1.0
     beaten_by: Trial | None = None
     stopped = False
     try:
@@ -156,8 +158,13 @@ def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float)
     return (
         len(counted) >= 2
         and best.measurement is not None
-        and scale * min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
+        and scale * min(counted) > early_stop_ratio(best) * best.measurement.step_time_s
     )
+
+
+def early_stop_ratio(best: Trial) -> float:
+    """Return how many times the step of `best` all steps of a trial take that is stopped early."""
+    return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 
 def _early_stop_reason(partial: Measurement, best: Trial) -> str:
@@ -165,7 +172,7 @@ def _early_stop_reason(partial: Measurement, best: Trial) -> str:
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
-        f"slower than the best: its fastest step took {fastest:.4g} s, more than {EARLY_STOP_RATIO} times "
+        f"slower than the best: its fastest step took {fastest:.4g} s, more than {early_stop_ratio(best):.3g} times "
         f"the {step:.4g} s of trial {best.number}"
     )
 

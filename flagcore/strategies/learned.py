@@ -16,6 +16,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
 from flagcore.learning.chances import (
+    ENDED,
     expected_gain,
     feasibility_probability,
     improvement_probability,
@@ -110,8 +111,17 @@ class Learned:
             chance=chance,
             most=most,
         )
-        if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
+        ended = sum(trial.state in ENDED for trial in context.trials)
+        steps = context.task.spec.control.planned_steps
+        if steps is None and chance < LEAST_CHANCE and ended >= LEAST_MEASURED:
             return Choice(row=None, because=message)
+        if steps is not None and (gain * math.exp(best) * steps <= view.cost).all():
+            text = Message(
+                "no trial is expected to save more time in {steps:,} steps than it takes; {why}",
+                steps=steps,
+                why=message,
+            )
+            return Choice(row=None, because=text)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
             text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=context.seconds_left, why=message)

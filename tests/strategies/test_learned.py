@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.contracts import SearchContext
 from flagcore.domain.experience import Observed, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
@@ -151,16 +152,38 @@ def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     assert memory.log_ratio[1] >= 0.5
 
 
-def test_early_ended_and_noisy_trials_have_more_uncertainty() -> None:
+def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> None:
     known = predictions()
-    whole, cut, rough = (ran(row, float(known.step_time_s[row]), row) for row in range(3))
+    trials = [ran(row, float(known.step_time_s[row]), row) for row in range(4)]
+
+    def with_spread(trial: Trial, spread: float, count: int) -> Trial:
+        assert trial.measurement is not None
+        step = trial.measurement.step_time_s
+        return replace(
+            trial, measurement=replace(trial.measurement, spread_s=spread * step, step_times_s=(step,) * count)
+        )
+
+    even, rough, usual, cut = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
     assert cut.measurement is not None
-    assert rough.measurement is not None
     cut = replace(cut, state=TrialState.STOPPED, measurement=replace(cut.measurement, partial=True))
-    spread = 0.4 * rough.measurement.step_time_s
-    rough = replace(rough, measurement=replace(rough.measurement, spread_s=spread))
-    noise = observed_times(search_context(known, [whole, cut, rough])).noise
-    assert noise.tolist() == pytest.approx([LEAST_NOISE, PARTIAL_NOISE, 0.4 / np.sqrt(4)])
+    noise = observed_times(search_context(known, [even, rough, usual, cut])).noise
+    assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
+    assert observed_times(search_context(known, [even, cut])).noise.tolist() == [LEAST_NOISE, PARTIAL_NOISE]
+
+
+def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
+    known = predictions()
+    trials = [ran(row, float(known.step_time_s[row]), at) for at, row in enumerate(np.argsort(known.step_time_s)[:2])]
+    context = search_context(known, [])
+    assert STRATEGY.next(replace(context, trials=trials)).row is not None
+
+    def planned(steps: int) -> SearchContext:
+        spec = context.task.spec
+        control = replace(spec.control, planned_steps=steps)
+        return replace(context, trials=trials, task=replace(context.task, spec=replace(spec, control=control)))
+
+    assert STRATEGY.next(planned(10)).row is None
+    assert STRATEGY.next(planned(1_000_000)).row is not None
 
 
 def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_slightly() -> None:
