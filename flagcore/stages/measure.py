@@ -25,7 +25,7 @@ from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
 EARLY_STOP_RATIO, NOISES = 1.2, 2.0
-"""A trial is stopped early whose steps all take this many times the best's, or so many times its noise longer."""
+"""A trial is stopped early if its steps exceed those of the best by this ratio, and by this many times its noise."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
