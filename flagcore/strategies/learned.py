@@ -103,25 +103,9 @@ class Learned:
             return _choice(view, place, f"{nothing}: the fastest predicted candidate that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
-        chance, most = _left(view, gain, best)
-        message = Message(
-            "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
-            "it could be {most:.1%} faster at most (95%)",
-            least=LEAST_GAIN,
-            chance=chance,
-            most=most,
-        )
-        ended = sum(trial.state in ENDED for trial in context.trials)
-        steps = context.task.spec.control.planned_steps
-        if steps is None and chance < LEAST_CHANCE and ended >= LEAST_MEASURED:
+        ends, message = _ends(context, view, gain, best)
+        if ends:
             return Choice(row=None, because=message)
-        if steps is not None and (gain * math.exp(best) * steps <= view.cost).all():
-            text = Message(
-                "no trial is expected to save more time in {steps:,} steps than it takes; {why}",
-                steps=steps,
-                why=message,
-            )
-            return Choice(row=None, because=text)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
             text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=context.seconds_left, why=message)
@@ -158,6 +142,27 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
     room = -np.log(share) - memory.mean
     chance: FloatArray = np.nan_to_num(scipy.special.ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
     return chance
+
+
+def _ends(context: SearchContext, view: _View, gain: FloatArray, best: float) -> tuple[bool, Message]:
+    """Return whether the search ends, and how much gain is left: by value with planned steps, by chance without."""
+    chance, most = _left(view, gain, best)
+    left = Message(
+        "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
+        "it could be {most:.1%} faster at most (95%)",
+        least=LEAST_GAIN,
+        chance=chance,
+        most=most,
+    )
+    steps = context.task.spec.control.planned_steps
+    if steps is None:
+        ended = sum(trial.state in ENDED for trial in context.trials)
+        return chance < LEAST_CHANCE and ended >= LEAST_MEASURED, left
+    if (gain * math.exp(best) * steps > view.cost).any():
+        return False, left
+    return True, Message(
+        "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=left
+    )
 
 
 def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
