@@ -298,7 +298,12 @@ def wait_for_trial(project: Project, number: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), pytest.param(signal.SIGHUP, marks=LONG)]
+)
 def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
