@@ -35,7 +35,7 @@ def token() -> bytes:
 
 
 def proof(key: bytes, *words: str) -> str:
-    """Return what only a side that knows the secret can say about some words."""
+    """Return the HMAC of `words`, which only a side with the secret can compute."""
     return hmac.new(key, json.dumps(words).encode(), "sha256").hexdigest()
 
 

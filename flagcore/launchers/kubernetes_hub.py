@@ -40,7 +40,7 @@ class Pods:
                 await asyncio.wait_for(self.joined.wait_for(lambda: names <= self.free.keys()), request["seconds"])
         except (TimeoutError, asyncio.TimeoutError):
             missing = ", ".join(sorted(names - self.free.keys()))
-            return {"problem": f"{missing}: not joined within {request['seconds']:.0f} s"}
+            return {"problem": f"{missing}: did not connect within {request['seconds']:.0f} s"}
         except (OSError, ValueError) as error:
             return {"problem": str(error)}
         return {}

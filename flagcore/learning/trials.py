@@ -20,7 +20,7 @@ LEAST_NOISE = 0.01
 """Minimum relative noise of a step time."""
 
 PARTIAL_NOISE = 0.05
-"""Minimum noise of a trial that was stopped early: its first steps tell less of the rest."""
+"""Minimum noise of a trial that was stopped early: its first steps say less about the others."""
 
 PROBE_NOISE = 0.05
 """Noise of a probe: its communication is modelled, and no other rank runs."""
@@ -167,7 +167,10 @@ def _spread(measured: Measurement | None) -> float:
 
 
 def _noise(measured: Measurement | None, usual: float) -> float:
-    """Return the noise of a trial's step time; `usual` is the spread of its run, as few steps tell little of theirs."""
+    """Return the noise of a trial's step time.
+
+    `usual` is the median spread of all trials of the run: few steps give a poor estimate of their own.
+    """
     if measured is None:
         return LEAST_NOISE
     spread = max(_spread(measured), usual) / math.sqrt(max(len(measured.step_times_s), 1))
