@@ -287,6 +287,7 @@ def test_a_trial_that_cannot_start_is_one_error(warm: Warm) -> None:
         warm.launcher.start(launch)
 
 
+@pytest.mark.long
 def test_the_peak_is_that_of_the_trial_with_the_pages_that_it_shares(warm: Warm) -> None:
     held, own = 200 << 20, 100 << 20
     warm.program(f'global held; held = b"x" * {held}')
