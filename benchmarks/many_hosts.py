@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--hours", type=float, default=0.5, help="what a trial stands for, for how often a host is lost"
     )
+    parser.add_argument("--slow", type=float, default=0.5, help="share of trials that meet a slow host or link")
     parser.add_argument("--silence", type=float, default=connection.SILENCE_SECONDS)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -117,15 +119,10 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            play = {
-                "start_s": options.start,
-                "play_s": options.play,
-                "iters": ITERS,
-                "hours": options.hours,
-                "seed": options.seed,
-            }
             try:
-                Simulator(theirs, log, **play).run()
+                Simulator(theirs, log, options, ITERS).run()
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         theirs.close()

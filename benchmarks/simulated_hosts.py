@@ -15,6 +15,7 @@ import random
 import selectors
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import FileIO
@@ -27,8 +28,6 @@ LOST_PER_HOST_DAY = 419 / 54 / (16384 / 8)
 """Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 devices, 8 a host."""
 MEAN_SLOWDOWN = 1.34
 """Falcon (arXiv 2410.12588): slow devices and links delay large jobs by so much on average."""
-SLOW_TRIALS = 0.5
-"""Assumed: the share of trials that meet a slow host or link."""
 NOISE = 0.01
 
 
@@ -87,14 +86,11 @@ class Host:
 
 
 class Simulator:
-    """All hosts. Agents and programs start within `start_s`. Trials take `play_s`, and stand for `hours`."""
+    """All hosts, with the options of many_hosts.py."""
 
-    def __init__(
-        self, control: socket.socket, log: Path, *, start_s: float, play_s: float, iters: int, hours: float, seed: int
-    ) -> None:
-        self.control, self.log, self.iters, self.hours = control, log, iters, hours
-        self.start_s, self.play_s = start_s, play_s
-        self.random = random.Random(seed)
+    def __init__(self, control: socket.socket, log: Path, options: Namespace, iters: int) -> None:
+        self.control, self.log, self.options, self.iters = control, log, options, iters
+        self.random = random.Random(options.seed)
         self.selector = selectors.DefaultSelector()
         self.due: list[tuple[float, int, Callable[[], object]]] = []
         self.count = self.trials = 0
@@ -142,7 +138,7 @@ class Simulator:
         for line in lines if host.name not in self.lost else ():
             if not host.booted:
                 host.booted = True
-                self.after(self.random.uniform(0, self.start_s), lambda: self.hello(host))
+                self.after(self.random.uniform(0, self.options.start), lambda: self.hello(host))
             elif len(line) > 2:
                 self.take(host, json.loads(line))
 
@@ -163,7 +159,7 @@ class Simulator:
             self.exit(host, 143, "request")
         elif "order" in message:
             nodes = int(message["order"]["environment"]["NNODES"])
-            self.after(self.random.uniform(0, self.start_s), lambda: self.start(host, nodes))
+            self.after(self.random.uniform(0, self.options.start), lambda: self.start(host, nodes))
 
     def start(self, host: Host, nodes: int) -> None:
         """Start what was ordered: a trial, or the question about the devices of one host, which has no flagcore."""
@@ -185,15 +181,15 @@ class Simulator:
         """Draw what happens to a trial that runs everywhere. The third one loses a host if none was lost before."""
         trial, self.trials = self.trial, self.trials + 1
         trial.started = time.monotonic()
-        if self.random.random() < SLOW_TRIALS:
-            trial.slowdown = 1.0 + (MEAN_SLOWDOWN - 1.0) / SLOW_TRIALS
+        if self.random.random() < self.options.slow:
+            trial.slowdown = 1.0 + (MEAN_SLOWDOWN - 1.0) / self.options.slow
         lost_after_h = self.random.expovariate(LOST_PER_HOST_DAY / 24 * trial.nodes)
-        if lost_after_h > self.hours and self.trials == 3 and not self.ever_lost:
-            lost_after_h = self.hours * self.random.random()
-        if lost_after_h < self.hours:
-            self.after(self.play_s * lost_after_h / self.hours, lambda: self.lose(trial))
+        if lost_after_h > self.options.hours and self.trials == 3 and not self.ever_lost:
+            lost_after_h = self.options.hours * self.random.random()
+        if lost_after_h < self.options.hours:
+            self.after(self.options.play * lost_after_h / self.options.hours, lambda: self.lose(trial))
         for step in range(1, self.iters + 1):
-            self.after(self.play_s * step / self.iters, lambda step=step: self.step(trial, step))
+            self.after(self.options.play * step / self.iters, lambda step=step: self.step(trial, step))
 
     def lose(self, trial: Played) -> None:
         """A host falls silent, and the others wait for it."""
