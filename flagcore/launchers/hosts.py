@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import secrets
 import select
 import time
@@ -26,6 +27,9 @@ MAX_LOSSES = 2
 LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
 CLOSE_SECONDS = 2.0
+PAUSE_SECONDS = 25e-6
+"""Per host, between two looks at the messages of a running trial: thousands of heartbeats are then read together."""
+OTHER_FILES = 64
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
 """Variables of this shell that a trial has on every host, because no login shell sets them there."""
 
@@ -129,6 +133,7 @@ class HostsRunning:
         self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
+        _allow_files(2 * len(launch.hosts))
         self.connections = [
             Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
         ]
@@ -174,6 +179,7 @@ class HostsRunning:
     def wait(self, seconds: float) -> Exit | None:
         deadline = time.monotonic() + seconds
         while self._exit is None:
+            time.sleep(max(0.0, min(PAUSE_SECONDS * len(self.connections), deadline - time.monotonic())))
             self._step(max(0.0, min(1.0, deadline - time.monotonic())))
             if self._over():
                 self.end()
@@ -291,6 +297,18 @@ class HostsRunning:
 
 def _failed(ended: Mapping[str, object]) -> bool:
     return bool(ended["code"] or ended["ended_by"])
+
+
+def _allow_files(more: int) -> None:
+    """Raise this process's limit of open files if it is too low for `more`. Raises LaunchError if that is forbidden."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
+    if resource.RLIM_INFINITY != soft < needed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        except ValueError:
+            problem = f"the channels to the hosts need {needed} open files, and {hard} are allowed"
+            raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
 
 
 def _files(folder: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import secrets
 import shlex
 import signal
@@ -268,3 +269,30 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
     assert ended is not None
     assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
     assert mine.failures == {"b": 1}
+
+
+def test_a_host_may_take_longer_to_answer_than_to_be_lost(tmp_path: Path) -> None:
+    slow = connection.Connection("a", ["cat"], str(tmp_path))
+    slow.last_input -= 2 * connection.SILENCE_SECONDS
+    slow.beat()
+    assert slow.open
+    slow.hello = {}
+    slow.beat()
+    assert not slow.open
+    slow.hang_up()
+    slow.close(5)
+
+
+def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+        ended = launcher().start(launch("true", tmp_path / "trial")).wait(30)
+        assert ended is not None
+        assert ended.code == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
+        monster = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
+        with pytest.raises(LaunchError, match="open files"):
+            launcher().start(monster)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
