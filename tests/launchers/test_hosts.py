@@ -291,8 +291,8 @@ def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tm
         assert ended is not None
         assert ended.code == 0
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
-        monster = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
+        too_many = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
         with pytest.raises(LaunchError, match="open files"):
-            launcher().start(monster)
+            launcher().start(too_many)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
