@@ -148,11 +148,17 @@ def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: War
     first = warm.template()
     assert warm.template() == first
     assert warm.alive() == {first}
-    stat = guard.read_proc(first, "stat").rpartition(b")")[2].split()
-    assert stat[0] == b"S"
-    before = stat[11:13]
+
+    def stat() -> list[bytes]:
+        return guard.read_proc(first, "stat").rpartition(b")")[2].split()
+
+    deadline = time.monotonic() + 20
+    while stat()[0] != b"S":  # it may not have reached its wait yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = stat()[11:13]
     time.sleep(0.3)
-    assert guard.read_proc(first, "stat").rpartition(b")")[2].split()[11:13] == before
+    assert stat()[11:13] == before
     warm.launcher.close()
     assert warm.alive() == set()
 
