@@ -107,6 +107,8 @@ def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
 def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
     """Return the loads with a share of their clients or rates; None if they have neither, or one client at most."""
     loads = []
+    if serve.highest is not None:
+        return None
     for load in serve.loads:
         rate = load.request_rate
         if load.concurrency is not None and load.concurrency * share >= 1:

@@ -12,7 +12,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
-from flagcore.domain.serving import RATES, Load
+from flagcore.domain.serving import RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import _, from_record, ngettext
 from flagcore.i18n.width import columns, left
@@ -294,9 +294,12 @@ def load_text(point: Mapping[str, Any]) -> str:
     return _("{rate} requests/s", rate=point["request_rate"]) if "request_rate" in point else ""
 
 
-def loads_text(loads: Sequence[Load]) -> str:
+def serving_load_text(serve: ServeSpec) -> str:
     """Return the requests of a serving job, and the clients or rates of its load points."""
+    loads = serve.loads
     points = [load_text({name: value for name, value in asdict(load).items() if value is not None}) for load in loads]
+    if serve.highest is not None:
+        points = [_("the highest {figure} within the SLO", figure=serve.highest)]
     first = loads[0]
     if first.trace is not None:
         return ", ".join(filter(None, [first.trace, *points]))

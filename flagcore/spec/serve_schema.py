@@ -61,10 +61,12 @@ class ProfileSection(Section):
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
     num_prompts: Requests = 128
     """Number of requests."""
-    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | None = None
-    """Requests in flight (closed loop); a list defines several load points of one launch."""
-    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | None = None
-    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch."""
+    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
+    most that keep the SLO, up to num_prompts."""
+    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
+    trial finds the highest rate that keeps the SLO."""
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None

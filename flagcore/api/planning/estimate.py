@@ -25,7 +25,7 @@ from flagcore.problem import Problem, candidate_columns, fastest, no_launch_reas
 from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns as shown_knobs
-from flagcore.report.text import candidate_line, loads_text
+from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
 from flagcore.trial_plan import time_of_search
@@ -118,7 +118,7 @@ def _runs(task: Task) -> str:
     """Return the runner of a predicted job: the user's command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
         work = task.spec.work
-        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=loads_text(work.loads))
+        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
     train = task.spec.train
     if train.command is not None:
         return _("as train.command runs it")
