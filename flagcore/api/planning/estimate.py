@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
-from flagcore.contracts import Planned, Platform, Workload, labels_of, model_parts
+from flagcore.contracts import Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import Labels
@@ -19,13 +19,13 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.i18n import _
-from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
+from flagcore.problem import Problem, no_launch_reason, require_candidate, rows_by_time
 from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
-from flagcore.trial_plan import time_of_search
+from flagcore.trial_plan import estimate_search_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -80,7 +80,7 @@ def estimate(
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     require_candidate(problem)
-    order = fastest(problem)
+    order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
     assert baseline is not None
@@ -99,7 +99,7 @@ def estimate(
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=time_of_search(problem, workload),
+        search=estimate_search_time(problem, workload),
         knobs=problem.knobs,
         labels=labels_of(workload),
     )
@@ -139,7 +139,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     space, platform = problem.space, problem.platform
     records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
     candidates = [space.candidate(int(row)) for row in rows]
-    if isinstance(workload, Planned) and _assumed(platform.task):
+    if isinstance(workload, ProductionDefaults) and _assumed(platform.task):
         assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
         records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
     return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]

@@ -18,7 +18,16 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Costs, InstalledVersion, JobRecords, Packaged, Platform, PruningRule, Untested, Workload
+from flagcore.contracts import (
+    Costs,
+    InstalledVersion,
+    JobRecords,
+    NamedDistribution,
+    Platform,
+    PruningRule,
+    UntestedEngine,
+    Workload,
+)
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -42,7 +51,7 @@ from flagcore.engines.serving.trial.job import Instance
 from flagcore.errors import SpecError
 
 
-class ServingWorkload(Workload, JobRecords, InstalledVersion, Packaged, Untested, Protocol):
+class ServingWorkload(Workload, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol):
     """What every serving engine implements."""
 
 

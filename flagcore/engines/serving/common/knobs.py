@@ -39,7 +39,7 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
         if knob.name == SIZES:
             knob = replace(knob, words=heterogeneous.words(task))
         value = fixed.get(knob.name, knob.neutral)
-        own = knob.named_in(baseline)
+        own = knob.value_in(baseline)
         also = [value, knob.neutral, *([] if own is None else [knob.parse(own, f"auto_tuner.baseline.{knob.name}")])]
         found.append(knob.axis(knob.parse_space(task, [value]), also))
     return tuple(found)
@@ -66,7 +66,7 @@ def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: s
             raise SpecError(key=f"{where}{key}", problem=f"is not a knob of {engine}", fix=fix)
         other = next((other for other, same in found.items() if same is knob), None)
         if other is not None:
-            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="give one of the two")
+            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
         found[key] = knob
     return found
 
