@@ -41,6 +41,7 @@ ENGINES = {
     "llamacpp": ["xllamacpp>=2026.10"],
     "lmdeploy": ["lmdeploy>=0.18"],
 }
+LAUNCHERS = {"ray": ["ray>=2.40"]}
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
     "babel>=2.14",
@@ -78,9 +79,10 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         vendors = {name: [plugin(name)] for name in VENDORS}
-        everything = [need for needs in (*vendors.values(), *ENGINES.values(), *IMPORTERS.values()) for need in needs]
+        parts = {**vendors, **ENGINES, **IMPORTERS, **LAUNCHERS}
+        everything = [need for needs in parts.values() for need in needs]
         metadata["dependencies"] = [*CORE, plugin("cpu")]
-        extras = {**vendors, **ENGINES, **IMPORTERS, "all": everything}
+        extras = {**parts, "all": everything}
         metadata["optional-dependencies"] = {**extras, "dev": [*DEV, *IMPORTERS["flagscale"]], "docs": DOCS}
 
 

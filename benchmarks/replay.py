@@ -1,6 +1,7 @@
 """Replay measured sweeps: what a search would have found, and after how many trials, had it run on these machines.
 
     python benchmarks/replay.py [FILE] [--strategy NAME]... [--fitting SHARE] [--ablations | --wrong | --subsets]
+    python benchmarks/replay.py [FILE] [--strategy NAME]... --at-once NUMBER...
 
 FILE holds job records with what was measured; without it the sweeps in `benchmarks/sweeps/`, measured on CPU. Records
 that differ in their candidate alone are a sweep. A trial's answer is the measured row, its cost the seconds of its
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import optuna
 from ablations import ablations
+from at_once import print_at_once
 from searchers import Search, Searcher, by_strategy, cost, flagscale, oracle, random, tpe
 from subsets import subsets
 from sweeps import Sweep, crowded, read_sweeps
@@ -79,6 +81,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--ablations", action="store_true", help="compare the search with variants that lack one part")
     kinds.add_argument("--wrong", action="store_true", help="distort the predictions of each sweep")
+    kinds.add_argument("--at-once", type=int, nargs="+", help="compare searches that run so many trials at once")
     kinds.add_argument("--subsets", action="store_true", help="replay parts of the sweeps only")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -93,7 +96,9 @@ def main() -> None:
             sys.exit("no sweep: no eight measured records that differ in their candidate alone")
         if given.fitting is not None:
             sweeps = [crowded(sweep, given.fitting) for sweep in sweeps]
-        if given.subsets:
+        if given.at_once:
+            print(json.dumps(print_at_once(given.strategy or ["learned"], sweeps, given.at_once, given.every)))
+        elif given.subsets:
             print(json.dumps({name: _compared(name, some, given) for name, some in subsets(sweeps).items()}))
         else:
             print(json.dumps(_compared("", sweeps, given)))

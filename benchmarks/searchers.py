@@ -22,6 +22,7 @@ from flagcore.contracts.workload import require_prober
 from flagcore.domain.experience import Observed, Past
 from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
 from flagcore.stages.combine import combine, trial_of_probe
@@ -41,21 +42,24 @@ MOST_ASKS = 100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """What one search did on one sweep. `seconds` is what each trial cost, `probe_seconds` what probes took before the
-    first, `says_done` whether it ended by itself.
+    first, `says_done` whether it ended by itself. Rows are in the order in which trials end; `clock` is when each did.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
     says_done: bool
     probe_seconds: float = 0.0
+    clock: tuple[float, ...] = ()
 
 
 Searcher = Callable[[Sweep], list[Search]]
 """Runs on a sweep, several times where there is chance in it."""
 
 
-def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int = 0) -> Searcher:
+def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int = 0, at_once: int = 1) -> Searcher:
     """Return a search by one of flagcore's strategies, limited only by the strategy, after `probes` probes.
+
+    After the baseline, `at_once` trials run at once; among the first is the baseline again, to measure interference.
 
     It learns from those of `others` that used the same chip and another model, as `flag tune` does from earlier runs,
     and from as many of them, the latest.
@@ -65,7 +69,7 @@ def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int
     def search(sweep: Sweep) -> list[Search]:
         known = [past for one, past in taught if _teaches(one, sweep)]
         time, memory = (_last(Observed.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
-        return [_tuned(sweep, strategy, Past(time=time, memory=memory), probes)]
+        return [_tuned(sweep, strategy, Past(time=time, memory=memory), probes, at_once)]
 
     return search
 
@@ -101,34 +105,63 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
     )
 
 
-def _scene(sweep: Sweep, pruned: Pruned, search_state: SearchState, past: Past) -> SearchContext:
+def _scene(
+    sweep: Sweep, pruned: Pruned, search_state: SearchState, past: Past, pending: Sequence[Trial] = ()
+) -> SearchContext:
     problem = sweep.problem
-    task = problem.platform.task
-    return search_context(task, sweep.workload, problem.space, problem.predictions, pruned, search_state, past)
+    state = pruned, search_state, past, None, pending
+    return search_context(problem.platform.task, sweep.workload, problem.space, problem.predictions, *state)
 
 
-def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int) -> Search:
+def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int, at_once: int) -> Search:
     problem, space = sweep.problem, sweep.problem.space
     control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
     trials = _probed(sweep, strategy, past, probes)
     before = len(trials)
     search_state, pruned = _learnt(sweep, trials, problem.pruned)
     row, role = space.find(problem.baseline), Role.BASELINE
-    while row is not None:
-        best = search_state.best if role is Role.SEARCH else None
-        trials.append(_ran(sweep, row, len(trials), role, best))
-        search_state, pruned = _learnt(sweep, trials, pruned)
+    pending, now, clock = list[tuple[float, Trial]](), 0.0, list[float]()
+    while row is not None or pending:
+        while row is not None:
+            best = search_state.best if role is Role.SEARCH else None
+            trial = _ran(sweep, row, len(trials) + len(pending), role, best)
+            pending.append((now + trial.duration_s, trial))
+            full = len(pending) == at_once or role is Role.BASELINE
+            row = None if full else _next(sweep, strategy, past, pruned, search_state, control, pending)
+        now, ended = min(pending, key=lambda each: each[0])
+        pending.remove((now, ended))
+        if ended.role is not Role.INTERFERENCE:
+            trials.append(ended)
+            clock.append(now)
+        if at_once > 1 and role is Role.BASELINE and ended.state is TrialState.MEASURED:
+            pending.append((now + ended.duration_s, replace(ended, role=Role.INTERFERENCE)))
         role = Role.SEARCH
-        if stop_reason(control, search_state, 0.0) is not None:
-            break
-        row = rank(strategy, _scene(sweep, pruned, search_state, past)).row
+        search_state, pruned = _learnt(sweep, trials, pruned)
+        row = _next(sweep, strategy, past, pruned, search_state, control, pending)
     found = [space.find(trial.candidate) for trial in trials[before:]]
     return Search(
         rows=tuple(at for at in found if at is not None),
         seconds=tuple(trial.duration_s for trial in trials[before:]),
         says_done=True,
         probe_seconds=sum(trial.duration_s for trial in trials[:before]),
+        clock=tuple(clock),
     )
+
+
+def _next(
+    sweep: Sweep,
+    strategy: Strategy,
+    past: Past,
+    pruned: Pruned,
+    search_state: SearchState,
+    control: Control,
+    pending: Sequence[tuple[float, Trial]],
+) -> int | None:
+    """Return the row that a search tries next while others run, None if it waits or ends."""
+    running = [trial for _, trial in pending if trial.role is Role.SEARCH]
+    if stop_reason(control, search_state, 0.0, len(running)) is not None:
+        return None
+    return rank(strategy, _scene(sweep, pruned, search_state, past, running)).row
 
 
 def _learnt(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[SearchState, Pruned]:

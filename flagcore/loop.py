@@ -6,12 +6,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from flagcore.attempt import Attempts
 from flagcore.contracts import (
     Choice,
     Event,
+    KeepsProcesses,
     Launcher,
     OnEvent,
     Plugins,
@@ -19,29 +22,27 @@ from flagcore.contracts import (
     Strategy,
     TrialStore,
     Workload,
-    require_prober,
 )
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Device
 from flagcore.domain.experience import Past
+from flagcore.domain.interference import interference, measured_alone
 from flagcore.domain.plan import Plan, summarize
-from flagcore.domain.search_state import has_time_to_repeat, next_repeat, seconds_left, stop_reason
+from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
-from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
+from flagcore.errors import FlagError, Interrupted, LaunchError
 from flagcore.i18n import N_, Message, _
+from flagcore.in_flight import InFlight
 from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
-from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.discover import present, side_by_side
-from flagcore.stages.launch import launch
+from flagcore.stages.divide import divide
 from flagcore.stages.learn import learn
 from flagcore.stages.limit import capped
-from flagcore.stages.measure import measure
-from flagcore.stages.probe import probe
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
-from flagcore.stages.wait import SETTLE_SECONDS, wait_for_devices
-from flagcore.trial_plan import limit_of, memory_needed, predicted_trial, shortened_steps, time_of_search
+from flagcore.trial_plan import limit_of, predicted_trial, shortened_steps, time_of_search
 
 MAX_SHARE_OF_PROBES = 0.5
 """Probes before the first run may take this share of `control.max_time`."""
@@ -92,26 +93,44 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
     require_launchable(problem, uses.workload)
     devices = uses.plugins.devices()
     present(problem.platform, devices, needed=1 if fidelity == PROBE else None)
-    search = _Search(problem, uses, devices=side_by_side(problem.platform, devices))
+    search = _Search(problem, uses, devices)
     error: FlagError | None = None
     try:
         search.probe_first()
         stopped = search.run()
         search.repeat(stopped)
     except KeyboardInterrupt:
+        search.interrupt(N_("interrupted by the user"))
         stopped, error = N_("interrupted"), Interrupted(_("interrupted"))
     except LaunchError as failure:
+        search.interrupt(str(failure))
         stopped, error = str(failure), failure
+    finally:
+        tuple(search.running.stop(""))
+        if isinstance(uses.launcher, KeepsProcesses):
+            uses.launcher.close()
     plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
-    return TuneResult(plan=plan, problem=problem, error=error)
+    return TuneResult(plan=replace(plan, interference=search.interference), problem=problem, error=error)
 
 
 class _Search:
-    """One call of `tune`: the problem, the store, and the state of the search. `devices` can probe at the same time."""
+    """One call of `tune`: the problem, the store, the trials that run, and the state of the search."""
 
-    def __init__(self, problem: Problem, uses: Dependencies, devices: int) -> None:
+    def __init__(self, problem: Problem, uses: Dependencies, devices: tuple[Device, ...]) -> None:
         self.problem, self.uses, self.store = problem, uses, uses.open_store(problem)
-        self.devices = devices
+        self.groups, self.note = divide(problem.platform, devices)
+        self.running = InFlight()
+        self.judged = len(self.groups) == 1
+        """Whether it is known if trials run side by side."""
+        self.attempts = Attempts(
+            problem=problem,
+            workload=uses.workload,
+            launcher=uses.launcher,
+            store=self.store,
+            groups=self.groups,
+            probe_devices=side_by_side(problem.platform, devices),
+            running=self.running,
+        )
         control = problem.platform.task.spec.control
         self.fidelity = control.fidelity
         self.control = control if self.fidelity == RUN else replace(control, repeats=0)
@@ -140,12 +159,42 @@ class _Search:
         baseline = self.problem.baseline
         while self.busy < MAX_BUSY and not self._settled(baseline):
             self._run(baseline, Role.BASELINE)
-        while (reason := self._stop_reason()) is None:
+        while True:
+            self._run_side_by_side()
+            reason = self._start_trials()
+            if not self.running.trials:
+                self.running.limit = 1
+                return reason
+            self._finish_first()
+
+    def _start_trials(self) -> str:
+        """Start trials while devices are free. Returns why no other may start, empty if devices are taken."""
+        while self.running.free_group is not None:
+            if (reason := self._stop_reason()) is not None:
+                return reason
             choice = rank(self.uses.strategy, self._context())
             if choice.row is None:
                 return choice.because
-            self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
-        return reason
+            self._start(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
+        return ""
+
+    def _run_side_by_side(self) -> None:
+        """Let trials run on all groups of devices at once, unless that disturbs them.
+
+        For that, the first candidate that was measured alone runs again beside others.
+        """
+        first, found = measured_alone(self.state.trials), self.interference
+        measuring = any(trial.role is Role.INTERFERENCE for trial in self.running.trials)
+        if self.judged or first is None or measuring:
+            return
+        if found:
+            self.judged, self.note = True, found.text
+            self.running.limit = len(self.groups) if found.quiet else 1
+        elif self.running.trials:  # other programs disturbed it
+            self.running.limit = 1
+        elif self._stop_reason() is None and self._context().open_rows.size > 1:
+            self.running.limit = len(self.groups)
+            self._start(first.candidate, Role.INTERFERENCE)
 
     def _settled(self, baseline: Candidate) -> bool:
         """Return whether the baseline needs no run, or cannot be probed."""
@@ -156,7 +205,12 @@ class _Search:
     def _stop_reason(self) -> str | None:
         if self.busy >= MAX_BUSY:
             return Message("devices were busy or a host failed in {count} consecutive trials", count=self.busy)
-        return stop_reason(self.control, self.state, self.elapsed)
+        return stop_reason(self.control, self.state, self.elapsed, len(self._pending))
+
+    @property
+    def _pending(self) -> list[Trial]:
+        """The candidates that are tried now."""
+        return [trial for trial in self.running.trials if trial.role is Role.SEARCH]
 
     def probe_first(self) -> None:
         """Probe candidates before the first run, `control.probes` in all. Half of the time is left for runs."""
@@ -196,6 +250,7 @@ class _Search:
             self.state,
             self.past,
             None if limit is None else limit - self.elapsed,
+            self._pending,
         )
         return context if self.fidelity == RUN else self._only_with_predicted_time(context)
 
@@ -223,20 +278,34 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> None:
-        trial = self.store.begin(self._planned(candidate, role, choice, fidelity or self.fidelity, search_ended))
+        """Run a trial alone."""
+        self._start(candidate, role, choice, fidelity, search_ended)
+        self._finish_first()
+
+    def _start(
+        self,
+        candidate: Candidate,
+        role: Role,
+        choice: Choice | None = None,
+        fidelity: str | None = None,
+        search_ended: str | None = None,
+    ) -> None:
+        planned = self._planned(candidate, role, choice, fidelity or self.fidelity, search_ended)
+        trial = self.store.begin(planned)
         self._emit("trial_started", trial)
-        began = time.monotonic()
-        try:
-            done = self._attempt(trial)
-        except (KeyboardInterrupt, LaunchError) as error:
-            reason = str(error) or N_("interrupted by the user")
-            self._finish(
-                replace(trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=time.monotonic() - began)
-            )
-            raise
-        except UsageError as error:  # a plugin that fails to prepare this trial
-            done = replace(trial, state=TrialState.FAILED, reason=str(error))
-        self._finish(done)
+        best = self.state.best if role is Role.SEARCH else None
+        # A template is forked for one trial at a time.
+        cold = trial.group is not None or (role is Role.REPEAT and candidate == cold_repeat(self.state))
+        run = partial(self.attempts.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
+        self.running.start(trial, run)
+
+    def _finish_first(self) -> None:
+        self._finish(self.running.first())
+
+    def interrupt(self, reason: str) -> None:
+        """End all trials that run, and store them."""
+        for done in self.running.stop(reason):
+            self._finish(done)
 
     def _planned(
         self, candidate: Candidate, role: Role, choice: Choice | None, fidelity: str, search_ended: str | None
@@ -248,6 +317,7 @@ class _Search:
             chosen_because=choice.because if choice else None,
             believed=dict(choice.belief) if choice else None,
             search_ended=search_ended,
+            group=self.running.free_group if self.running.limit > 1 else None,
         )
         if fidelity == RUN and role is not Role.REPEAT:
             trial = replace(trial, shortened=shortened_steps(self.problem, self.uses.workload, trial))
@@ -262,63 +332,6 @@ class _Search:
         left = self._seconds_for_probes() if (trial.fidelity, self.fidelity) == (PROBE, RUN) else most - self.elapsed
         return capped(limit, left, f"auto_tuner.control.max_time = {most:g} s")
 
-    def _attempt(self, trial: Trial) -> Trial:
-        """Run or probe a candidate once its devices are free.
-
-        If they stay busy, the trial fails and is inconclusive, as is one that ran out of memory beside other programs.
-        """
-        platform, began = self.problem.platform, time.monotonic()
-        need = memory_needed(platform.task, trial)
-
-        def waits(busy: str) -> None:
-            self._emit("trial_waits", replace(trial, reason=busy))
-
-        done = replace(trial, state=TrialState.FAILED, reason="")
-        busy = wait_for_devices(platform, need, self.control.device_wait, waits)
-        if not busy:
-            done = self._measure(trial) if trial.fidelity == RUN else self._probe(trial)
-            if done.state is not TrialState.OUT_OF_MEMORY:
-                return done
-            busy = wait_for_devices(platform, need, SETTLE_SECONDS)
-            if not busy:
-                return done
-            busy = f"out of memory, and {busy}"
-        seconds = time.monotonic() - began
-        return replace(
-            done, state=TrialState.FAILED, reason=f"device busy: {busy}", inconclusive=True, duration_s=seconds
-        )
-
-    def _measure(self, trial: Trial) -> Trial:
-        """Run a candidate. In the search it is stopped early if it is clearly slower than the best."""
-        assert trial.time_limit is not None
-        best = self.state.best if trial.role is Role.SEARCH else None
-        platform, workload, folder = self.problem.platform, self.uses.workload, self.store.folder(trial)
-        if trial.shortened:
-            platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
-        running = launch(platform, workload, self.uses.launcher, trial.candidate, folder, trial.time_limit)
-        return measure(running, platform, workload, trial, folder, best)
-
-    def _probe(self, trial: Trial) -> Trial:
-        """Probe a candidate rank by rank. Ranks that an interrupted probe of it finished are not probed again."""
-        assert trial.time_limit is not None
-        platform, row = self.problem.platform, self.problem.space.find(trial.candidate)
-        assert row is not None, "every candidate that is probed is in the space"
-        probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
-        probed = probe(
-            platform,
-            self.uses.workload,
-            self.uses.launcher,
-            trial.candidate,
-            self.store.folder(trial),
-            trial.time_limit,
-            earlier=[self.store.folder(each) for each in probes if each.state is TrialState.INTERRUPTED],
-            finish=False,
-            devices=self.devices,
-        )
-        work_parts = require_prober(self.uses.workload).work_parts
-        combined = combine(self.problem.predictions.row(row), probed, platform.costs.memory, work_parts)
-        return trial_of_probe(platform.task, trial, probed, combined)
-
     def _finish(self, done: Trial) -> None:
         self.store.finish(done)
         self.busy = self.busy + 1 if done.inconclusive else 0
@@ -326,7 +339,8 @@ class _Search:
         self._emit("trial_finished", done)
 
     def _learn(self) -> None:
-        self.state = learn(self.store.trials(), self.fidelity)
+        trials = self.store.trials()
+        self.state, self.interference = learn(trials, self.fidelity), interference(trials)
         self.pruned = prune(
             self.problem.space,
             self.problem.predictions,
@@ -345,17 +359,18 @@ class _Search:
                 trial=trial,
                 trials_finished=len(self.state.settled),
                 trials_planned=min(self.control.max_trials, candidates),
-                seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed),
+                seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed, self.running.limit),
                 best=self.state.best,
                 objective=self.problem.platform.task.spec.objective,
                 knobs=self.problem.knobs,
                 search_time=self.search_time,
+                note=self.note,
             )
         )
-        self.search_time = None
+        self.search_time, self.note = None, ""
 
 
 def seconds_used(trials: Sequence[Trial]) -> float:
     """Return the seconds that earlier calls used, time between trials included."""
     ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
-    return max([*ends, math.fsum(trial.duration_s for trial in trials)])
+    return max([*ends, math.fsum(trial.duration_s for trial in trials if trial.group is None)])

@@ -20,8 +20,14 @@ TOGETHER = {
     ),
     "fixture runs": ("tests/report/page/",),
     "fixture workshop": ("tests/test_docs",),
+    "megatron-core, imported": (
+        "tests/engines/megatron/test_rules.py",
+        "tests/engines/megatron/test_stages.py",
+        "tests/engines/megatron/test_trial_layers.py",
+        "tests/strategies/test_sampled.py",
+    ),
 }
-"""Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share a fixture that tunes."""
+"""Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share what takes long to start."""
 SPREAD = (
     "plugins/nvidia/tests/test_conformance.py",
     "tests/cli/test_tune",
@@ -42,10 +48,16 @@ FIRST = (
     "tests/vendors/",
 )
 """Prefixes of files that take long and so start first: a long file at the end keeps one process busy alone."""
+SLOW_CHECKS = tuple(f"test_conformance[{each}" for each in ("broken_tool", "failure_patterns_are", "hooks_", "import_"))
+"""Names of the kit's checks that start processes."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put FIRST first."""
+    """Mark tests with a finished run and SLOW_CHECKS as slow, and put FIRST first."""
+    for item in items:
+        if {"runs", "workshop"} & {*getattr(item, "fixturenames", ())} or item.name.startswith(SLOW_CHECKS):
+            item.add_marker("slow")
 
     def order(item: pytest.Item) -> int:
         return next((place for place, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix)), len(FIRST))
@@ -72,8 +84,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """Keep what collecting made out of later garbage collections: the load client asks for a full one a measurement."""
+@pytest.fixture(autouse=True, scope="module")
+def _freeze() -> None:
+    """Keep what is there out of later garbage collections: the load client asks for a full one a measurement."""
     gc.collect()
     gc.freeze()
 

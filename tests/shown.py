@@ -153,7 +153,7 @@ def log_line(block: Block) -> None:
 
 
 def left_to_readers(_block: Block) -> None:
-    """A formula: its constants are listed on its page."""
+    """A formula with its constants on its page, or commands of other tools."""
 
 
 SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
@@ -166,6 +166,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", " iteration"): log_line,
     ("docs/cli.md", "trial 1 (search) starts"): progress,
     ("docs/spec.md", "node-a slots=8"): hostfile,
+    ("docs/hosts.md", "flag manifest"): left_to_readers,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("docs/physics.md", "static ="): left_to_readers,
     ("docs/physics.md", "seconds ="): left_to_readers,

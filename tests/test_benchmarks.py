@@ -23,7 +23,7 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_last_line_of_bench_estimate_is_its_figures_even_where_the_peer_cannot_be_installed() -> None:
     figures: dict[str, Any] = json.loads(run("estimate.py", "--tiny", "--build", "/dev/null").splitlines()[-1])
     for part in ("dense", "moe"):
@@ -55,7 +55,7 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
     return {**JOB, "id": name, "candidate": candidate, "measured": measured, **changes}
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
     data.mkdir()
@@ -123,3 +123,15 @@ def test_tau_compares_orders_and_regret_is_the_loss_of_the_first_pick() -> None:
     equal = ranking({"equal": [(1.0, 1.0), (1.0, 2.0), (2.0, 9.0)]})
     assert equal is not None
     assert equal.regret == 0.5
+
+
+@pytest.mark.slow
+def test_a_tune_on_simulated_hosts_survives_a_lost_one() -> None:
+    short = ["--hosts", "8", "--trials", "3", "--repeats", "0", "--play", "0.3", "--start", "0.02", "--silence", "0.6"]
+    figures: dict[str, Any] = json.loads(run("many_hosts.py", *short).splitlines()[-1])
+    assert figures["lost"] == figures["ended_by_host"] >= 1
+    assert 0.3 < figures["noticed_s"][0] < 10.0
+    assert figures["trials"] == 3 + figures["lost"]
+    assert figures["open_files"] >= 16
+    assert figures["balanced"]
+    assert figures["best_over_fastest"] < 2.0

@@ -48,9 +48,13 @@ def test_option_that_a_sentence_names_exists(page: str, line: str) -> None:
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options
 
 
+@pytest.fixture(scope="module")
+def schema() -> dict:
+    return json.loads(CliRunner().invoke(flag, ["schema"]).output)
+
+
 @pytest.mark.parametrize(("page", "key"), KEYS)
-def test_key_that_a_sentence_names_exists(page: str, key: str) -> None:
-    schema = json.loads(CliRunner().invoke(flag, ["schema"]).output)
+def test_key_that_a_sentence_names_exists(schema: dict, page: str, key: str) -> None:
     assert any(_has(schema, kind, key.split(".")) for kind in schema["anyOf"])
 
 

@@ -40,7 +40,7 @@ def test_the_schema_of_the_examples_has_only_the_engines_of_this_repository(
     assert schema() == FILE.read_text("utf-8"), "run `python docs/site/spec_schema.py`"
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.skipif("knobs" not in SearchSpace.__annotations__, reason="engines do not bring their knobs yet")
 def test_the_training_engine_is_tuned(folder: Path) -> None:
     command = [sys.executable, "-c", "from flagcore.cli import main; main()", "tune", "train-acme.yaml", "--json"]

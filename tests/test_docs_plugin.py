@@ -18,7 +18,7 @@ from flagcore.plugins import WORKLOADS, names
 pytestmark = pytest.mark.long
 
 PAGE = (Path(__file__).parent.parent / "docs" / "write-a-plugin.md").read_text("utf-8")
-pytestmark = [pytest.mark.long, pytest.mark.process]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 STEP = re.compile(
     r"\*\*`(?P<file>[^`]+)`\*\*(?P<end> \(at its end\))?\n\n```\w+\n(?P<text>.*?)```|```bash\n(?P<run>.*?)```", re.S

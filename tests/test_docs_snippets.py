@@ -30,7 +30,7 @@ from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 from tests.small import ENGINES
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": "", "docs/write-an-engine.md": ""}
 """Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""

@@ -33,6 +33,8 @@ from flagcore.strategies import learned, predicted
 from tests import small
 from tests.test_loop import SPACE, Ended
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 Answer = float | int | BaseException | None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +60,21 @@ class Player:
         return Ended(Exit(code=0, ended_by=None, duration_s=10.0 + 3 * step))
 
 
+class OnTwoHosts(Player):
+    """Plays launches on one of two hosts: the second one once the first was lost."""
+
+    lost = False
+
+    def at_hand(self) -> bool:
+        return False
+
+    def find_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        return tuple(hosts[1:] if self.lost else hosts[:count])
+
+
 def batch_of(launch: Launch) -> int:
     return int(launch.argv[launch.argv.index("--global-batch-size") + 1])
 
@@ -67,6 +82,7 @@ def batch_of(launch: Launch) -> int:
 class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.player, self.events = folder, Player(), list[Event]()
+        self.cluster = ClusterSpec()
         self.used_gib: Callable[[], float] = lambda: 0.0
 
     def plugin(self) -> SimpleNamespace:
@@ -97,7 +113,7 @@ class Bench:
     def tune(self, batch: int = 512, **control: Any) -> Plan:
         limits = Control(train_iters=3, **control)
         task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=batch)
-        spec: Spec = replace(task.spec, cluster=ClusterSpec())
+        spec: Spec = replace(task.spec, cluster=self.cluster, launcher=self.player.name)
         return tune(
             spec,
             Dependencies(
@@ -114,7 +130,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(wait, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("flagcore.loop.SETTLE_SECONDS", 0.02)
+    monkeypatch.setattr("flagcore.attempt.SETTLE_SECONDS", 0.02)
     return Bench(tmp_path)
 
 
@@ -135,8 +151,8 @@ def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
     assert plan.best is not None
     assert plan.best.measurement is not None
     assert plan.baseline is not None
-    assert plan.best.is_whole
-    assert plan.baseline.is_whole
+    assert plan.best.is_final
+    assert plan.baseline.is_final
     assert plan.best.role is Role.REPEAT
     assert len(plan.gains) == 1
 
@@ -153,7 +169,7 @@ def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
             assert measured.high_s is not None
             assert measured.low_s * 0.99 <= truth.step_time_s <= measured.high_s * 1.01
     assert plan.best is not None
-    assert plan.best.is_whole
+    assert plan.best.is_final
     assert [trial.candidate for trial in plan.repeats].count(plan.best.candidate) == 1
 
 
@@ -260,3 +276,20 @@ def test_out_of_memory_alone_still_removes_others(bench: Bench) -> None:
     plan = bench.tune(repeats=0, max_trials=4)
     assert TrialState.OUT_OF_MEMORY in {trial.state for trial in plan.trials}
     assert not any(trial.inconclusive for trial in plan.trials)
+
+
+def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> None:
+    bench.player = player = OnTwoHosts()
+    bench.cluster = ClusterSpec(hosts=("a", "b"), spares=1)
+
+    def ends(number: int) -> Exit | None:
+        if number != 2:
+            return None
+        player.lost = True
+        return Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone")
+
+    player.ends = ends
+    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert [launch.hosts for launch in player.launches] == [("a",), ("a",), ("b",), ("b",)]
+    assert [event.trial.reason for event in bench.events if event.trial.inconclusive] == ["host a: gone"]
+    assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3

@@ -171,6 +171,7 @@ def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_any_optuna_storage_holds_the_trials(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
     kept = run(store(tmp_path, url=url))

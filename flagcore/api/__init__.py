@@ -13,6 +13,7 @@ from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
 from flagcore.api.reporting.report import REPORT, report
 from flagcore.api.tuning.export import Outcome, run_best
+from flagcore.api.tuning.manifest import manifest
 from flagcore.api.tuning.tune import tune
 from flagcore.testing.runner import Checked, check_plugins
 from flagcore.testing.scaffold import new_plugin
@@ -45,6 +46,7 @@ __all__ = [
     "forget",
     "import_history",
     "load_run",
+    "manifest",
     "new_plugin",
     "plugin_table",
     "probe",

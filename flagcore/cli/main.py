@@ -32,6 +32,7 @@ COMMANDS = {
     "estimate": "flagcore.cli.estimate",
     "explain": "flagcore.cli.compare",
     "import": "flagcore.cli.import_",
+    "manifest": "flagcore.cli.manifest",
     "plugins": "flagcore.cli.plugins",
     "probe": "flagcore.cli.probe",
     "report": "flagcore.cli.tune",

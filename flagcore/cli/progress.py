@@ -40,7 +40,13 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def _lines(event: Event) -> list[str]:
-    return [*([search_time_text(event.search_time)] if event.search_time else []), line(event)]
+    return [*_general(event), line(event)]
+
+
+def _general(event: Event) -> list[str]:
+    """Return the lines of an event that are not about its trial."""
+    notes = [_(event.note)] if event.note else []
+    return [search_time_text(event.search_time), *notes] if event.search_time else notes
 
 
 def line(event: Event) -> str:
@@ -125,13 +131,17 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(_("detecting hardware"), total=None, ends=None)
 
+        running: set[int] = set()
+
         def draw(event: Event) -> None:
-            lines = [search_time_text(event.search_time)] if event.search_time else []
+            lines = _general(event)
             lines += [line(event)] if event.kind != "trial_started" else []
             for each in [*lines, *(_details(event) if verbose else [])]:
                 console.print(each, highlight=False, markup=False)
-            running = event.kind == "trial_started"
-            suffix = " | " + _("trial {number} running", number=event.trial.number) if running else ""
+            change = running.discard if event.kind == "trial_finished" else running.add
+            change(event.trial.number)
+            numbers = ", ".join(map(str, sorted(running)))
+            suffix = " | " + _("trial {number} running", number=numbers) if running else ""
             bar.update(
                 task,
                 total=event.trials_planned,

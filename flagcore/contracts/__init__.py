@@ -11,7 +11,7 @@ from flagcore.contracts.chip import (
     use_of,
 )
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
-from flagcore.contracts.platform import Costs, FindsHosts, Launcher, Platform, Plugins, Running
+from flagcore.contracts.platform import Costs, KeepsProcesses, Launcher, OnHosts, Platform, Plugins, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
@@ -52,7 +52,6 @@ __all__ = [
     "Costs",
     "EndsEarly",
     "Event",
-    "FindsHosts",
     "History",
     "HistoryReader",
     "HistoryRow",
@@ -62,11 +61,13 @@ __all__ = [
     "Installed",
     "InstalledVersion",
     "JobRecords",
+    "KeepsProcesses",
     "KernelCosts",
     "KeyWarnings",
     "Launcher",
     "MemoryModel",
     "OnEvent",
+    "OnHosts",
     "OwnCommand",
     "Packaged",
     "Pipelined",

@@ -78,7 +78,7 @@ class KernelCosts(Protocol):
     def run_slowdown(self) -> float:
         """Return the slowdown of kernels in a run on many devices against these times: 1 if they are of such runs.
 
-        Kernels measured alone take longer there: power and clocks of all devices, waits that no part names.
+        Kernels measured alone take longer there: power and clocks of all devices, waits not attributed to any part.
         """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -48,7 +48,8 @@ class Platform:
     """The answers of plugins about one task, collected once in discover.
 
     `knobs` are all that plugins have for the chip, in the spec or not. `conflicts` are variables that the user sets
-    differently from plugins. `read_devices` are the devices of `telemetry`.
+    differently from plugins. `read_devices` are the devices of `telemetry`. `cores` are the CPU cores on which its
+    trials run, all if empty.
     """
 
     task: Task
@@ -63,6 +64,22 @@ class Platform:
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
     read_devices: tuple[Device, ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @property
+    def selected_devices(self) -> tuple[str, ...] | None:
+        """The names of the devices that the spec's `envs` select, in order; None: they do not."""
+        names = self.task.spec.envs.get(self.support.visible_devices or "")
+        return None if names is None else tuple(name.strip() for name in names.split(","))
+
+    def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
+        """Return the platform of a trial on these hosts."""
+        spec = self.task.spec
+        task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
+        pairs = list(zip(self.read_devices, self.telemetry, strict=True))
+        mine = [pair for host in hosts for pair in pairs if pair[0].host == host]
+        devices, readers = tuple(device for device, _ in mine), tuple(reader for _, reader in mine)
+        return replace(self, task=task, read_devices=devices, telemetry=readers)
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and the changes of plugins."""
@@ -134,11 +151,30 @@ class Launcher(Protocol):
 
 
 @runtime_checkable
-class FindsHosts(Protocol):
-    """A launcher that can find its hosts. Optional."""
+class KeepsProcesses(Protocol):
+    """A launcher that keeps processes from one launch to the next. Optional."""
 
-    def find_hosts(self) -> tuple[str, ...]:
+    def close(self) -> None:
+        """End them."""
+
+
+@runtime_checkable
+class OnHosts(Protocol):
+    """A launcher that starts trials on other hosts. Optional."""
+
+    def at_hand(self) -> bool:
+        """Return whether flagcore runs in an allocation of several hosts, which `find_hosts` returns. Takes no time."""
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        """Return `count` of `hosts` for the next trial: the first ones, except that others replace those that failed.
+
+        Raises FlagError if too few are left.
+        """
+
+    def find_hosts(self, nodes: int) -> tuple[str, ...]:
         """Return the hosts on which it starts trials, without those being named; none if there are none.
+
+        `nodes` is how many the spec asks for; 1 if it does not say.
 
         Raises FlagError if they cannot be listed.
         """

@@ -22,6 +22,7 @@ class SearchContext:
     `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
     candidate, in order; `probes` were probed where trials run. `features` gives what errors of predictions may depend
     on for some rows, and `past` is what trials of other runs were measured at. `seconds_left` is None without a limit.
+    `pending` are trials that run now: their candidates are not open, and a strategy should choose what adds to them.
     """
 
     task: Task
@@ -33,6 +34,7 @@ class SearchContext:
     past: Past
     seconds_left: float | None = None
     probes: Sequence[Trial] = ()
+    pending: Sequence[Trial] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Event:
 
     `kind` is trial_started, trial_waits (others use its devices; its `reason` names them) or trial_finished;
     `seconds_left` estimates the rest of the run, repeats included. `objective` is that of the run, `knobs` are those of
-    its task. `search_time`, only of the first event, is how long all trials may take.
+    its task. `search_time`, only of the first event, is how long all trials may take. `note` is a line for the user.
     """
 
     kind: str
@@ -90,6 +92,7 @@ class Event:
     objective: str = ""
     knobs: Knobs = field(default_factory=dict)
     search_time: SearchTime | None = None
+    note: str = ""
 
 
 OnEvent: TypeAlias = Callable[[Event], None]

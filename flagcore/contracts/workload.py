@@ -174,7 +174,7 @@ class OwnCommand(Protocol):
     """Optional: trials run a command of the user's with some other arguments."""
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        """Return what a trial changes of the command and leaves out, as lines; the candidate's knobs apart."""
+        """Return what a trial changes in the command or leaves out, as lines, without the candidate's knobs."""
 
 
 @runtime_checkable

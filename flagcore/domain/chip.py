@@ -114,13 +114,19 @@ class Chip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator of this machine. `memory_bytes` is what the driver reports."""
+    """One accelerator: of this machine, or of `host`. `memory_bytes` is what the driver reports."""
 
     index: int
     chip: str
     memory_bytes: int | None = None
     driver: str = ""
     uuid: str = ""
+    host: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"device {self.index}" + (f" of {self.host}" if self.host else "")
 
 
 def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:

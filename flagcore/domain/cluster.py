@@ -57,7 +57,6 @@ class NodeGroup:
     nodes: int
     devices_per_node: int
     memory_bytes: int | None = None
-    hosts: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:

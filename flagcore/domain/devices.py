@@ -40,17 +40,22 @@ SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_b
 
 
 def slow_devices(
-    devices: Sequence[Mapping[str, float]], devices_per_node: int, slower: float = SLOW_RATIO
+    devices: Sequence[Mapping[str, float]],
+    devices_per_node: int,
+    slower: float = SLOW_RATIO,
+    hosts: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Return a line for each slow or throttled device. `devices` have figures by name, and `device`, their number over
-    all nodes."""
+    all nodes; `hosts` are the names of the nodes, if known."""
     lines = []
     for name, worse in ((SPEED_TEST, partial(_slower, slower)), (CLOCK, _lower)):
         known = [(int(each["device"]), float(each[name])) for each in devices if each.get(name, 0.0) > 0.0]
         for place, (number, figure) in enumerate(known):
             others = [other for at, (_, other) in enumerate(known) if at != place]
             if others and (text := worse(figure, median(others))):
-                lines.append(f"device {number % devices_per_node} of node {number // devices_per_node} {text}")
+                node = number // devices_per_node
+                where = hosts[node] if node < len(hosts) else f"node {node}"
+                lines.append(f"device {number % devices_per_node} of {where} {text}")
     return tuple(lines)
 
 

@@ -143,7 +143,7 @@ def _scale_time(found: Predictions, part: str, factor: Factor) -> Predictions:
 
 
 def _scale_figure(name: str, values: FloatArray, factor: Factor) -> FloatArray:
-    """Return a figure of a server whose iterations all take `factor` as long."""
+    """Return a figure of a server whose iterations all take `factor` times as long."""
     if name in RATES:
         return values / factor.value
     return values * factor.value if name.partition(".")[0] in LATENCIES else values

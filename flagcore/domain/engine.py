@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.chip import Support
+from flagcore.domain.chip import Source, Support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,15 @@ class Forced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesResource:
+    """The name under which a vendor's device plugin for Kubernetes offers devices, and what it counts."""
+
+    name: str
+    source: Source
+    counts: Literal["devices", "cards"] = "devices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSupport:
     """A plugin's answer about one engine on one of its chips.
 
@@ -47,7 +57,7 @@ class EngineSupport:
     Without a device type and a backend, candidates are predicted but not run. `visible_devices` is the environment
     variable with the comma-separated numbers of the devices that a process may use; None if there is none.
     `implementation` is what production runs on the chip, in the engine's words, and plans assume; empty: no source says
-    it. `notes` are sentences for the user.
+    it. `kubernetes` is what a pod asks for; None if no source says it. `notes` are sentences for the user.
     """
 
     support: Support
@@ -58,6 +68,7 @@ class EngineSupport:
     shared_devices: bool = False
     visible_devices: str | None = None
     implementation: str = ""
+    kubernetes: KubernetesResource | None = None
     refused: tuple[Refused, ...] = ()
     forced: tuple[Forced, ...] = ()
     notes: tuple[str, ...] = ()

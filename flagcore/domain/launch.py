@@ -24,7 +24,8 @@ class Launch:
     replaced by its MASTER_PORT. `own_script` is whether the user's own script is run, `leaves_out` what else a script
     runs of which this is only what it starts; None without one. `missing` says what the user must add before it can be
     started for real, empty for nothing. `hosts` are those on which it is started, each with its own `{node_rank}`; none
-    for this machine.
+    for this machine. `warm` is whether the program, `python -m PACKAGE ...`, may be forked from a process that has
+    imported its modules (`flagcore.launchers.template`).
     """
 
     argv: tuple[str, ...]
@@ -40,6 +41,7 @@ class Launch:
     leaves_out: tuple[str, ...] | None = None
     missing: str = ""
     hosts: tuple[str, ...] = ()
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Exit:
     `ended_by` is None (the program itself), `timeout`, `memory`, `disk` (its folder exceeds the limit), `full_disk`
     (little space is left), `request`, `guard` if the guard process was killed, or `host` if a host was lost.
     `peak_memory_bytes` is the largest observed memory of all processes on a host. `detail` names the host that ended
-    it, and its problem.
+    it, and its problem. `warm` is whether it was forked from a process that had imported its modules.
     """
 
     code: int
@@ -57,6 +59,7 @@ class Exit:
     duration_s: float
     peak_memory_bytes: int | None = None
     detail: str = ""
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

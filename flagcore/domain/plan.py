@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from flagcore.domain.interference import Interference
 from flagcore.domain.knob import Knobs
-from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, drift, drifted, rivals, speed
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, cold_start, drift, drifted, rivals, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState
@@ -53,8 +54,10 @@ class Plan:
     `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
     trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
     significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
-    a repeat of it, and `drifted` is whether that is more than noise. `fidelity` is that of the trials; `probes` are of
-    a lower one, before the first run. `knobs` are those of the task.
+    a repeat of it, and `drifted` is whether that is more than noise. `cold_start` is that of a candidate from its warm
+    to its cold runs beyond the drift, and `cold_start_differs` is whether it is more than noise. `fidelity` is that of
+    the trials; `probes` are of a lower one, before the first run. `knobs` are those of the task. `interference` is that
+    of trials at once.
     """
 
     chip: str
@@ -71,11 +74,14 @@ class Plan:
     rivals: tuple[Trial, ...] = ()
     drift: float | None = None
     drifted: bool = False
+    cold_start: float | None = None
+    cold_start_differs: bool = False
     fidelity: str = RUN
     probes: tuple[Trial, ...] = ()
     fastest: Trial | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     knobs: Knobs = field(default_factory=dict)
+    interference: Interference | None = None
 
     @property
     def gain(self) -> float | None:
@@ -124,6 +130,7 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
 
 def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str, knobs: Knobs) -> Plan:
     """Return the plan of a task. Best and baseline are whole runs if there are any."""
+    cold = cold_start(search_state)
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -143,6 +150,8 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
         rivals=rivals(search_state),
         drift=drift(search_state),
         drifted=drifted(search_state),
+        cold_start=cold[0] if cold else None,
+        cold_start_differs=bool(cold and abs(cold[0]) > cold[1]),
         fidelity=task.spec.control.fidelity,
         probes=search_state.probes,
         fastest=search_state.fastest,
@@ -191,5 +200,5 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
     return tuple(
         speed(fast) / speed(before[0]) - 1
         for fast, before in rounds
-        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_whole and before[0].is_whole
+        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_final and before[0].is_final
     )

@@ -72,16 +72,17 @@ class SearchState:
         return tuple(trial for trial in self.repeats if trial.settles and trial.candidate == candidate)
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the measured runs of a candidate, repeats included; imported or shortened ones only without others."""
+        """Return the measured runs of a candidate, repeats included; imported ones, and those that are not final, only
+        without others."""
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
         measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
         own = tuple(trial for trial in measured if not trial.source) or measured
-        return tuple(trial for trial in own if trial.is_whole) or own
+        return tuple(trial for trial in own if trial.is_final) or own
 
     def shown(self, trial: Trial | None) -> Trial | None:
-        """Return the trial whose figures a report shows for a candidate: of a shortened `trial` its first whole run."""
-        return trial if trial is None or trial.is_whole else next(iter(self.runs_of(trial.candidate)), trial)
+        """Return the trial whose figures a report shows for a candidate: `trial`, or the first final run."""
+        return trial if trial is None or trial.is_final else next(iter(self.runs_of(trial.candidate)), trial)
 
     def speed_of(self, candidate: Candidate) -> float:
         """Return the median speed of a candidate's runs, 0 without any."""
@@ -164,11 +165,11 @@ def finalists(search_state: SearchState) -> tuple[Trial, ...]:
 def least_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
     """Return how often each finalist runs again at least: `control.repeats` times if there are several.
 
-    A finalist whose steps were shortened runs whole at least once.
+    A finalist whose steps were shortened, or that ran beside others, runs whole and alone at least once.
     """
     several = finalists(search_state)
     rounds = control.repeats if len(several) > 1 else 0
-    return {trial.candidate: rounds if trial.is_whole else max(rounds, 1) for trial in several}
+    return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in several}
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
@@ -203,17 +204,48 @@ def drifted(search_state: SearchState) -> bool:
     return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))
 
 
+def cold_repeat(search_state: SearchState) -> Candidate | None:
+    """Return the candidate whose next repeat starts cold, None for none: one repeat of a run, not of the baseline.
+
+    The first and the last run of the baseline start alike, so that they show the drift of the machine.
+    """
+    if any(trial.measurement and not trial.warm for trial in search_state.repeats):
+        return None
+    others = (trial.candidate for trial in finalists(search_state) if trial is not search_state.baseline)
+    return next(others, None)
+
+
+def cold_start(search_state: SearchState) -> tuple[float, float] | None:
+    """Return the relative speedup of a finalist from its warm to its cold runs beyond the drift, and the noise of that.
+
+    None without both.
+    """
+    known = search_state.baseline
+    of_baseline = search_state.runs_of(known.candidate) if known else ()
+    for trial in search_state.trials:
+        runs = search_state.runs_of(trial.candidate) if trial is not known else ()
+        warm, cold = ([each for each in runs if each.warm is kind] for kind in (True, False))
+        if warm and cold:
+            change = median(map(speed, cold)) / median(map(speed, warm))
+            uncertain = math.hypot(*map(noise, (warm, cold, of_baseline)))
+            return change / (1.0 + (drift(search_state) or 0.0)) - 1.0, uncertain
+    return None
+
+
 MAX_FAILED_AT_START = 5
 """If the first trials, so many, all ended in FAILED_STATES, the task is wrong and not the candidates."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
-def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> str | None:
-    """Return why the search stops, or None. Time is reserved for repeats and for one more trial."""
+def stop_reason(control: Control, search_state: SearchState, elapsed: float, pending: int = 0) -> str | None:
+    """Return why the search stops, or None. Time is reserved for repeats and for one more trial.
+
+    `pending` trials run now.
+    """
     trials = _completed_trials(search_state)
     if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
         return Message("the first {count} trials all failed", count=len(trials))
-    if len(trials) >= control.max_trials:
+    if len(trials) + pending >= control.max_trials:
         return Message("max_trials = {count} reached", count=control.max_trials)
     if control.max_time is None:
         return None
@@ -236,15 +268,17 @@ class SearchTime:
     at_most_s: float
 
 
-def seconds_left(control: Control, search_state: SearchState, candidates: int, elapsed: float) -> float | None:
+def seconds_left(
+    control: Control, search_state: SearchState, candidates: int, elapsed: float, at_once: int = 1
+) -> float | None:
     """Return an estimate of the rest of the run at the pace so far, with all repeats that may come.
 
-    None before the first trial.
+    `at_once` trials run at once. None before the first trial.
     """
     trials = _completed_trials(search_state)
     if not trials:
         return None
-    pace = sum(trial.duration_s for trial in trials) / len(trials)
+    pace = sum(trial.duration_s for trial in trials) / len(trials) / at_once
     left = pace * max(0, min(control.max_trials, candidates) - len(trials))
     left += repeats_seconds(control, search_state, at_most=True)
     return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))

@@ -15,6 +15,9 @@ from flagcore.domain.serving import ServeSpec
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
+HOSTFILE = "{hostfile}"
+"""In a command of the user: a file that lists the hosts of the trial."""
+
 LOCAL = "local"
 """The launcher that starts trials on this machine."""
 
@@ -27,7 +30,7 @@ SettingValue: TypeAlias = KnobValue | float
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """The requested hardware. None: the detected one. `groups` are node groups of different chips, in the
-    order of ranks, instead of all other fields.
+    order of ranks, instead of all other fields. Of `hosts`, the last `spares` replace others that fail.
     """
 
     chip: str = AUTO
@@ -35,6 +38,7 @@ class ClusterSpec:
     devices_per_node: int | None = None
     memory_bytes_per_device: int | None = None
     hosts: tuple[str, ...] = ()
+    spares: int = 0
     nic_bytes_per_second: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
 
@@ -70,9 +74,11 @@ class Control:
     `max_time_per_task` None: derived from the prediction of each trial; a task that an engine starts has it as a
     number. A step that is predicted to take more than `max_step_time` is shortened; None: never. `disk_limit` are the
     bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
-    devices that others use.
+    devices that others use. With `warm_start`, a trial may be forked from a process that has imported its modules. At
+    most `parallel_trials` run at once, each on devices of its own.
 
-    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run.
+    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run. The best will run
+    `planned_steps`; None if that is not known.
     """
 
     train_iters: int = 5
@@ -82,12 +88,15 @@ class Control:
     max_time: float | None = None
     disk_limit: int | None = None
     device_wait: float = 60.0
+    warm_start: bool = True
     max_trials: int = 20
+    parallel_trials: int | Literal["auto"] = 1
     repeats: int = 1
     run_best: bool = False
     use_experience: bool = True
     fidelity: str = "run"
     probes: int = 0
+    planned_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

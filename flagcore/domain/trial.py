@@ -39,10 +39,12 @@ class TrialState(Enum):
 class Role(Enum):
     """Why a trial ran: the user's own configuration, a candidate of the search, or a repeat of one at the end.
 
-    IMPORTED ran elsewhere, for another tool: it settles no candidate of the run.
+    INTERFERENCE runs a measured candidate again, beside others. IMPORTED ran elsewhere, for another tool. Neither
+    counts as a result of its candidate.
     """
 
     BASELINE = "baseline"
+    INTERFERENCE = "interference"
     SEARCH = "search"
     REPEAT = "repeat"
     IMPORTED = "imported"
@@ -139,7 +141,9 @@ class Trial:
     `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` is the reason and
     `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no further
     candidate was tried. `time_limit` and `shortened` are how it was run. Of an `inconclusive` trial others used the
-    devices: it proves nothing about any candidate, and its own may be tried again.
+    devices: it proves nothing about any candidate, and its own may be tried again. A `warm` one was forked from a
+    process that had imported its modules; others started as a new program. `group` is the number of its group of
+    devices if others ran beside it, None if it ran alone.
     """
 
     number: int
@@ -159,7 +163,9 @@ class Trial:
     search_ended: str | None = None
     time_limit: TimeLimit | None = None
     shortened: Shortened | None = None
+    group: int | None = None
     inconclusive: bool = False
+    warm: bool = False
 
     @property
     def notes(self) -> dict[str, object]:
@@ -173,9 +179,9 @@ class Trial:
         return self.state is not TrialState.INTERRUPTED and not self.inconclusive
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it measured whole steps, not shortened ones."""
-        return self.measurement is not None and self.measurement.scaled_from is None
+    def is_final(self) -> bool:
+        """Whether it was measured as the job will run: with whole steps, and alone."""
+        return self.measurement is not None and self.measurement.scaled_from is None and self.group is None
 
     def overhead_s(self, steps: int) -> float | None:
         """Return the seconds of a measured trial without its `steps` steps, mostly its start; None for other trials."""
@@ -194,6 +200,7 @@ NOTES: Mapping[str, Callable[[Any], Any]] = {
     "search_ended": str,
     "time_limit": lambda data: TimeLimit(**data),
     "shortened": lambda data: Shortened(**data),
+    "group": int,
 }
 """Fields that the search sets when a trial begins, and how they are read. `result.json` has them next to the
 prediction."""

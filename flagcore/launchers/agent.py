@@ -14,11 +14,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
 import select
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -133,11 +135,13 @@ class Agent:
         self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free, **machine})
         self.connected = True
         self.take(b"")
-        while self.connected and not (self.ended and not self.outgoing):
-            self.wait()
-            self.work()
-        if self.trial:
-            self.trial.stop()
+        try:
+            while self.connected and not (self.ended and not self.outgoing):
+                self.wait()
+                self.work()
+        finally:
+            if self.trial:
+                self.trial.stop()
 
     def wait(self) -> None:
         """Wait for input, for space in the channel, for the end of the trial, or for a short time."""
@@ -237,7 +241,7 @@ class Agent:
                 environment = {name: local(value) for name, value in order["environment"].items()}
                 self.trial = guarded.start(
                     [local(word) for word in order["argv"]], environment, local(order["directory"]), self.folder,
-                    guarded.Limits(*order["limits"]), stdout, stderr,
+                    guarded.Limits(*order["limits"]), functools.partial(guarded.spawn_guard, stdout, stderr),
                 )  # fmt: skip
             self.send(started=self.trial.pid)
         except (OSError, ValueError) as error:
@@ -246,7 +250,12 @@ class Agent:
 
 
 def main(home: str, received: bytes, silence: float) -> None:
-    """Run the agent in a private folder, which is removed at the end."""
+    """Run the agent in a private folder, which is removed at the end.
+
+    SIGTERM is the warning of a scheduler that takes the host away: to flagcore the host is lost, whatever the program
+    does on the signal.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     agent = Agent(home, received, silence)
     os.mkdir(agent.folder)
     try:

@@ -20,7 +20,7 @@ from typing import Any
 from flagcore.launchers import agent
 
 SILENCE_SECONDS = 12.0
-"""A host that sends nothing for so long is lost; an agent that receives nothing for so long ends its trial."""
+"""A host that sends nothing for so long after its hello is lost; an agent that receives nothing ends its trial."""
 MAX_LINE_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 16
 """What a login shell may print before the agent."""
@@ -112,7 +112,7 @@ class Connection:
         if now - self.last_beat > agent.BEAT_SECONDS:
             self.last_beat = now
             self.send()
-        if self.open and now - self.last_input > SILENCE_SECONDS:
+        if self.open and self.hello is not None and now - self.last_input > SILENCE_SECONDS:
             self.problem = f"no message for {SILENCE_SECONDS:.0f} s"
 
     def flush(self) -> None:

@@ -1,9 +1,10 @@
 """The guard: a small process between flagcore and one trial, so that no process of a trial is left over.
 
-`local.py` runs this file as a script; it imports only the standard library and starts in about 20 ms. The guard starts
-the trial in its own session, enforces its limits and reports how it ended. It is a child subreaper (prctl(2)): orphaned
-descendants become its children, so none can escape by opening a session, and none is left when `waitpid` reports no
-child. It ends the trial when the pipe from flagcore closes, however flagcore dies. Linux only.
+`guarded.py` runs this file as a script, `template.py` calls its `main` in a fork. It imports only the standard library
+and starts in about 20 ms. The guard starts the trial in its own session, enforces its limits and reports how it ended.
+It is a child subreaper (prctl(2)): orphaned descendants become its children, so none can escape by opening a session,
+and none is left when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, however flagcore
+dies. Linux only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 GRACE_SECONDS = 2.0
 """Seconds from SIGTERM to SIGKILL after a timeout or a request; otherwise SIGKILL is sent at once."""
@@ -32,6 +34,9 @@ PAUSE_PER_COST = 400
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NEVER = float("inf")
+
+Become = Callable[[list[bytes], dict[bytes, bytes]], None]
+"""Turns a process into a trial with these words and variables. It closes descriptors above 2 and does not return."""
 
 
 def write_json(path: str, record: object) -> None:
@@ -137,11 +142,12 @@ class Memory:
 
     The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but counts a shared page once per
     process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read now and then,
-    and whenever the limit seems exceeded, and what is counted twice is subtracted from the sum.
+    and whenever the limit seems exceeded, and what is counted twice is subtracted from the sum. `relatives` are other
+    processes that share pages with the tree: their parts of them are the tree's, too.
     """
 
-    def __init__(self) -> None:
-        self.peak = 0
+    def __init__(self, relatives: tuple[int, ...] = ()) -> None:
+        self.peak, self.relatives = 0, relatives
         self.shared = 0
         self.known: set[int] = set()
         self.pace, self.exact_pace = Throttle(1.0), Throttle(60.0)
@@ -157,7 +163,7 @@ class Memory:
         shared = self.shared if self.known <= pids else 0
         if total - shared > limit or self.exact_pace.due():
             started = time.process_time()
-            exact = total if len(pids) == 1 else sum(map(self._proportional, pids))
+            exact = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
             self.exact_pace.rest(started)
             self.shared, self.known = max(0, total - exact), pids.copy()
         known = sum(size for pid, size in resident.items() if pid in self.known)
@@ -211,7 +217,12 @@ class Disk:
         return total
 
 
-def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes) -> int:
+def execute(argv: list[bytes], environment: dict[bytes, bytes]) -> None:
+    """Replace this process with the program of a trial. Raises OSError."""
+    os.execvpe(argv[0], argv, environment)
+
+
+def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes, become: Become) -> int:
     """Start the trial's first process in its own session and return its id. Raises OSError with the reason."""
     guard, (read_end, write_end) = os.getpid(), os.pipe()
     pid = os.fork()
@@ -235,7 +246,7 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes) 
         task = b"cannot enter the directory " + directory
         os.chdir(directory)
         task = b"cannot run " + argv[0]
-        os.execvpe(argv[0], argv, environment)
+        become(argv, environment)
     except BaseException as error:
         reason = error.strerror if isinstance(error, OSError) else repr(error)
         os.write(write_end, task + b": " + os.fsencode(str(reason)))
@@ -244,7 +255,7 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes) 
 
 
 class Trial:
-    """A started trial, and when its processes get SIGTERM and SIGKILL."""
+    """A started trial, and when its processes get SIGTERM and SIGKILL. Without a time limit none is checked."""
 
     def __init__(self, first: int, folder: str, timeout: float, memory_limit: float, disk_limit: int) -> None:
         self.first, self.started_at = first, time.monotonic()
@@ -290,7 +301,7 @@ class Trial:
         if now >= self.term_at:
             self.term_at = NEVER
             self.tree.end(signal.SIGTERM)
-        elif self.kill_at == NEVER:
+        elif self.ends_at < NEVER:
             self._check_limits(now)
         return max(0.0, min(now + PERIOD_SECONDS, self.term_at, self.kill_at, self.ends_at) - now)
 
@@ -342,7 +353,7 @@ def signals_as_bytes() -> int:
     return read
 
 
-def begin(control: int) -> Trial | None:
+def begin(control: int, become: Become) -> Trial | None:
     """Read an order and start its trial; None if flagcore died before sending all of it. Raises OSError."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
         raise OSError("this system has no child subreaper (prctl), without which processes could be left behind")
@@ -353,22 +364,24 @@ def begin(control: int) -> Trial | None:
     if not order or len(order) < size:
         return None
     argv, environment, directory, folder, timeout, memory_limit, disk_limit = marshal.loads(order)
-    first = start(argv, environment, directory)
+    first = start(argv, environment, directory, become)
     return Trial(first, os.fsdecode(folder), timeout, memory_limit or NEVER, disk_limit)
 
 
-def main(control: int, report: int, parent: int) -> None:
+def main(control: int, report: int, parent: int, *, become: Become = execute) -> None:
     """Take an order from `control`, watch its trial, write two lines to `report`: how it started and how it ended."""
     for descriptor in (control, report):
         os.set_inheritable(descriptor, False)
     signals = signals_as_bytes()
     try:
-        trial = begin(control)
+        trial = begin(control, become)
         message: dict[str, object] = {"first": trial.first if trial else 0}
     except OSError as error:
         trial, message = None, {"problem": str(error)}
     write_line(report, message)
     if trial:
+        if become is not execute:
+            trial.memory = Memory(relatives=(os.getpid(), parent))
         watch(trial, control, signals, parent)
         with contextlib.suppress(OSError):
             write_json(os.path.join(trial.disk.folder, "exit.json"), trial.verdict())

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from flagcore.launchers import guard
 
@@ -33,13 +33,27 @@ class Limits(NamedTuple):
     disk_bytes: int
 
 
+class GuardProcess(Protocol):
+    """A process that runs the guard."""
+
+    def kill(self) -> object:
+        """Kill it."""
+
+    def wait(self) -> object:
+        """Wait until it has ended."""
+
+
+Spawn = Callable[[int, int], GuardProcess]
+"""Starts a guard with the read end of its control pipe and the write end of its report pipe. Raises OSError."""
+
+
 class Guarded:
     """A trial on this machine. `pid` is its first process, the leader of its session and process group.
 
     The verdict of a trial that ended has the fields of `flagcore.domain.launch.Exit`.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], control: int, report: int, folder: str, marker: str) -> None:
+    def __init__(self, process: GuardProcess, control: int, report: int, folder: str, marker: str) -> None:
         self.pid = 0
         self._guard, self._control, self._report = process, control, report
         self._folder, self._marker = folder, marker
@@ -80,6 +94,12 @@ class Guarded:
         for descriptor in (self._control, self._report):
             os.close(descriptor)
         self._guard.wait()
+
+    def order(self, text: bytes) -> None:
+        """Send the guard its order, unless it has died."""
+        with contextlib.suppress(BrokenPipeError):
+            while text:
+                text = text[os.write(self._control, text) :]
 
     def confirm_start(self, program: str) -> None:
         """Wait until the guard reports that the program runs. Raises OSError if it does not."""
@@ -137,14 +157,28 @@ def _marked(marker: str, session: int) -> list[int]:
     return found
 
 
+def spawn_guard(
+    stdout: BinaryIO | int, stderr: BinaryIO | int, control: int, report: int, *, stdin: int = subprocess.DEVNULL
+) -> GuardProcess:
+    """Start a guard as a program, whose stdout and stderr the trial inherits. It inherits only its two pipe ends."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, str(control), str(report), str(os.getpid())],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=(control, report),
+    )
+
+
 def start(
     argv: Sequence[str],
     environment: Mapping[str, str],
     directory: str,
     folder: str,
     limits: Limits,
-    stdout: BinaryIO | int,
-    stderr: BinaryIO | int,
+    spawn: Spawn,
 ) -> Guarded:
     """Start `argv` under a guard, in `directory`, and wait until it runs.
 
@@ -153,10 +187,11 @@ def start(
     """
     order = _encode_order(argv, environment, directory, folder, limits)
     try:
-        running = _start_guard(stdout, stderr, folder, environment[MARKER], order)
+        running = _connect(spawn, folder, environment[MARKER])
     except OSError as error:
         raise OSError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
     try:
+        running.order(order)
         running.confirm_start(argv[0])
     except BaseException:
         running.close()
@@ -191,33 +226,21 @@ def _encode(text: str, what: str) -> bytes:
     return encoded
 
 
-def _start_guard(stdout: BinaryIO | int, stderr: BinaryIO | int, folder: str, marker: str, order: bytes) -> Guarded:
-    """Start a guard, whose stdout and stderr the trial inherits, and send it the order. Raises OSError.
+def _connect(spawn: Spawn, folder: str, marker: str) -> Guarded:
+    """Start a guard with a pipe in each direction. Raises OSError.
 
-    It inherits only its own two pipe ends, and no other process inherits flagcore's: a pipe that another trial held
-    open would not close when flagcore dies.
+    No other process inherits flagcore's ends: a pipe that another trial held open would not close when flagcore dies.
     """
     pipes: list[int] = []
     try:
         for _ in range(2):
             pipes += os.pipe()
-        control, guard_reads, report, guard_writes = pipes[1], pipes[0], pipes[2], pipes[3]
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(guard_reads), str(guard_writes), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd="/",
-            start_new_session=True,
-            pass_fds=(guard_reads, guard_writes),
-        )
+        guard_reads, control, report, guard_writes = pipes
+        process = spawn(guard_reads, guard_writes)
     except BaseException:
         for descriptor in pipes:
             os.close(descriptor)
         raise
     os.close(guard_reads)
     os.close(guard_writes)
-    with contextlib.suppress(BrokenPipeError):
-        while order:
-            order = order[os.write(control, order) :]
     return Guarded(process, control, report, folder, marker)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import resource
 import secrets
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,9 +23,13 @@ from flagcore.launchers.local import prepare
 
 HOSTS = "hosts"
 """In a trial's folder: a folder of each host, with its files and logs."""
+MAX_LOSSES = 2
 LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
 CLOSE_SECONDS = 2.0
+PAUSE_SECONDS = 25e-6
+"""Per host, between two looks at the messages of a running trial: thousands of heartbeats are then read together."""
+OTHER_FILES = 64
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
 """Variables of this shell that a trial has on every host, because no login shell sets them there."""
 
@@ -32,16 +39,46 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named.
+    `find_hosts` returns the hosts that are there without being named, if `at_hand` is true several. `hold` takes hosts
+    for this process alone, if others may use them, waits until they are there, and returns their names; it raises
+    FlagError if it cannot. `fix` is what to do if there are no hosts.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
-    find_hosts: Callable[[], tuple[str, ...]] = tuple
+    find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
+    at_hand: Callable[[], bool] = lambda: False
+    hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    fix: str = "name them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
     """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
     lost: dict[str, str] = field(default_factory=dict)
     """The markers of trials in which hosts were lost, by host: processes may be left there."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """How often each host was lost."""
+    ended_at: float = -math.inf
+    """When the last trial ended, on the monotonic clock."""
+
+    def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
+        """Return `count` of `hosts`: the first ones, except that others replace those that were lost more often.
+
+        A host that was lost MAX_LOSSES times is left out if there are others to choose from. Raises LaunchError if too
+        few are left.
+        """
+        if len(hosts) <= count:
+            return tuple(hosts)
+        usable = [host for host in hosts if self.failures[host] < MAX_LOSSES]
+        if len(usable) < count:
+            lost = ", ".join(host for host in hosts if host not in usable)
+            raise LaunchError(f"only {len(usable)} of {count} hosts are left: {lost} cannot be used")
+        best = sorted(usable, key=lambda host: self.failures[host])[:count]
+        others = iter([host for host in best if host not in hosts[:count]])
+        return tuple(host if host in best else next(others) for host in hosts[:count])
+
+    @property
+    def no_hosts(self) -> str:
+        """The message if there are no hosts."""
+        return f"auto_tuner.launcher = {self.name}: no hosts; {self.fix}"
 
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
@@ -53,7 +90,7 @@ class HostsLauncher:
         cannot start the program.
         """
         if not launch.hosts:
-            raise LaunchError(f"auto_tuner.launcher = {self.name}: no hosts; name them in cluster.hostfile")
+            raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
         variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
@@ -93,9 +130,10 @@ class HostsRunning:
     """A trial on several hosts."""
 
     def __init__(self, launch: Launch, launcher: HostsLauncher) -> None:
-        self.launch, self.lost, self.started_at = launch, launcher.lost, time.monotonic()
+        self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
+        _allow_files(2 * len(launch.hosts))
         self.connections = [
             Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
         ]
@@ -105,13 +143,14 @@ class HostsRunning:
 
         What a lost trial left is ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
+        lost = self.launcher.lost
         self._until(lambda each: each.hello is not None, "does not answer")
         for each in self.connections:
-            if each.host in self.lost:
-                each.send(sweep=self.lost[each.host])
-        self._until(lambda each: each.host not in self.lost or each.left == 0, "still has processes of a lost trial")
+            if each.host in lost:
+                each.send(sweep=lost[each.host])
+        self._until(lambda each: each.host not in lost or each.left == 0, "still has processes of a lost trial")
         for each in self.connections:
-            self.lost.pop(each.host, None)
+            lost.pop(each.host, None)
         first = self.connections[0]
         assert first.hello is not None
         values = {"master_addr": first.host, "master_port": str(first.hello["port"])}
@@ -140,6 +179,7 @@ class HostsRunning:
     def wait(self, seconds: float) -> Exit | None:
         deadline = time.monotonic() + seconds
         while self._exit is None:
+            time.sleep(max(0.0, min(PAUSE_SECONDS * len(self.connections), deadline - time.monotonic())))
             self._step(max(0.0, min(1.0, deadline - time.monotonic())))
             if self._over():
                 self.end()
@@ -159,16 +199,25 @@ class HostsRunning:
         return failed or not any(each.open for each in self.connections)
 
     def end(self, *, asked: bool = False) -> None:
-        """End the trial on all hosts that still run it, and note how it ended."""
-        first = next((each for each in self.connections if each.problem), None)
-        first = first or next((each for each in self.connections if each.exit and _failed(each.exit)), None)
+        """End the trial on all hosts that still run it, and note how it ended.
+
+        A host that turns out to be lost is the reason, even if the program failed on another one before.
+        """
+        lost = next((each for each in self.connections if each.problem), None)
+        failed = next((each for each in self.connections if each.exit and _failed(each.exit)), None)
         deadline = time.monotonic() + STOP_SECONDS
         running = [each for each in self.connections if each.open and each.started]
         for each in running:
             each.send(stop=True)
         while any(each.open for each in running) and time.monotonic() < deadline:
             self._step(0.2)
-        self._exit = self._verdict(first, asked)
+        for each in running:
+            if each.open:
+                each.problem = "does not end its part of the trial"
+        lost = lost or next((each for each in running if each.problem), None)  # the cause of what failed elsewhere
+        if lost:
+            self.launcher.failures[lost.host] += 1
+        self._exit = self._verdict(lost or failed, asked)
         self.close()
         with contextlib.suppress(OSError):
             guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
@@ -179,7 +228,8 @@ class HostsRunning:
         peaks = [end["peak_memory_bytes"] for end in ends if end.get("peak_memory_bytes")]
         peak = max(peaks, default=None)
         if first is not None and first.problem:
-            detail = f"{first.host}: {first.problem}"
+            again = self.launcher.failures[first.host] == MAX_LOSSES
+            detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if again else "")
             return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
         end = (first.exit if first else None) or (ends[0] if ends else None)
         if end is None:
@@ -237,15 +287,28 @@ class HostsRunning:
         """Close all channels, on which the agents end what still runs. Hosts that did not confirm that are noted."""
         for each in self.connections:
             if each.exit is None and each.hello is not None:
-                self.lost[each.host] = self.launch.environment[MARKER]
+                self.launcher.lost[each.host] = self.launch.environment[MARKER]
             each.hang_up()
         deadline = time.monotonic() + CLOSE_SECONDS
         for each in self.connections:
             each.close(deadline - time.monotonic())
+        self.launcher.ended_at = time.monotonic()
 
 
 def _failed(ended: Mapping[str, object]) -> bool:
     return bool(ended["code"] or ended["ended_by"])
+
+
+def _allow_files(more: int) -> None:
+    """Raise this process's limit of open files if it is too low for `more`. Raises LaunchError if that is forbidden."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
+    if resource.RLIM_INFINITY != soft < needed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        except ValueError:
+            problem = f"the channels to the hosts need {needed} open files, and {hard} are allowed"
+            raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
 
 
 def _files(folder: str) -> dict[str, str]:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import BinaryIO
+from functools import partial
+from typing import Any, BinaryIO
 
 from flagcore.contracts import Launcher
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard, guarded
-from flagcore.launchers.guarded import MARKER, Guarded, Limits
+from flagcore.launchers.guarded import MARKER, Guarded, Limits, Spawn, spawn_guard
+from flagcore.launchers.template import NO_FOLDER, Template
+
+LOG = logging.getLogger("flagcore")
+OF_ONE_TRIAL = (MARKER, "MASTER_PORT")
+"""Variables that differ from trial to trial, and that no module reads when it is imported."""
 
 
 def free_port() -> int:
@@ -33,24 +41,40 @@ def free_port() -> int:
 class LocalRunning:
     """A trial on this machine. `pid` is its first process, the leader of its session and process group."""
 
-    def __init__(self, running: Guarded) -> None:
-        self._running, self.pid = running, running.pid
+    def __init__(self, running: Guarded, template: Template | None = None) -> None:
+        self._running, self._template, self.pid = running, template, running.pid
 
     def poll(self) -> Exit | None:
         return self.wait(0)
 
     def wait(self, seconds: float) -> Exit | None:
         verdict = self._running.wait(seconds)
-        return None if verdict is None else Exit(**verdict)
+        return None if verdict is None else self._exit(verdict)
 
     def stop(self) -> Exit:
-        return Exit(**self._running.stop())
+        return self._exit(self._running.stop())
+
+    def _exit(self, verdict: Mapping[str, Any]) -> Exit:
+        """Return how the trial ended. Unless that was well, or as requested, nothing else comes from its template."""
+        ended = Exit(**verdict, warm=self._template is not None)
+        if self._template and ended.ended_by != "request" and (ended.code or ended.ended_by):
+            self._template.close()
+        return ended
 
 
 class LocalLauncher:
-    """Starts trials on this machine, several at once if asked."""
+    """Starts trials on this machine, several at once if asked.
+
+    One whose program may be forked comes from a template if that is idle. The template is kept for trials with the same
+    program, environment, cores and control group, until one of them fails.
+    """
 
     name = "local"
+
+    def __init__(self) -> None:
+        self._template: Template | None = None
+        self._template_of: object = None
+        """What the template was started for; without a template, what has none."""
 
     def start(self, launch: Launch) -> LocalRunning:
         """Start `launch` in its own session.
@@ -73,13 +97,37 @@ class LocalLauncher:
             except OSError as error:
                 reason = error.strerror or error
                 raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-            return _start(launch, environment, directory, folder, stdout, stderr)
+            if template := self._template_for(launch, environment, directory):
+                with contextlib.suppress(LaunchError):
+                    spawn = partial(template.fork, stdout, stderr)
+                    return LocalRunning(_start(launch, environment, directory, folder, spawn), template)
+                template.close()
+            return LocalRunning(_start(launch, environment, directory, folder, partial(spawn_guard, stdout, stderr)))
+
+    def close(self) -> None:
+        """End the template, unless a trial runs."""
+        if self._template and not self._template.busy:
+            self._template.close()
+            self._template = self._template_of = None
+
+    def _template_for(self, launch: Launch, environment: Mapping[str, str], directory: str) -> Template | None:
+        """Return an idle template for `launch`; None if there can be none now."""
+        if not launch.warm or launch.argv[:2] != (sys.executable, "-m") or (self._template and self._template.busy):
+            return None
+        kept = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
+        cores, group = os.sched_getaffinity(0), guard.read_proc(os.getpid(), "cgroup")
+        wanted = (launch.argv[2], {**os.environ, **kept}, cores, group)
+        if wanted != self._template_of or (self._template and self._template.closed):
+            self.close()
+            self._template_of = wanted
+            try:
+                self._template = Template(launch.argv, kept, directory)
+            except OSError as problem:
+                LOG.info("trials start cold: %s", problem)
+        return self._template
 
 
 LAUNCHER: Launcher = LocalLauncher()
-
-NO_FOLDER = "/dev/null/none"
-"""A folder that cannot exist: nothing is written, and no disk limit applies."""
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
@@ -89,7 +137,8 @@ def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
     """
     free = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: secrets.token_hex(8), **launch.environment}
-    return _start(free, environment, os.path.abspath(launch.directory or launch.folder), NO_FOLDER, stdout, stderr)
+    directory = os.path.abspath(launch.directory or launch.folder)
+    return LocalRunning(_start(free, environment, directory, NO_FOLDER, partial(spawn_guard, stdout, stderr)))
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
@@ -118,19 +167,14 @@ def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directo
         "disk_limit_bytes": launch.disk_limit_bytes,
         "started_at": datetime.now(timezone.utc).isoformat(),
     }
+    if launch.hosts:
+        record["hosts"] = list(launch.hosts)
     guard.write_json(os.path.join(folder, "launch.json"), record)
 
 
-def _start(
-    launch: Launch,
-    environment: Mapping[str, str],
-    directory: str,
-    folder: str,
-    stdout: BinaryIO | int,
-    stderr: BinaryIO | int,
-) -> LocalRunning:
+def _start(launch: Launch, environment: Mapping[str, str], directory: str, folder: str, spawn: Spawn) -> Guarded:
     limits = Limits(launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
     try:
-        return LocalRunning(guarded.start(launch.argv, environment, directory, folder, limits, stdout, stderr))
+        return guarded.start(launch.argv, environment, directory, folder, limits, spawn)
     except OSError as error:
         raise LaunchError(str(error)) from error

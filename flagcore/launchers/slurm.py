@@ -20,12 +20,12 @@ def channel(host: str) -> list[str]:
     return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
 
 
-def find_hosts() -> tuple[str, ...]:
+def find_hosts(nodes: int) -> tuple[str, ...]:
     """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
         return ()
-    command = ["scontrol", "show", "hostnames", nodes]
+    command = ["scontrol", "show", "hostnames", listed]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -33,4 +33,16 @@ def find_hosts() -> tuple[str, ...]:
     return tuple(found.stdout.split())
 
 
-LAUNCHER: Launcher = HostsLauncher(name="slurm", channel=channel, find_hosts=find_hosts)
+def at_hand() -> bool:
+    """Return whether flagcore runs in an allocation of several hosts."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
+
+
+LAUNCHER: Launcher = HostsLauncher(
+    name="slurm",
+    channel=channel,
+    find_hosts=find_hosts,
+    at_hand=at_hand,
+    fix="start `flag tune` with salloc or sbatch",
+)

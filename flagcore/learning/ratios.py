@@ -66,16 +66,17 @@ class _Fit:
     likely: float
 
     @classmethod
-    def of(cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0) -> _Fit:
-        """Fit `measured` about 0, with variances `noise`. `wide` is the prior scale.
+    def of(
+        cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0, least: float = 0.0
+    ) -> _Fit:
+        """Fit `measured` about 0, with variances `noise`. `wide` is the prior scale, `least` the least posterior one.
 
-        The scale is unknown, with a prior worth TRUST measurements (a Student distribution). The posterior scale is
-        never below the prior's.
+        The scale is unknown, with a prior worth TRUST measurements (a Student distribution).
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
         weights = scipy.linalg.cho_solve((root, True), measured)
         surprise, count = float(measured @ weights), len(measured)
-        wider = max(1.0, (TRUST * wide + surprise) / (TRUST + count))
+        wider = max(least, (TRUST * wide + surprise) / (TRUST + count))
         scaled = count * np.log(wide) + (TRUST + count) * np.log1p(surprise / (TRUST * wide))
         likely = -np.log(np.diag(root)).sum() - 0.5 * scaled
         return cls(root, weights, wider, float(likely))
@@ -194,14 +195,17 @@ def _task_priors(scales: Scales, past: Points, measured: FloatArray, noise: Floa
 def _processes(
     scales: Scales, task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return the processes of all task priors and errors, weighted by their likelihood."""
+    """Return the processes of all task priors and errors, weighted by their likelihood.
+
+    Earlier runs may have narrowed the scale; the few trials of a task only widen it.
+    """
     prior, found, likely = covariance(scales, own, own), [], []
     for task_prior in task_priors:
         middle, root = task_prior.about(own)
         left = prior - root.T @ root
         for times, rough in zip(ROUGHER, task_prior.rough, strict=True):
-            row = times * scales.row
-            fit = _Fit.of(left, noise**2 + row**2, measured - middle, task_prior.fit.wider if task_prior.fit else 1.0)
+            row, wide = times * scales.row, task_prior.fit.wider if task_prior.fit else 1.0
+            fit = _Fit.of(left, noise**2 + row**2, measured - middle, wide, least=wide)
             found.append((task_prior, fit, row))
             likely.append(np.log(task_prior.chance) + rough + fit.likely)
     chances = np.exp(np.array(likely) - scipy.special.logsumexp(likely))

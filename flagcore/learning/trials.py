@@ -20,7 +20,7 @@ LEAST_NOISE = 0.01
 """Minimum relative noise of a step time."""
 
 PARTIAL_NOISE = 0.05
-"""Noise of a trial that was stopped early."""
+"""Minimum noise of a trial that was stopped early: its first steps say less about the others."""
 
 PROBE_NOISE = 0.05
 """Noise of a probe: its communication is modelled, and no other rank runs."""
@@ -46,8 +46,9 @@ def observed_times(context: SearchContext) -> Observed:
     predicted = unit_where_unknown(context)[rows]
     measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
     probes = {probe.number for probe in context.probes}
+    usual = median([_spread(trial.measurement) for trial, _ in found if trial.state is TrialState.MEASURED] or [0.0])
     least = [PROBE_NOISE if trial.number in probes else LEAST_NOISE for trial, _ in found]
-    noise = np.array([max(few, _noise(trial.measurement)) for few, (trial, _) in zip(least, found, strict=True)])
+    noise = np.array([max(few, _noise(trial.measurement, usual)) for few, (trial, _) in zip(least, found, strict=True)])
     known = _observed(context, rows, np.log(measured) - np.log(predicted), noise)
     return Observed.join((known, _bounds_of_time(context, known)))
 
@@ -69,6 +70,18 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     slow = bound < expected + MAX_EXCESS
     ratio = np.maximum(expected, bound)[slow]
     return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
+
+
+def believed_times(context: SearchContext, known: Observed) -> Observed:
+    """Return what the pending trials are expected to measure after what is `known`, as if they had measured it.
+
+    So several trials are chosen one after the other ("kriging believer"; Ginsbourger et al. 2010).
+    """
+    rows = np.array([context.space.find(trial.candidate) for trial in context.pending], dtype=np.int64)
+    if not rows.size:
+        return Observed.empty()
+    ratio = _expected(context, context.past.time, known, rows, TIME)
+    return _observed(context, rows, ratio, np.full(rows.size, LEAST_NOISE))
 
 
 def overhead_seconds(context: SearchContext) -> float:
@@ -148,10 +161,19 @@ def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: 
     return Observed(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
 
 
-def _noise(measured: Measurement | None) -> float:
+def _spread(measured: Measurement | None) -> float:
+    """Return the spread of a trial's steps as a share of their median."""
+    return measured.spread_s / measured.step_time_s if measured else 0.0
+
+
+def _noise(measured: Measurement | None, usual: float) -> float:
+    """Return the noise of a trial's step time.
+
+    `usual` is the median spread of all trials of the run: few steps give a poor estimate of their own.
+    """
     if measured is None:
         return LEAST_NOISE
-    spread = measured.spread_s / measured.step_time_s / math.sqrt(max(len(measured.step_times_s), 1))
+    spread = max(_spread(measured), usual) / math.sqrt(max(len(measured.step_times_s), 1))
     return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread, measured.interval)
 
 

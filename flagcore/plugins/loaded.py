@@ -61,6 +61,7 @@ class LoadedPlugins:
         self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.name))
         self._failures = dict.fromkeys(failures)
         self._devices: tuple[Device, ...] | None = None
+        self._telemetry: Callable[[Device], Telemetry | None] | None = None
         self._undetected: dict[str, str] = {}
         self._catalogue: dict[str, tuple[Chip, str]] | None = None
         self._chips: list[Chip] = []
@@ -98,9 +99,9 @@ class LoadedPlugins:
             self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
         return self._devices
 
-    def use_devices(self, devices: tuple[Device, ...]) -> None:
-        """Take these devices, which are on other hosts, for those that plugins found."""
-        self._devices = devices
+    def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
+        """Take these devices, which are on other hosts, for those that plugins found, and read them by `telemetry`."""
+        self._devices, self._telemetry = devices, telemetry
 
     def undetected(self) -> Mapping[str, str]:
         """Return, by plugin, why it found no device though something of it is here: its warnings, or its failure."""
@@ -215,6 +216,8 @@ class LoadedPlugins:
         return tuple(pattern for patterns in found for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
+        if self._telemetry:
+            return self._telemetry(device)
         chip = self.find_chip(device.chip)
         return self._first([chip] if chip else [], "flagcore_telemetry", validation.telemetry, device=device)
 

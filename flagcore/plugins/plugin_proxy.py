@@ -34,7 +34,7 @@ def wrap_objects(plugin: str, hook: str, answer: T) -> T:
 
 
 def plugin_name(answer: object) -> str:
-    """Return the name of the plugin that answered with an object, empty if it is not a plugin's."""
+    """Return the name of the plugin that answered with an object, or an empty string."""
     return answer._owner if isinstance(answer, PluginProxy) else ""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from flagcore.domain.interference import Interference
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
@@ -37,9 +39,12 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "noise": {
             "drift": plan.drift,
             "drifted": plan.drifted,
+            "cold_start": plan.cold_start,
+            "cold_start_differs": plan.cold_start_differs,
             "not_told_apart": [each.number for each in plan.rivals],
             "medians": [{"trial": number, plan.objective: figure} for number, figure in medians(plan).items()],
         },
+        "side_by_side": _side_by_side(plan.interference) if plan.interference else None,
         "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
@@ -51,6 +56,11 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _side_by_side(found: Interference) -> dict[str, Any]:
+    """Return whether trials ran side by side, and how much longer one took then, as a share of its time alone."""
+    return {**asdict(found), "quiet": found.quiet, "text": found.text, "message": found.text.record}
 
 
 def _front(plan: Plan) -> list[Mapping[str, Any]]:
@@ -75,7 +85,7 @@ def slow_devices(plan: Plan) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):
         for line in each.measurement.slow if each.measurement else ():
-            found.setdefault(" ".join(line.split()[:5]), []).append(each.number)
+            found.setdefault(re.split(" (?:takes|runs) ", line)[0], []).append(each.number)
     return found
 
 
@@ -88,7 +98,7 @@ def medians(plan: Plan) -> dict[int, float]:
 def trial(each: Trial) -> dict[str, Any]:
     """Return one trial as plain data."""
     notes = each.notes
-    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened")}
+    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened", "group")}
     return {
         "number": each.number,
         "role": each.role.value,
@@ -97,6 +107,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "reason": each.reason,
         "fidelity": each.fidelity,
         "inconclusive": each.inconclusive,
+        "warm": each.warm,
         **how,
         "predicted": {**each.predicted, **notes},
         "measured": _measured(each.measurement) if each.measurement else None,

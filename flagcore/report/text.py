@@ -65,6 +65,17 @@ def drift_text(noise: Mapping[str, Any]) -> str:
     )
 
 
+def cold_start_text(noise: Mapping[str, Any]) -> str:
+    """Return a warning that a cold trial ran faster or slower than warm ones (`noise` of a result), or nothing."""
+    if not noise.get("cold_start_differs"):
+        return ""
+    return _(
+        "the speed of a candidate changed by {change:+.1%} when it started cold, more than noise: set "
+        "auto_tuner.control.warm_start: false, and tune again with --new",
+        change=noise["cold_start"],
+    )
+
+
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
     """Return a note on repeats without a measurement, which the funnel does not count; none without any."""
     states = [_("trial {number} {state}", number=number, state=state_name(state)) for number, state in lost.items()]

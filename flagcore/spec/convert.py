@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
@@ -167,19 +167,31 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
     return TrainSpec(**given, command=tuple(train.command), directory=str(directory))
 
 
-def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
+def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path) -> ClusterSpec:
+    if not isinstance(cluster, ClusterSection):
+        return ClusterSpec()
     if cluster.groups is not None:
         return _groups(cluster, cluster.groups, file)
     if cluster.hostfile is None:
-        return _nodes(cluster, ("cluster",), file)
+        return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
-    counted = {"nodes": len(hosts)} | ({"devices_per_node": slots} if slots else {})
+    most = without_spares(hosts, cluster.spares, file)
+    nodes = min(cluster.nodes, most) if "nodes" in cluster.model_fields_set else most
+    counted = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
     for key, number in counted.items():
         value = getattr(cluster, key)
         if key in cluster.model_fields_set and value not in (number, AUTO):
             problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
             raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
-    return replace(_nodes(cluster.model_copy(update=counted), ("cluster",), file), hosts=hosts)
+    return replace(_nodes(cluster.model_copy(update=counted), ("cluster",), file), hosts=hosts, spares=cluster.spares)
+
+
+def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
+    """Return the number of hosts that are no spares. Raises SpecError if all are."""
+    if spares >= len(hosts):
+        problem, fix = _("must be below the number of hosts"), _("use at most {number}", number=max(0, len(hosts) - 1))
+        raise spec_error("cluster.spares", problem, value=spares, fix=fix, file=file)
+    return len(hosts) - spares
 
 
 def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:

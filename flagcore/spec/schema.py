@@ -20,6 +20,7 @@ MAX_DEVICES = 1_000_000
 MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
 
 Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+NoDevices = Annotated[int, Field(ge=0, le=MAX_DEVICES)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 NoLayers = Annotated[int, Field(ge=0, le=10_000)]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -30,6 +31,7 @@ Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 Wait = Annotated[float, Field(ge=0, le=86_400)]
 Steps = Annotated[int, Field(ge=2, le=1_000_000)]
 NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
+PlannedSteps = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Trials = Annotated[int, Field(ge=1, le=1_000_000)]
 Probes = Annotated[int, Field(ge=0, le=1_000)]
 Repeats = Annotated[int, Field(ge=0, le=1_000)]
@@ -119,7 +121,9 @@ class ClusterSection(GroupSection):
     chip: Word = "auto"
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
-    """File with one `host slots=8` a line, which are counted. A relative path starts at the spec's folder."""
+    """File with one `host slots=8` a line, relative to the spec's folder; a trial uses all, or the first `nodes`."""
+    spares: NoDevices = 0
+    """Number of hosts that are kept free, to replace others that fail."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
 
@@ -167,6 +171,8 @@ class BudgetSection(Section):
     """Seconds that a trial waits for devices that others use before it fails."""
     max_trials: Trials = _CONTROL.max_trials
     """Maximum number of trials."""
+    parallel_trials: Literal["auto"] | Trials = _CONTROL.parallel_trials
+    """Maximum number of trials at once, each on devices or hosts of its own; auto: as many as there are groups."""
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     run_best: bool = _CONTROL.run_best
@@ -186,8 +192,12 @@ class ControlSection(BudgetSection):
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
+    warm_start: bool = _CONTROL.warm_start
+    """Whether trials of flagcore's own program start from a process that has imported its modules, on a CPU."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
+    planned_steps: PlannedSteps | None = _CONTROL.planned_steps
+    """Steps that the best will run: the search ends when no trial is expected to save more time than it takes."""
 
 
 class SearchSection(Section):
@@ -196,7 +206,7 @@ class SearchSection(Section):
     strategy: Word = "learned"
     """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
     launcher: Word = "local"
-    """Name of the launcher that starts trials."""
+    """Name of the launcher that starts trials; absent, with several nodes: that of the allocation, if there is one."""
 
 
 class TunerSection(SearchSection):
@@ -217,8 +227,8 @@ class CommonSection(Section):
 
     model: ModelPath | Shape
     """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
-    cluster: ClusterSection = ClusterSection()
-    """The hardware; absent: detected on this machine."""
+    cluster: Literal["auto"] | ClusterSection = ClusterSection()
+    """The hardware; absent: detected on this machine; auto: all hosts of the allocation that flagcore runs in."""
     envs: dict[str, Value | int] = Field(default={})
     """Environment variables of each trial, in addition to those of plugins."""
     action: Literal["auto_tune"] | None = None

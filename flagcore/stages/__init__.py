@@ -1,1 +1,1 @@
-"""One stage of the loop a file, one verb each. The stages do not know each other."""
+"""The stages of the loop, one file each. Stages do not import each other."""

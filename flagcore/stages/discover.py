@@ -47,8 +47,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         supports.append(support)
     task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
-    local = () if spec.on_each_host else devices
-    here = [device for device in local if any(chip.has_name(device.chip) for chip in chips)]
+    here = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
     read = [(device, plugins.telemetry(device)) for device in here]
     readers = [(device, reader) for device, reader in read if reader is not None]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
@@ -136,7 +135,8 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
         raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
     if platform.task.spec.on_each_host and not devices:
         return  # they are not known
-    found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
+    first = [each for each in devices if each.host == devices[0].host]
+    found = ((group, [each for each in first if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
         text = N_(
@@ -258,7 +258,7 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
 
 
 def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
-    here = [device for device in devices if chip.has_name(device.chip)]
+    here = [device for device in devices if chip.has_name(device.chip) and device.host == devices[0].host]
     count = wanted.devices_per_node or len(here) or chip.devices_per_node
     reported = [device.memory_bytes for device in here if device.memory_bytes]
     memory = min(reported) if reported else None
@@ -269,5 +269,4 @@ def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support
         nodes=wanted.nodes,
         devices_per_node=count,
         memory_bytes=wanted.memory_bytes_per_device or memory,
-        hosts=wanted.hosts,
     )

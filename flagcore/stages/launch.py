@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from flagcore.contracts import Launcher, Platform, Running, Workload
+from flagcore.contracts import Launcher, OnHosts, Platform, Running, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
+from flagcore.domain.spec import HOSTFILE
 from flagcore.domain.trial import TimeLimit
+from flagcore.errors import LaunchError
+
+
+def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
+    """Return `platform` with the hosts of the next trial. Raises FlagError if too few are left."""
+    spec = platform.task.spec
+    if not spec.on_each_host or not isinstance(launcher, OnHosts):
+        return platform
+    return platform.on_hosts(launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
 
 
 def launch(
-    platform: Platform, workload: Workload, launcher: Launcher, candidate: Candidate, folder: str, limit: TimeLimit
+    platform: Platform,
+    workload: Workload,
+    launcher: Launcher,
+    candidate: Candidate,
+    folder: str,
+    limit: TimeLimit,
+    *,
+    cold: bool = False,
 ) -> Running:
     """Start a trial of `candidate` in `folder`, and return it while it runs.
 
-    It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. Raises FlagError
-    if it cannot be started.
+    It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. A `cold` one starts as
+    a new program. Raises FlagError if it cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.seconds))
     planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
+    planned = replace(planned, warm=planned.warm and platform.task.spec.control.warm_start and not cold)
     return launcher.start(platform.limited(planned, limit))
 
 
@@ -32,5 +52,22 @@ def planned_launch(
     effects = effects_of(task, candidate.as_dict())
     bare = replace(platform, task=with_flags(task_to_start(task, effects), effects))
     planned = workload.launch(bare, engine_candidate(task, candidate), folder, for_real=for_real)
-    hosts = task.spec.cluster.hosts if task.spec.on_each_host and not for_real else ()
-    return replace(planned, environment={**planned.environment, **environment_of(effects)}, hosts=hosts)
+    hosts = task.spec.cluster.hosts[: task.spec.cluster.nodes]
+    return replace(
+        planned,
+        argv=_with_hostfile(planned.argv, hosts, task.cluster.groups[0].devices_per_node, folder),
+        environment={**planned.environment, **environment_of(effects)},
+        hosts=hosts if task.spec.on_each_host and not for_real else (),
+    )
+
+
+def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], slots: int, folder: str) -> tuple[str, ...]:
+    """Return a command with the path of a file in `folder` that lists the hosts, if it asks for one."""
+    if not hosts or not any(HOSTFILE in word for word in argv):
+        return argv
+    file = Path(folder, "hostfile")
+    try:
+        file.write_text("".join(f"{host} slots={slots}\n" for host in hosts), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
+    return tuple(word.replace(HOSTFILE, str(file)) for word in argv)

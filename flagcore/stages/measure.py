@@ -1,8 +1,8 @@
 """measure: wait for a trial, stop it once its steps are done or if it is too slow, and return its outcome.
 
-A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took more than
-`EARLY_STOP_RATIO` times the best trial's median step: even if all further steps were as fast, it would lose. Its
-partial measurement is stored as such.
+A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took longer than the
+best trial's median step by more than `EARLY_STOP_RATIO` and its noise allow: even if all further steps were as fast, it
+would lose. Its partial measurement is stored as such.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from flagcore.contracts import Platform, Running, Telemetry, Workload, steps_wan
 from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
+from flagcore.domain.search_state import noise
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
-EARLY_STOP_RATIO = 1.5
+EARLY_STOP_RATIO, NOISES = 1.2, 2.0
+"""A trial is stopped early if its steps exceed those of the best by this ratio, and by this many times its noise."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
 """How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
@@ -43,7 +45,7 @@ def measure(
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup, wanted = platform.task.spec.control.warmup_iters, steps_wanted(workload, platform.task)
-    scale = trial.shortened.scale if trial.shortened else 1.0
+    scale = trial.shortened.low if trial.shortened else 1.0
     beaten_by: Trial | None = None
     stopped = False
     try:
@@ -65,7 +67,7 @@ def measure(
         outcome = replace(outcome, reason=_remark(ended, folder, platform, workload, len(progress()), wanted))
     if outcome.measurement:
         outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
-    return replace(outcome, duration_s=ended.duration_s)
+    return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
 
 
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
@@ -79,7 +81,8 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))
     slower = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
-    slow = slow_devices(devices, platform.task.cluster.groups[0].devices_per_node, slower)
+    per_node, hosts = platform.task.cluster.groups[0].devices_per_node, platform.task.spec.cluster.hosts
+    slow = slow_devices(devices, per_node, slower, hosts)
     used = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used = measured.device_used_bytes
@@ -155,8 +158,13 @@ def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float)
     return (
         len(counted) >= 2
         and best.measurement is not None
-        and scale * min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
+        and scale * min(counted) > early_stop_ratio(best) * best.measurement.step_time_s
     )
+
+
+def early_stop_ratio(best: Trial) -> float:
+    """Return how many times the step of `best` all steps of a trial take that is stopped early."""
+    return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 
 def _early_stop_reason(partial: Measurement, best: Trial) -> str:
@@ -164,7 +172,7 @@ def _early_stop_reason(partial: Measurement, best: Trial) -> str:
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
-        f"slower than the best: its fastest step took {fastest:.4g} s, more than {EARLY_STOP_RATIO} times "
+        f"slower than the best: its fastest step took {fastest:.4g} s, more than {early_stop_ratio(best):.3g} times "
         f"the {step:.4g} s of trial {best.number}"
     )
 
@@ -173,8 +181,16 @@ class _Readings:
     """Telemetry about once a second: the mean of each figure, and the peak of memory, over all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
-        numbers = [device.index for device in platform.read_devices] or range(len(platform.telemetry))
-        self._readers: list[tuple[int, Telemetry]] = list(zip(numbers, platform.telemetry, strict=True))
+        task = platform.task
+        hosts, per_node = task.spec.cluster.hosts, task.cluster.groups[0].devices_per_node
+        self._readers: list[tuple[int, Telemetry]] = [
+            (device.index + (hosts.index(device.host) * per_node if device.host else 0), reader)
+            for device, reader in zip(platform.read_devices, platform.telemetry, strict=True)
+            if not device.host or device.index < per_node
+        ]
+        if (names := platform.selected_devices) is not None:
+            own = [(str(number), reader) for number, reader in self._readers]
+            self._readers = [(names.index(name), reader) for name, reader in own if name in names]
         self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0
         self._before = math.inf
@@ -215,7 +231,7 @@ class _Readings:
         return _means_and_peaks(joined)
 
     def by_device(self) -> dict[int, dict[str, float]]:
-        """Return the same for each device, by its index on this machine."""
+        """Return the same for each device, by its number over all nodes."""
         return {number: _means_and_peaks(samples) for number, samples in self._samples.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flagcore.contracts import Choice, SearchContext, Strategy, Workload
@@ -11,7 +13,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import TrialState
+from flagcore.domain.trial import Trial, TrialState
 from flagcore.i18n import N_
 
 
@@ -34,8 +36,9 @@ def search_context(
     search_state: SearchState,
     past: Past,
     seconds_left: float | None = None,
+    pending: Sequence[Trial] = (),
 ) -> SearchContext:
-    """Return the input of a strategy."""
+    """Return the input of a strategy while `pending` trials run."""
 
     def of_rows(rows: IntArray) -> Features:
         columns = space.columns(rows)
@@ -45,17 +48,19 @@ def search_context(
         task=task,
         space=space,
         predictions=predictions,
-        open_rows=untried(space, pruned, search_state),
+        open_rows=untried(space, pruned, search_state, pending),
         trials=[trial for trial in search_state.trials if not trial.inconclusive],
         features=of_rows,
         past=past,
         seconds_left=seconds_left,
         probes=[probe for probe in search_state.probes if not probe.inconclusive],
+        pending=pending,
     )
 
 
-def untried(space: Space, pruned: Pruned, search_state: SearchState) -> IntArray:
+def untried(space: Space, pruned: Pruned, search_state: SearchState, pending: Sequence[Trial] = ()) -> IntArray:
     """Return the rows without a trial that no rule removed."""
-    settled = [row for candidate in search_state.settled if (row := space.find(candidate)) is not None]
+    tried = search_state.settled.union(trial.candidate for trial in pending)
+    settled = [row for candidate in tried if (row := space.find(candidate)) is not None]
     open_rows: IntArray = np.setdiff1d(pruned.open_rows, np.array(settled, dtype=np.int64), assume_unique=True)
     return open_rows

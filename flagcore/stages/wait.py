@@ -26,12 +26,16 @@ GIB = 2**30
 
 
 def wait_for_devices(
-    platform: Platform, need_bytes: float, seconds: float, on_wait: Callable[[str], object] = lambda busy: None
+    platform: Platform,
+    need_bytes: float,
+    seconds: float,
+    on_wait: Callable[[str], object] = lambda busy: None,
+    pause: Callable[[float], object] = time.sleep,
 ) -> str:
     """Wait at most `seconds` until the devices of a trial are free, and return who uses them then, empty if free.
 
     `need_bytes` is what the trial is predicted to need of the machine's memory where its devices share that. `on_wait`
-    is called once if it waits. What telemetry cannot read is taken as free.
+    is called once if it waits, `pause` for a few seconds at a time. What telemetry cannot read is taken as free.
     """
     ends, waits = time.monotonic() + seconds, False
     while busy := "; ".join(_in_use(platform, need_bytes)):
@@ -41,7 +45,7 @@ def wait_for_devices(
         if not waits:
             on_wait(busy)
         waits = True
-        time.sleep(min(POLL_SECONDS, left))
+        pause(min(POLL_SECONDS, left))
     return ""
 
 
@@ -49,10 +53,13 @@ def _in_use(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot have."""
     used = _devices(platform)
     if platform.support.shared_devices:
-        for _, reader in used[:1]:  # each reads the whole machine
+        of_hosts = {device.host: reader for device, reader in reversed(used)}  # each reads the whole machine
+        for host, reader in of_hosts.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
-                yield f"{free / GIB:.1f} GiB of memory are free, and the trial needs ~{need_bytes / GIB:.1f} GiB"
+                where = f" on {host}" if host else ""
+                needs = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
+                yield f"{free / GIB:.1f} GiB of memory are free{where}, and {needs}"
         return
     figures = [_figures(reader) for _, reader in used]
     for (device, reader), found in zip(used, figures, strict=True):
@@ -61,19 +68,19 @@ def _in_use(platform: Platform, need_bytes: float) -> Iterator[str]:
         else:
             why = "does not answer" if any(figures) else ""
         if why:
-            yield f"device {device.index} {why}"
+            yield f"{device.title} {why}"
 
 
 def _devices(platform: Platform) -> list[tuple[Device, Telemetry]]:
-    """Return the devices of a trial and their telemetry: the first ones, or those that the spec's `envs` select."""
+    """Return the devices of a trial and their telemetry: the first of each host, or those that `envs` select."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     pairs = list(zip(platform.read_devices, platform.telemetry, strict=False))
-    selected = spec.envs.get(platform.support.visible_devices or "")
-    if selected is not None:
-        names = [name.strip() for name in selected.split(",")]
+    if (names := platform.selected_devices) is not None:
         return [pair for pair in pairs if str(pair[0].index) in names]
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
-    return pairs[: min(cards or group.devices_per_node, group.devices_per_node)]
+    count = min(cards or group.devices_per_node, group.devices_per_node)
+    hosts = dict.fromkeys(device.host for device, _ in pairs)
+    return [pair for host in hosts for pair in [each for each in pairs if each[0].host == host][:count]]
 
 
 def _figures(reader: Telemetry) -> dict[str, float] | None:

@@ -13,7 +13,7 @@ class Random:
     name = "random"
 
     def next(self, context: SearchContext) -> Choice:
-        row = np.random.default_rng(len(context.trials)).choice(context.open_rows)
+        row = np.random.default_rng(len(context.trials) + len(context.pending)).choice(context.open_rows)
         return Choice(row=int(row), because="drawn at random")
 
 

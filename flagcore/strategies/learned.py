@@ -16,6 +16,7 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
 from flagcore.learning.chances import (
+    ENDED,
     expected_gain,
     feasibility_probability,
     improvement_probability,
@@ -24,6 +25,7 @@ from flagcore.learning.chances import (
 from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
+    believed_times,
     expected_seconds,
     observed_memory,
     observed_times,
@@ -101,15 +103,8 @@ class Learned:
             return _choice(view, place, f"{nothing}: the fastest predicted candidate that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
-        chance, most = _left(view, gain, best)
-        message = Message(
-            "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
-            "it could be {most:.1%} faster at most (95%)",
-            least=LEAST_GAIN,
-            chance=chance,
-            most=most,
-        )
-        if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
+        ends, message = _ends(context, view, gain, best)
+        if ends:
             return Choice(row=None, because=message)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
@@ -126,7 +121,8 @@ def _view(context: SearchContext) -> _View:
     if rows.size > MAX_ROWS:
         rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     found = context.features(rows)
-    ratios = Ratios(Observed.join((context.past.time, observed_times(context))), found, TIME)
+    known = observed_times(context)
+    ratios = Ratios(Observed.join((context.past.time, known, believed_times(context, known))), found, TIME)
     time = ratios.of(found)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + time.mean
@@ -146,6 +142,27 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
     room = -np.log(share) - memory.mean
     chance: FloatArray = np.nan_to_num(scipy.special.ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
     return chance
+
+
+def _ends(context: SearchContext, view: _View, gain: FloatArray, best: float) -> tuple[bool, Message]:
+    """Return whether the search ends, and how much gain is left: by value with planned steps, by chance without."""
+    chance, most = _left(view, gain, best)
+    left = Message(
+        "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
+        "it could be {most:.1%} faster at most (95%)",
+        least=LEAST_GAIN,
+        chance=chance,
+        most=most,
+    )
+    steps = context.task.spec.control.planned_steps
+    if steps is None:
+        ended = sum(trial.state in ENDED for trial in context.trials)
+        return chance < LEAST_CHANCE and ended >= LEAST_MEASURED, left
+    if (gain * math.exp(best) * steps > view.cost).any():
+        return False, left
+    return True, Message(
+        "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=left
+    )
 
 
 def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:

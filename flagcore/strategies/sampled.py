@@ -44,7 +44,7 @@ class Sampled:
         lists = {axis.knob: _values(space, axis, places[axis.knob]) for axis in axes}
         distributions = {axis.knob: _distribution(axis, lists[axis.knob].size) for axis in axes}
         try:
-            study = optuna.create_study(sampler=self.sampler(seed=len(context.trials)))
+            study = optuna.create_study(sampler=self.sampler(seed=len(context.trials) + len(context.pending)))
             study.add_trials(_frozen_trials(context, lists, distributions))
             wanted = study.ask(distributions).params
         except ImportError as error:

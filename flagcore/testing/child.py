@@ -1,7 +1,7 @@
 """Checks one plugin in a separate process: `python -m flagcore.testing.child REPORT NAME [FOLDER]`.
 
 REPORT receives a line of JSON a step: `{"begins": CHECK}`, then the result of the check; the last line is
-`{"ends": NAME}`. A crash of a native library is so reported as a failure of the check that began last.
+`{"ends": NAME}`. A crash of a native library is therefore reported as a failure of the check that began last.
 """
 
 from __future__ import annotations

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from flagcore import __version__, api
+from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
 from flagcore.api.hardware.hosts import HostReport, host_problems, host_warnings, inspect_hosts, require_hosts
 from flagcore.domain.chip import Device
-from flagcore.errors import NoDevice, UsageError
+from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+    "ffn_hidden_size": 1024,
+}
 FOUR = tuple(Device(index=index, chip="Chip-A") for index in range(4))
-GOOD = HostReport(host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40)
+GOOD = HostReport(
+    host="a", devices=FOUR, versions={"torch": "2.9"}, python="3.11", free_disk_bytes=1 << 40, files={"/model": "2f"}
+)
 
 
 def report(host: str, **how: object) -> HostReport:
@@ -26,9 +37,13 @@ def broken(host: str) -> list[str]:
     return ["sh", "-c", "echo no route >&2; exit 255" if host == "b" else agent_command()]
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
-    first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    paths = [str(tmp_path / name) for name in ("model", "model/config.json", "none")]
+    first, second = inspect_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"), paths)
+    assert [len(first.files[path]) for path in paths] == [64, 64, 0]
     assert (first.problem, first.python) == ("", sys.version.split()[0])
     assert (first.versions or {})["flagcore"] == __version__
     assert first.devices
@@ -36,6 +51,18 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
     assert (second.problem, second.devices) == ("no route", None)
     with pytest.raises(NoDevice, match="b: no route"):
         require_hosts(HostsLauncher(name="shell", channel=broken), ("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["ssh", "slurm", "kubernetes"])
+def test_a_launcher_without_hosts_is_refused_before_the_first_trial(tmp_path: Path, name: str) -> None:
+    spec = {
+        "model": MODEL,
+        "cluster": {"chip": "cpu", "nodes": 2, "devices_per_node": 1},
+        "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "fp32"},
+        "auto_tuner": {"launcher": name},
+    }
+    with pytest.raises(NoDevice, match=name):
+        api.tune(spec, run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +76,9 @@ def test_hosts_answer_with_devices_and_versions(tmp_path: Path) -> None:
         (report("b", free_disk_bytes=0), 1),
         (report("b", devices=None, versions=None), 0),
         (report("b", clock_s=60.0), 0),
+        (report("b", files={"/model": "2f"}), 0),
+        (report("b", files={"/model": "30"}), 1),
+        (report("b", files={"/model": ""}), 1),
     ],
 )
 def test_hosts_must_be_equal(different: HostReport, count: int) -> None:
@@ -66,3 +96,25 @@ def test_only_launchers_of_hosts_check_hosts(tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("a slots=4\n")
     with pytest.raises(UsageError, match="local"):
         api.check_hosts(tmp_path / "hosts.txt", "local")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
+    launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
+    job = {"kind": "cpu", "backend": "gloo", "preload": [], "devices": 1}
+    speeds = measure_speed(launcher, ("127.0.0.1", "127.0.0.2", "127.0.0.3"), job)
+    assert [each.host for each in speeds] == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    for each in speeds:
+        assert [seconds > 0 for seconds in each.products_s] == [True]
+        assert (each.link_s or 0.0) > 0.0
+    with pytest.raises(LaunchError, match="no_such_module"):
+        measure_speed(launcher, ("127.0.0.1",), {**job, "preload": ["no_such_module"]})
+
+
+def test_slow_devices_and_networks_of_hosts_are_named() -> None:
+    equal = [HostSpeed(host=host, products_s=(1.0, 1.0), link_s=0.01) for host in "abcd"]
+    assert list(slow_hosts(equal, cores=False)) == []
+    odd = [*equal[:2], HostSpeed(host="c", products_s=(1.0, 1.4), link_s=0.03), equal[3]]
+    assert [line.split(" takes ")[0] for line in slow_hosts(odd, cores=False)] == ["device 1 of c", "c: its network"]
+    assert len(list(slow_hosts(odd, cores=True))) == 1

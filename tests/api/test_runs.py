@@ -34,6 +34,7 @@ def test_importing_flagcore_imports_nothing_else() -> None:
         _ = flagcore.nothing  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
     outcome = flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
     run = flagcore.load_run(project.run_dir)
@@ -56,6 +57,7 @@ def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
         run.fidelity = "run"  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_reading_an_active_run_changes_nothing_in_its_folder(project: Project) -> None:
     flagcore.tune(project.spec(control={"max_trials": 2}), run_dir=project.run_dir)
     known = json.loads((project.run_dir / "task.json").read_text())["run"]

@@ -18,6 +18,7 @@ MINE, SPECS, TYPED = "hf-of-my-shell-1", "wandb-of-the-spec-2", "typed-in-the-co
 LOGS = 'import os, sys\nprint({**os.environ})\nprint(sys.argv)\nprint("logged in with", sys.argv[3])\n'
 
 
+@pytest.mark.slow
 def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", MINE)
     project, where = Project(tmp_path), tmp_path / "run"

@@ -19,7 +19,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.vendorkit import smi
 from flagcore.vendorkit.machine import TorchReport
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 STAND_IN = """
 __version__ = "2.10.0+weird"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = {
@@ -162,6 +162,14 @@ def test_probes_run_before_the_first_trial_and_count_against_the_time(tmp_path: 
     trials = by_name["3 probes first"]["trials_to_within_1pct"]
     assert probed >= 3 * 20.0 + trials * (2.0 + 3 * 1.0)
     assert alone < 18 * (2.0 + 5 * 2.0)
+
+
+def test_trials_at_once_take_less_wall_clock(tmp_path: Path) -> None:
+    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "random", "--at-once", "4")
+    alone, four = figures["random, 1"], figures["random, 4"]
+    assert alone["of_serial"] == 1.0
+    assert 0.25 < four["of_serial"] < 0.5
+    assert alone["regret_when_done"] == four["regret_when_done"] == 0.0
 
 
 def test_few_records_are_no_sweep(tmp_path: Path) -> None:

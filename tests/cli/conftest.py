@@ -79,11 +79,12 @@ def do(what):
 def step_ms():
     data, tensor, pipeline, micro = map(knob, ("data_parallel_size", "tensor_model_parallel_size",
         "pipeline_model_parallel_size", "micro_batch_size"))
-    layout = {(2, 1, 1): 1.3, (1, 2, 1): 1.0, (1, 1, 2): 1.4}[data, tensor, pipeline]
-    return 100 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * layout
+    layout = {(1, 1, 1): 1.0, (2, 1, 1): 1.3, (1, 2, 1): 1.0, (1, 1, 2): 1.4}[data, tensor, pipeline]
+    return 100 * {1: 1.5, 2: 1.0, 4: 1.2, 8: 1.3}[micro] * layout
 
 loss = do(os.environ.get("TRAIN_DOES", "") if (os.environ.get("TRAIN_WHEN", "1")) in
     ("1", f"{knob('tensor_model_parallel_size')}x{knob('micro_batch_size')}") else "")
+print(f"cores {sorted(os.sched_getaffinity(0))}")
 print(f"  micro_batch_size ................................ {knob('micro_batch_size')}")
 for step in range(1, 4):
     time.sleep(float(os.environ.get("TRAIN_SLEEPS", "0")))

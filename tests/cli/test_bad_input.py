@@ -245,6 +245,7 @@ def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.slow
 def test_job_records_come_from_stdin_too(project: Project) -> None:
     estimate = (*FLAG, "estimate", "--jobs", "-")
     done = subprocess.run(estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder)

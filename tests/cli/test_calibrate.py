@@ -31,7 +31,7 @@ def step_time(flag: Flag, spec: str) -> float:
     return float(json.loads(ran.out)[0]["step_time_s"]["value"])
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_calibration_is_saved_listed_used_and_deleted(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +74,7 @@ def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
     assert not any(home.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project) -> None:
     process = project.start("calibrate", "--seconds", "60")

@@ -94,6 +94,7 @@ def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> T
     return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, predicted={}, measurement=measured)
 
 
+@pytest.mark.slow
 def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
     compared: Callable[..., Any], project: Project, flag: Flag, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) 
     assert "`flag plugins chips`" in reported
 
 
+@pytest.mark.slow
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
     other = {**JOB, "train": {**JOB["train"], "global_batch_size": 128}}
     wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3}}
@@ -192,6 +193,7 @@ def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(flag: Flag, tm
     assert "tp_comm_overlap needs sequence_parallel" in found[1]["reason"]
 
 
+@pytest.mark.slow
 def test_each_line_of_a_pipe_is_answered_before_the_next_is_written(project: Project) -> None:
     command = (*FLAG, "estimate", "--jobs", "-")
     with subprocess.Popen(

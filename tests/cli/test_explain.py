@@ -131,6 +131,7 @@ def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) ->
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
+@pytest.mark.slow
 def test_the_candidate_can_be_copied_from_a_table(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
@@ -185,6 +186,7 @@ def test_best_baseline_and_trial_may_be_in_capitals(explained: Callable[..., Any
     assert explained(project.spec(), "Baseline")["name"] == "baseline"
 
 
+@pytest.mark.slow
 def test_trials_of_a_run_are_listed_next_to_the_best(
     explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
@@ -216,6 +218,7 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     assert flag("explain", str(project.run_dir), "99").err.endswith(": 0, 1, 2, 3, 4, 5, 6\n")
 
 
+@pytest.mark.slow
 def test_a_candidate_that_a_trial_excluded_names_the_trial(
     explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
@@ -231,6 +234,7 @@ def test_a_candidate_that_a_trial_excluded_names_the_trial(
         assert f"trial {failed['number']} (MBS 4 -> 2) out of memory" in account["because"][0]
 
 
+@pytest.mark.slow
 def test_a_run_from_before_a_knob_existed_is_explained(
     explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
@@ -245,6 +249,7 @@ def test_a_run_from_before_a_knob_existed_is_explained(
     assert best["candidate"]["use_distributed_optimizer"] is False
 
 
+@pytest.mark.slow
 def test_a_failed_or_killed_run_is_explained_from_its_journal(
     explained: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
@@ -261,6 +266,7 @@ def test_a_failed_or_killed_run_is_explained_from_its_journal(
     assert "Stopped:" not in books.out
 
 
+@pytest.mark.slow
 def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
     count_trials = project.result()["trials"] + project.result()["repeats"]

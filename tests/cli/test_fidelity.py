@@ -17,7 +17,7 @@ from tests.cli.conftest import SPACE, Project, Ran
 from tests.cli.test_tune import books_balance
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
 CONTROL = {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60, "max_trials": 2}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.conftest import FLAG, Project, Ran
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 Flag = Callable[..., Ran]
 HEAVY = ("numpy", "pydantic", "optuna", "torch", "yaml", "stevedore", "pluggy", "rich", "psutil")
@@ -120,7 +120,7 @@ def test_a_closed_stdout_is_not_a_failure() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_nohup_is_respected(project: Project) -> None:
     spec = project.spec(sleeps=0.1, control={"max_trials": 2, "repeats": 0})
     process = subprocess.Popen(

@@ -65,7 +65,7 @@ def test_an_unknown_language_is_invalid_usage(flag: Flag, monkeypatch: pytest.Mo
     assert "FLAGCORE_LANG = 'klingon'" in ran.err
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_terminal_that_cannot_encode_chinese_gets_english(project: Project) -> None:
     ran = project.run("--help", PYTHONIOENCODING="ascii")
     assert ran.code == 0

@@ -10,7 +10,7 @@ import yaml
 from tests.cli.conftest import MODEL, Project, Ran
 from tests.cli.test_tune_serve import SERVER
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 ENGINE = '''\
 """The engine Acme: an example of the smallest profile."""

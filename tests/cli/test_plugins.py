@@ -11,7 +11,7 @@ import pytest
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 BROKEN = "raise ImportError('libdriver.so.1: cannot open shared object file')"
 NEWCOMER = """
 import os

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Ran
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 Flag = Callable[..., Ran]
 
@@ -79,7 +79,7 @@ def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, 
     assert failure["fix"]
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_hanging_check_is_aborted(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.testing.runner.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"

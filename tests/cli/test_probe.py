@@ -17,7 +17,7 @@ import pytest
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 WORLD: dict[str, Any] = {

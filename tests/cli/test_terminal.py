@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import FLAG, Project, Ran
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 
 def on_terminal(project: Project, *arguments: str, **environment: str) -> str:

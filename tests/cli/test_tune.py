@@ -21,10 +21,10 @@ import yaml
 from flagcore import i18n
 from flagcore.i18n import Message, choose
 from flagcore.report.text import stop_reason
-from tests.cli.conftest import BEST, Project, Ran
+from tests.cli.conftest import BEST, SPACE, Project, Ran
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 
 def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:
@@ -298,7 +298,12 @@ def wait_for_trial(project: Project, number: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=LONG), pytest.param(signal.SIGHUP, marks=LONG)]
+)
 def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
@@ -317,6 +322,45 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
     assert books_balance(result)
     assert result["best"] is not None
     assert project.all_gone()
+
+
+CORES = sorted(os.sched_getaffinity(0))
+TWO_AT_ONCE = {
+    "cluster": {"devices_per_node": 1, "memory_per_device": "1GiB"},
+    "control": {"parallel_trials": 2},
+    "auto_tuner": {"space": {**SPACE, "micro_batch_size": [1, 2, 4, 8]}},
+}
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two trials at once need two cores")
+
+
+@two_cores
+def test_trials_side_by_side_have_cores_of_their_own(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result["side_by_side"]["quiet"]
+    assert result["side_by_side"]["text"] in ran.err
+    assert {trial["group"] for trial in result["trials"]} >= {None, 1}  # on the first core, the baseline runs again
+    assert {trial["group"] for trial in result["repeats"]} == {None}
+    for trial in (*result["trials"], *result["repeats"]):
+        log = (project.run_dir / trial["log"]).read_text()
+        assert log.startswith(f"cores [{CORES[trial['group'] or 0]}]\n")
+    assert books_balance(result)
+
+
+@two_cores
+def test_an_interrupt_ends_all_trials_that_run(project: Project) -> None:
+    spec = project.spec(sleeps=1.0, **TWO_AT_ONCE)
+    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
+    wait_for_trial(project, 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert project.all_gone()
+    first, *others = states(project.result())
+    assert first == "measured"
+    assert {*others} <= {"measured", "interrupted"}  # a slow machine may finish one before the signal
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.long)])

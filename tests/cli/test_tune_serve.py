@@ -18,7 +18,7 @@ from tests.cli.conftest import MODEL, Project, Ran
 from tests.cli.test_tune import books_balance
 
 Flag = Callable[..., Ran]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 SERVER = Path(__file__).parents[1] / "engines" / "serving" / "trial" / "server.py"
 
 

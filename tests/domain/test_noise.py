@@ -13,6 +13,8 @@ from flagcore.domain.search_state import (
     EXTRA_ROUNDS,
     MIN_NOISE,
     SearchState,
+    cold_repeat,
+    cold_start,
     drift,
     drifted,
     finalists,
@@ -154,7 +156,7 @@ def test_shortened_finalists_run_whole_once_even_without_repeats() -> None:
     assert order == ["base", "a"]
     assert search_state.best is not None
     assert search_state.speed_of(search_state.best.candidate) == 97.0
-    assert search_state.shown(search_state.best).is_whole
+    assert search_state.shown(search_state.best).is_final
     alone = [shortened(each, 0.01) for each in first(base=100.0, far=50.0)]
     assert again(alone, Control(repeats=0), base=[99.0])[0] == ["base"]
 
@@ -244,3 +246,41 @@ def test_drift_of_the_machine_is_visible_in_the_baseline(last: float, reported: 
 def test_a_baseline_that_ran_once_reports_no_drift() -> None:
     assert drift(learn(first(base=50.0, a=100.0))) is None
     assert not drifted(learn(first(base=50.0, a=100.0)))
+
+
+def warm(trials: list[Trial]) -> list[Trial]:
+    return [replace(trial, warm=True) for trial in trials]
+
+
+def test_one_repeat_starts_cold_and_it_is_not_the_baselines() -> None:
+    trials = warm(first(base=50.0, a=100.0, b=99.5))
+    assert cold_repeat(learn(trials)) == trials[1].candidate
+    trials += warm([trial(3, "base", 50.0, Role.REPEAT)])
+    assert cold_repeat(learn(trials)) == trials[1].candidate
+    assert cold_repeat(learn([*trials, trial(4, "a", 100.0, Role.REPEAT)])) is None
+
+
+def test_if_the_baseline_is_the_best_its_rival_starts_cold() -> None:
+    trials = warm(first(base=100.0, a=99.5))
+    assert cold_repeat(learn(trials)) == trials[1].candidate
+    assert cold_repeat(learn(trials[:1])) is None
+
+
+@pytest.mark.parametrize(
+    ("cold", "last", "change", "reported"),
+    [(99.0, 50.0, -0.01, False), (80.0, 50.0, -0.2, True), (80.0, 40.0, 0.0, False), (100.0, 40.0, 0.25, True)],
+)
+def test_a_cold_start_is_compared_with_warm_ones_beyond_the_drift(
+    cold: float, last: float, change: float, reported: bool
+) -> None:
+    trials = warm([*first(base=50.0, a=100.0), trial(2, "base", last, Role.REPEAT)])
+    assert cold_start(learn(trials)) is None
+    found = cold_start(learn([*trials, trial(3, "a", cold, Role.REPEAT)]))
+    assert found is not None
+    assert found[0] == pytest.approx(change)
+    assert (abs(found[0]) > found[1]) is reported
+
+
+def test_runs_that_all_start_cold_are_not_compared() -> None:
+    trials = [*first(base=50.0, a=100.0), trial(2, "base", 50.0, Role.REPEAT), trial(3, "a", 80.0, Role.REPEAT)]
+    assert cold_start(learn(trials)) is None

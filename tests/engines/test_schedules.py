@@ -112,21 +112,27 @@ def deviations(schedule: str, kind: str, least: int, lengths: tuple[int, ...] = 
     return np.abs(found)
 
 
+def bounds(schedule: str, kind: str, worst: float, mean: float) -> Any:
+    """Two micro-batches a stage at the least; stages that all differ cover what those with other edges do."""
+    return pytest.param(schedule, kind, 2, worst, mean, marks=pytest.mark.long if kind == "edges" else ())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "kind", "least", "worst", "mean"),
     [
-        *[(name, kind, 2, 0.01, 0.001) for name in ("zb-h1", "zb-h2") for kind in KINDS],
-        *[("zb-1p", kind, 2, 0.025, 0.002) for kind in KINDS],
+        *[bounds(name, kind, 0.01, 0.001) for name in ("zb-h1", "zb-h2") for kind in KINDS],
+        *[bounds("zb-1p", kind, 0.025, 0.002) for kind in KINDS],
         *[(name, "even", 1, 0.01, 0.001) for name in ("zb-h1", "zb-1p")],
         ("zb-2p", "even", 1, 0.03, 0.005),
         ("zb-2p", "edges", 2, 0.075, 0.01),
         ("zb-2p", "hetero", 2, 0.09, 0.01),
-        *[("zb-v", kind, 2, 0.03, 0.01) for kind in KINDS],
-        *[("v-half", kind, 2, 0.04, 0.015) for kind in KINDS],
+        *[bounds("zb-v", kind, 0.03, 0.01) for kind in KINDS],
+        *[bounds("v-half", kind, 0.04, 0.015) for kind in KINDS],
         ("v-min", "even", 2, 0.05, 0.02),
-        ("v-min", "edges", 2, 0.08, 0.03),
+        bounds("v-min", "edges", 0.08, 0.03),
         ("v-min", "hetero", 2, 0.12, 0.04),
-        *[(name, kind, 2, 0.045, 0.02) for name in ("dualpipe", "dualpipev") for kind in KINDS],
+        *[bounds(name, kind, 0.045, 0.02) for name in ("dualpipe", "dualpipev") for kind in KINDS],
     ],
 )
 def test_zero_bubble_and_folded_schedules_agree_with_their_orders(

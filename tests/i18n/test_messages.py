@@ -102,6 +102,7 @@ def test_translations_have_the_fields_of_their_messages() -> None:
             assert {frozenset(FIELD.findall(text)) for text in texts} == {frozenset(FIELD.findall(ids[-1]))}, ids
 
 
+@pytest.mark.slow
 def test_sources_have_help_headings_and_messages() -> None:
     found = {message.id for message in sources()}
     assert {"Hide progress.", "limited by", "Saved to {folder}."} <= found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import secrets
 import shlex
 import signal
@@ -22,7 +23,7 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.guarded import MARKER
 from flagcore.launchers.hosts import HostsLauncher
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 HOSTS = ("a", "b", "c")
 TUNER = """
@@ -149,14 +150,34 @@ def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(connection, "SILENCE_SECONDS", 6.0)
     relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
     running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
-    parent = running.connections[2].process.pid
-    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
-    (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
+    agent = agent_below(running.connections[2].process.pid, mark)
     os.kill(agent, signal.SIGSTOP)
     ended = running.wait(40)
     assert ended is not None
     assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
     os.kill(agent, signal.SIGCONT)
+
+
+def agent_below(parent: int, mark: str) -> int:
+    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
+    (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
+    return agent
+
+
+def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str) -> None:
+    relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
+    running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    agent = agent_below(running.connections[2].process.pid, mark)
+    parents = {pid: (guard.family(pid) or (0,))[0] for pid in processes(mark)}
+    mine = {agent}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    assert len(mine) > 2
+    for pid in mine:  # as Slurm at the end of a step
+        os.kill(pid, signal.SIGTERM)
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
 
 
 def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: str) -> None:
@@ -220,3 +241,58 @@ def test_secrets_are_in_no_command_line(tmp_path: Path, mark: str) -> None:
     assert not any(b"hidden-4711" in line for line in lines)
     assert "hidden-4711" not in (tmp_path / "trial" / "launch.json").read_text()
     running.stop()
+
+
+def test_a_spare_replaces_a_host_that_was_lost() -> None:
+    mine = launcher()
+    assert mine.choose_hosts(HOSTS, 2) == ("a", "b")
+    mine.failures["a"] = 1
+    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
+    mine.failures["c"] = 1
+    assert mine.choose_hosts(HOSTS, 2) == ("a", "b")
+    mine.failures["a"] = 2
+    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
+    mine.failures["b"] = 2
+    with pytest.raises(LaunchError, match="1 of 2"):
+        mine.choose_hosts(HOSTS, 2)
+    assert mine.choose_hosts(HOSTS, 3) == HOSTS
+
+
+def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, mark: str) -> None:
+    mine = launcher()
+    script = "[ $NODE_RANK = 0 ] && exit 7; trap '' TERM; sleep 60"
+    running = mine.start(launch(script, tmp_path / "trial", hosts=("a", "b")))
+    channel = running.connections[1].process
+    assert channel.stdin
+    channel.stdin.close()
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    assert mine.failures == {"b": 1}
+
+
+def test_a_host_may_take_longer_to_answer_than_to_be_lost(tmp_path: Path) -> None:
+    slow = connection.Connection("a", ["cat"], str(tmp_path))
+    slow.last_input -= 2 * connection.SILENCE_SECONDS
+    slow.beat()
+    assert slow.open
+    slow.hello = {}
+    slow.beat()
+    assert not slow.open
+    slow.hang_up()
+    slow.close(5)
+
+
+def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+        ended = launcher().start(launch("true", tmp_path / "trial")).wait(30)
+        assert ended is not None
+        assert ended.code == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
+        too_many = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
+        with pytest.raises(LaunchError, match="open files"):
+            launcher().start(too_many)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

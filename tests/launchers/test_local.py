@@ -22,7 +22,7 @@ from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 from flagcore.launchers.local import LAUNCHER, MARKER, free_port
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 STUBBORN = """

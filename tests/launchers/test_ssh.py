@@ -17,7 +17,7 @@ from flagcore.launchers.ssh import LAUNCHER
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.slow,
     pytest.mark.skipif(not (SSHD and shutil.which("ssh")), reason="needs openssh-server and openssh-client"),
 ]
 

@@ -86,3 +86,14 @@ def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
 
     assert believed(0.01) == pytest.approx(believed(0.0), rel=0.01)
     assert believed(0.3) < 0.7 * believed(0.01)
+
+
+def test_experience_that_held_narrows_the_intervals_and_trials_that_held_do_not() -> None:
+    rows, exact = np.arange(0, len(ALL), 2), np.zeros(len(ALL))
+
+    def width(task: int) -> float:
+        ratios = Ratios(observed(rows, exact, task), ALL, TIME)
+        return float(np.mean([process.fit.wider for process in ratios._processes]))
+
+    assert width(task=1) < 0.5
+    assert width(task=0) == 1.0

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch") is None, reason="the micro-benchmark needs torch"),
-    pytest.mark.process,
+    pytest.mark.slow,
 ]
 
 ACCELERATOR = """

@@ -337,6 +337,7 @@ SERVES = """
 """
 
 
+@pytest.mark.slow
 def test_an_engine_that_serves_has_plugins_knobs_too(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": SERVES})
     spec = {
@@ -384,7 +385,7 @@ for number, step in enumerate(json.loads(pathlib.Path(given.folder, "metrics.jso
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
-@pytest.mark.process
+@pytest.mark.slow
 def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     model = {"name": "small", **SPEC["model"], "num_query_groups": 4, "kv_channels": 16}

@@ -158,6 +158,7 @@ def test_keyboard_interrupt_ends_loading(install: Install) -> None:
         load_plugins()
 
 
+@pytest.mark.slow
 def test_output_of_a_plugin_goes_to_stderr(install: Install, tmp_path: Path) -> None:
     source = "import os\nprint('by python')\nos.write(1, b'by the system')\nos.system('echo by a child')\n" + GOOD
     install("flagcore-loud", {"loud": "loud_plugin"}, {"loud_plugin": source})
@@ -167,6 +168,7 @@ def test_output_of_a_plugin_goes_to_stderr(install: Install, tmp_path: Path) -> 
     assert all(word in done.stderr for word in ("by python", "by the system", "by a child"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_plugins_load_with_closed_standard_streams(install: Install, tmp_path: Path, closed: str) -> None:
     install("flagcore-loud", {"loud": "loud_plugin"}, {"loud_plugin": "print('hello')\n" + GOOD})
@@ -177,6 +179,7 @@ def test_plugins_load_with_closed_standard_streams(install: Install, tmp_path: P
     assert "loud" in result.read_text()
 
 
+@pytest.mark.slow
 def test_new_and_changed_plugins_are_seen_at_once_with_and_without_a_home(install: Install, tmp_path: Path) -> None:
     install("flagcore-first", {"first": "first_plugin"}, {"first_plugin": GOOD})
     unwritable = {"HOME": "/nonexistent", "XDG_CACHE_HOME": ""}
@@ -191,6 +194,7 @@ def test_new_and_changed_plugins_are_seen_at_once_with_and_without_a_home(instal
     assert "first" not in names
 
 
+@pytest.mark.slow
 def test_plugins_load_without_torch_and_optuna(install: Install, tmp_path: Path) -> None:
     done = run_load_plugins(tmp_path, "import sys; print('torch' in sys.modules, 'optuna' in sys.modules)")
     assert done.stdout.split() == ["False", "False"]

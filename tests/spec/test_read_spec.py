@@ -101,10 +101,21 @@ def test_memory_is_read_in_binary_and_decimal_units(read: Read, written: str, si
     assert read(f"cluster: {{memory_per_device: {written}}}").cluster.memory_bytes_per_device == size
 
 
+def test_a_trial_may_run_on_fewer_hosts(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb\nc\n")
+    cluster = read("cluster: {hostfile: hosts, nodes: 2}").cluster
+    assert (cluster.hosts, cluster.nodes) == (("a", "b", "c"), 2)
+
+
 def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# ours\nnode-a slots=8 type=x\n\nnode-b slots=8 type=x  # second\n")
     cluster = read("cluster: {hostfile: hosts}").cluster
     assert (cluster.hosts, cluster.nodes, cluster.devices_per_node) == (("node-a", "node-b"), 2, 8)
+    cluster = read("cluster: {hostfile: hosts, spares: 1}").cluster
+    assert (cluster.hosts, cluster.nodes, cluster.spares) == (("node-a", "node-b"), 1, 1)
+    with pytest.raises(SpecError) as raised:
+        read("cluster: {hostfile: hosts, spares: 2}")
+    assert (raised.value.key, raised.value.value) == ("cluster.spares", 2)
 
 
 @pytest.mark.parametrize(

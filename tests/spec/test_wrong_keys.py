@@ -46,7 +46,7 @@ def test_unknown_key_is_reported_with_the_nearest_right_one(refused: Refused, mo
     [
         ("serve: {engine: vllm}", "serve", "combined with train", "one of the two"),
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
-        ("cluster:", "cluster", "is null but must be a mapping", "remove the key"),
+        ("cluster:", "cluster", "is null but must be auto or a mapping", "remove the key"),
         ("cluster: {nodes: 0}", "cluster.nodes", "from 1 to 1000000", ""),
         ("cluster: {nodes: 1000000, devices_per_node: 8}", "cluster.nodes", "at most 1000000 devices", "use 125000"),
         ("cluster: {devices_per_node: atuo}", "cluster.devices_per_node", "auto or a whole", "did you mean auto?"),

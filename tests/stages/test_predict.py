@@ -54,6 +54,7 @@ def test_memory_is_the_bottleneck_on_a_nearly_full_device() -> None:
     assert limit(prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 def test_predictions_do_not_depend_on_the_block_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     task = small.task(space={"micro_batch_size": (1, 2)})

@@ -110,6 +110,7 @@ def test_the_reason_of_a_failed_probe_has_no_secrets(tmp_path: Path, monkeypatch
     assert "no such luck" not in (found.ranks[0].reason or "")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path) -> None:
     def interrupt(rank: int) -> None:
         if rank == 3:

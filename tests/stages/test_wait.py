@@ -19,6 +19,7 @@ from tests import small
 
 GIB = 2**30
 TASK = small.task(devices=2)
+PLACES = [(host, index) for host in "abc" for index in range(3)]
 
 
 class Reads:
@@ -124,3 +125,17 @@ def test_it_waits_until_the_devices_are_free_and_says_so_once(monkeypatch: pytes
     assert "device 0" in wait_for_devices(node([Reads(40.0), Reads(0.0)]), 0.0, 0.05, waited.append)
     assert 0.05 <= time.monotonic() - began < 5.0
     assert len(waited) == 2
+
+
+def test_a_busy_device_of_another_host_is_named_with_the_host() -> None:
+    devices = tuple(Device(index=index, chip="test-chip", memory_bytes=80 * GIB, host=host) for host, index in PLACES)
+    readers = tuple(Reads(20.0 if place in (("b", 1), ("b", 2), ("c", 0)) else 0.0) for place in PLACES)
+    spec = replace(TASK.spec, cluster=replace(TASK.spec.cluster, hosts=("a", "b", "c"), nodes=2), launcher="ssh")
+    platform = small.platform(replace(TASK, spec=spec), telemetry=readers, read_devices=devices)
+    found = wait_for_devices(platform.on_hosts(("a", "b")), 0.0, 0.0)
+    assert found.startswith("device 1 of b has 20.0")
+    assert "device 2" not in found
+    assert "c" not in found.split()
+    shared = replace(platform, support=EngineSupport(support=Support.YES, shared_devices=True))
+    little = tuple(Reads(0.0, free_bytes=(1 if host == "b" else 9) * GIB) for host, _ in PLACES)
+    assert " on b" in wait_for_devices(replace(shared, telemetry=little), 4.0 * GIB, 0.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from flagcore.contracts import SearchContext
 from flagcore.domain.experience import Observed, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
@@ -17,11 +20,12 @@ from flagcore.learning.trials import (
     MAX_EXCESS,
     PARTIAL_NOISE,
     PROBE_NOISE,
+    believed_times,
     observed_memory,
     observed_times,
     whole_seconds,
 )
-from flagcore.strategies.learned import STRATEGY
+from flagcore.strategies.learned import STRATEGY, believed
 from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
 
 
@@ -41,6 +45,7 @@ def best_of(trials: list[Trial]) -> float:
     return min(trial.measurement.step_time_s for trial in trials if trial.measurement)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_it_ends_near_the_best_after_few_trials(seed: int) -> None:
     known = predictions()
@@ -58,6 +63,7 @@ def test_a_model_three_times_off_still_ends_near_the_best() -> None:
     assert best_of(trials) <= 1.02 * real.min()
 
 
+@pytest.mark.slow
 def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     known = predictions()
     nothing = np.full(len(SPACE), np.nan)
@@ -72,6 +78,7 @@ def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     assert best_of(trials) <= chance
 
 
+@pytest.mark.slow
 def test_after_out_of_memory_similar_candidates_are_avoided() -> None:
     known = predictions()
     capacity = float(np.quantile(known.device_used_bytes, 0.5))
@@ -103,6 +110,30 @@ def test_a_choice_reports_its_corrected_prediction() -> None:
     assert step["value"] == pytest.approx(2.0 * known.step_time_s[chosen.row], rel=0.25)
 
 
+def test_pending_trials_make_similar_candidates_less_attractive() -> None:
+    known = predictions()
+    real = distorted(known, spread=0.0)
+    order = np.argsort(known.step_time_s, kind="stable")
+    trials = [ran(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
+    alone, pending, rows = search_context(known, trials), list[Trial](), list[int]()
+    for _ in range(4):
+        busy = replace(alone, pending=pending, open_rows=np.setdiff1d(alone.open_rows, rows))
+        chosen = STRATEGY.next(busy)
+        assert chosen.row is not None
+        rows.append(chosen.row)
+        pending.append(replace(ran(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
+    assert len(set(rows)) == 4
+    sure = believed_times(replace(alone, pending=pending), observed_times(alone))
+    assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
+    assert len(believed_times(alone, observed_times(alone))) == 0
+    before, after = (believed(replace(alone, pending=some), rows[0]) for some in ((), pending))
+    assert spread(after) < spread(before)
+
+
+def spread(belief: Mapping[str, Any]) -> float:
+    return float(belief["step_time_s"]["high"] / belief["step_time_s"]["low"])
+
+
 def probed(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
     return replace(ran(row, seconds, number, used), fidelity=PROBE)
 
@@ -121,16 +152,38 @@ def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     assert memory.log_ratio[1] >= 0.5
 
 
-def test_early_ended_and_noisy_trials_have_more_uncertainty() -> None:
+def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> None:
     known = predictions()
-    whole, cut, rough = (ran(row, float(known.step_time_s[row]), row) for row in range(3))
+    trials = [ran(row, float(known.step_time_s[row]), row) for row in range(4)]
+
+    def with_spread(trial: Trial, spread: float, count: int) -> Trial:
+        assert trial.measurement is not None
+        step = trial.measurement.step_time_s
+        return replace(
+            trial, measurement=replace(trial.measurement, spread_s=spread * step, step_times_s=(step,) * count)
+        )
+
+    even, rough, usual, cut = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
     assert cut.measurement is not None
-    assert rough.measurement is not None
     cut = replace(cut, state=TrialState.STOPPED, measurement=replace(cut.measurement, partial=True))
-    spread = 0.4 * rough.measurement.step_time_s
-    rough = replace(rough, measurement=replace(rough.measurement, spread_s=spread))
-    noise = observed_times(search_context(known, [whole, cut, rough])).noise
-    assert noise.tolist() == pytest.approx([LEAST_NOISE, PARTIAL_NOISE, 0.4 / np.sqrt(4)])
+    noise = observed_times(search_context(known, [even, rough, usual, cut])).noise
+    assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
+    assert observed_times(search_context(known, [even, cut])).noise.tolist() == [LEAST_NOISE, PARTIAL_NOISE]
+
+
+def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
+    known = predictions()
+    trials = [ran(row, float(known.step_time_s[row]), at) for at, row in enumerate(np.argsort(known.step_time_s)[:2])]
+    context = search_context(known, [])
+    assert STRATEGY.next(replace(context, trials=trials)).row is not None
+
+    def planned(steps: int) -> SearchContext:
+        spec = context.task.spec
+        control = replace(spec.control, planned_steps=steps)
+        return replace(context, trials=trials, task=replace(context.task, spec=replace(spec, control=control)))
+
+    assert STRATEGY.next(planned(10)).row is None
+    assert STRATEGY.next(planned(1_000_000)).row is not None
 
 
 def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_slightly() -> None:

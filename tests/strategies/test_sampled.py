@@ -29,6 +29,7 @@ def best_of(trials: list[Trial]) -> float:
     return min(trial.measurement.step_time_s for trial in trials if trial.measurement)
 
 
+@pytest.mark.slow
 def test_a_gaussian_process_suggests_once_its_random_trials_are_over() -> None:
     pytest.importorskip("torch")
     assert len({trial.candidate for trial in search(GP, 12)}) == 12

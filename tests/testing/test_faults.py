@@ -24,7 +24,7 @@ WITHOUT_FAULT = {
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_effects, "SECONDS", 3.0)
     monkeypatch.setattr(side_effects, "IMPORT_SECONDS", 3.0)
-    monkeypatch.setattr(failures, "SECONDS", 3.0)
+    monkeypatch.setattr(failures, "SECONDS", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return healthy(tmp_path_factory.mktemp("healthy"))
 
 
+@pytest.mark.slow
 def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     with imported(acme) as plugin:
         results = list(run_all(CHECKS, plugin))
@@ -43,7 +44,15 @@ def test_a_valid_plugin_passes_all_checks(acme: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
+def started(check: str) -> bool:
+    """Return whether a check starts processes."""
+    return check.startswith(("import_", "hooks_")) or check == "failure_patterns_are_fast"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, id=each.check, marks=pytest.mark.slow if started(each.check) else ()) for each in FAULTS],
+)
 def test_a_fault_fails_its_check(tmp_path: Path, acme: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (check,) = (each for each in CHECKS if each.__name__ == fault.check)

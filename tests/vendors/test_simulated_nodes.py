@@ -19,7 +19,7 @@ import yaml
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.process,
+    pytest.mark.slow,
 ]
 
 ADD_ON = """

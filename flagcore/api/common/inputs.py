@@ -12,20 +12,20 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import FindsHosts, InstalledVersion, KeyWarnings, Workload, labels_of, untested_reason
+from flagcore.contracts import InstalledVersion, KeyWarnings, OnHosts, Workload, labels_of, untested_reason
 from flagcore.domain.chip import Support, unknown_chip_hint
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, Spec
+from flagcore.domain.spec import AUTO, HOSTFILE, Spec, TrainSpec
 from flagcore.errors import FlagError, SpecError, joined
 from flagcore.i18n import _
 from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
 from flagcore.problem import Problem, sizes_fixed_at_one
 from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
-from flagcore.spec.convert import check_engines
+from flagcore.spec.convert import check_engines, without_spares
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 from flagcore.spec.serving import engines_of, only
 from flagcore.spec.validate import gathered
@@ -175,20 +175,42 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
         found: Spec = gathered(parts)["spec"]
+    if not (isinstance(tuner, Mapping) and "launcher" in tuner):
+        found = _with_launcher(found, any_number=data.get("cluster") == AUTO)
     return _with_hosts(found)
+
+
+def _with_launcher(spec: Spec, any_number: bool) -> Spec:
+    """Return a training job for several nodes with the launcher of the allocation that flagcore runs in, if any.
+
+    A command of the user may start all nodes itself, so that it needs the name of a launcher.
+    """
+    cluster, work = spec.cluster, spec.work
+    several = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
+    if not several or not isinstance(work, TrainSpec) or work.command is not None:
+        return spec
+    at_hand = (name for name in names(LAUNCHERS) if isinstance(one := launcher(name), OnHosts) and one.at_hand())
+    return replace(spec, launcher=next(at_hand, spec.launcher))
 
 
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    hosts = finder.find_hosts() if isinstance(finder, FindsHosts) and not cluster.hosts else ()
-    if not hosts or cluster.groups:
+    at_most = cluster.nodes + cluster.spares
+    hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
+        where = "serve" if isinstance(spec.work, ServeSpec) else "train"
+        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
+        raise SpecError(key=f"{where}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
+    if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
-    if cluster.nodes not in (1, len(hosts)):
+    count = without_spares(hosts, cluster.spares)
+    if cluster.nodes > count:
         found = ", ".join(hosts)
-        problem = _("must be {count}: {launcher} found {hosts}", count=len(hosts), launcher=finder.name, hosts=found)
+        problem = _("must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
-    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=len(hosts)))
+    nodes = cluster.nodes if cluster.nodes > 1 else count
+    return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def calibrate(
     if find_spec("torch") is None:
         raise NoDevice(_("torch is not installed; install its build for this device"))
     with loaded_plugins(without) as loaded:
-        chip, support, here, engine = _target(loaded)
+        chip, support, here, engine = target(loaded)
         if devices is not None and devices > len(here):
             text = _(
                 "--devices {asked}: this machine has {count} x {chip}", asked=devices, count=len(here), chip=chip.name
@@ -165,7 +165,7 @@ def forget(chip: str) -> list[str]:
     raise UsageError(_("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=kept.folder, hint=hint))
 
 
-def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
+def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
     """Return the chip to measure, how torch runs on it, its devices, and the engine that reports it.
 
     One that no plugin catalogues takes precedence over a plain CPU.

@@ -1,20 +1,101 @@
-"""Prints the devices and packages of a host as JSON: `python -m flagcore.api.hardware.host_report`."""
+"""Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.hardware.host_report FILE...`.
+
+With `watch` instead, it writes what telemetry shows of each device to `devices.json`, every second until it is ended.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from flagcore.api.common.inputs import loaded_plugins
+from flagcore.api.hardware.calibration import target
 from flagcore.api.hardware.inspection import doctor
+from flagcore.contracts import Telemetry, use_of
+from flagcore.domain.chip import Device
+from flagcore.errors import FlagError, NoDevice
+from flagcore.plugins import LoadedPlugins
+
+FIGURES = "devices.json"
+PERIOD_SECONDS = 1.0
+HASHED_BYTES = 1 << 20
+"""Of a larger file, only its size and its beginning are hashed."""
 
 
-def host_report() -> dict[str, object]:
-    """Return the devices of this machine, and the version of each package that an engine needs and that is here."""
+def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
+    """Return the devices of this machine, the version of each package that an engine needs and that is here, and how
+    torch runs."""
+    versions = {each["name"]: each["version"] for each in doctor() if each["version"]}
+    return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
+
+
+def digest(path: str) -> str:
+    """Return a hash of a file, or of the files in a folder; empty if it is missing."""
+    if not os.path.exists(path):
+        return ""
+    found = hashlib.sha256()
+    try:
+        for each in sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]:
+            if each.is_file():
+                found.update(f"{each.name} {each.stat().st_size}\n".encode())
+                with each.open("rb") as file:
+                    found.update(file.read(HASHED_BYTES))
+    except OSError:
+        return ""
+    return found.hexdigest()
+
+
+def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
+    """Return the devices that torch uses here, one for all cores of a CPU; None without torch."""
+    if find_spec("torch") is None:
+        return None
+    with suppress(FlagError):
+        _, support, here, _ = target(loaded)
+        devices = 1 if support.shared_devices else len(here)
+        how = {"kind": support.device_type, "backend": support.distributed_backend, "preload": list(support.preload)}
+        return {**how, "devices": devices}
+    return None
+
+
+def reading(reader: Telemetry | None) -> dict[str, Any]:
+    """Return the figures of a device and who uses it; `lost` if it no longer answers, nothing if that is unknown."""
+    try:
+        if reader is None:
+            return {}
+        figures = {name: float(value) for name, value in reader.sample().items()}
+        return {"figures": figures, "use": asdict(use_of(reader))}
+    except LookupError:
+        return {"lost": True}
+    except NoDevice as error:  # what a plugin raised
+        return {"lost": True} if isinstance(error.__cause__, LookupError) else {}
+    except Exception:
+        return {}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the report, or watch the devices."""
+    watch = list(arguments) == ["watch"]
     with loaded_plugins(()) as loaded:
-        devices = [asdict(device) for device in loaded.devices()]
-    return {"devices": devices, "versions": {each["name"]: each["version"] for each in doctor() if each["version"]}}
+        devices = loaded.devices()
+        readers = [loaded.telemetry(device) for device in devices]
+        if not watch:
+            files = {path: digest(path) for path in arguments}
+            print(json.dumps({**host_report(devices, how_torch_runs(loaded)), "files": files}))
+    while watch:
+        with open("new", "w", encoding="utf-8") as file:
+            json.dump([reading(reader) for reader in readers], file)
+        os.replace("new", FIGURES)
+        time.sleep(PERIOD_SECONDS)
 
 
 if __name__ == "__main__":
-    print(json.dumps(host_report()))
+    main(sys.argv[1:])

@@ -9,19 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.inputs import warn
+from flagcore.api.hardware.host_speed import HostSpeed, measure_speed, slow_hosts
 from flagcore.contracts import Launcher
 from flagcore.domain.chip import Device
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
 from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
-from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
 from flagcore.spec.convert import read_hosts
 
 PROGRAM = "flagcore.api.hardware.host_report"
@@ -36,13 +37,16 @@ MAX_CLOCK_SECONDS = 5.0
 class HostReport:
     """What a host answered. `problem` is why it cannot be used, empty if it can. Its clock is ahead by `clock_s`.
 
-    Without flagcore on the host, `devices` and `versions` are None.
+    Without flagcore on the host, `devices` and `versions` are None. `torch` is how torch runs there, None without it.
+    `files` are digests of files and folders, empty for missing ones.
     """
 
     host: str
     problem: str = ""
     devices: tuple[Device, ...] | None = None
     versions: Mapping[str, str] | None = None
+    torch: Mapping[str, Any] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     clock_s: float = 0.0
     free_disk_bytes: int = 0
@@ -53,15 +57,15 @@ class HostReport:
         return Counter(device.chip for device in self.devices or ())
 
 
-def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str]) -> list[HostReport]:
-    """Return what each host answers, in order. Hosts are asked in parallel."""
+def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = ()) -> list[HostReport]:
+    """Return what each host answers, in order. Hosts are asked in parallel, for `files`, too."""
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host)), hosts))
+        return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts))
 
 
-def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
+def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
     fresh = HostsLauncher(name=launcher.name, channel=launcher.channel)
-    argv = (sys.executable, "-m", PROGRAM)
+    argv = (sys.executable, "-m", PROGRAM, *files)
     try:
         running = fresh.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
     except LaunchError as error:
@@ -78,8 +82,10 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path) -> HostReport:
     )
     try:
         found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        devices = tuple(Device(**each) for each in found["devices"])
-        return HostReport(**{**vars(seen), "devices": devices, "versions": dict(found["versions"])})
+        devices = tuple(Device(**{**each, "host": host}) for each in found["devices"])
+        versions, torch = dict(found["versions"]), found["torch"]
+        seen = replace(seen, devices=devices, versions=versions, files=dict(found["files"]))
+        return replace(seen, torch=None if torch is None else dict(torch))
     except (OSError, ValueError, KeyError, TypeError):
         return seen
 
@@ -92,14 +98,31 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     hosts, _slots = read_hosts(hostfile, file=str(hostfile))
     found = plugins.launcher(launcher)
     if not isinstance(found, HostsLauncher):
-        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh or slurm")
+        text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = inspect_hosts(found, hosts)
+    reports = inspect_hosts(found, found.hold(hosts))
     warn(host_warnings(reports))
-    return [_record(report, reports) for report in reports]
+    speeds = {each.host: each for each in _speeds(found, reports)}
+    return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
 
-def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]:
+def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
+    """Return the speed of the hosts that can be used, none without torch, and warn of slow devices and networks."""
+    usable = [report for report in reports if not list(host_problems(report, reports))]
+    job = usable[0].torch if usable else None
+    if job is None or any(report.torch != job for report in usable):
+        return []
+    try:
+        speeds = measure_speed(launcher, [report.host for report in usable], job)
+    except LaunchError as error:
+        warn([_("the hosts cannot be compared: {reason}", reason=error)])
+        return []
+    warn(slow_hosts(speeds, cores=job["kind"] == "cpu"))
+    return speeds
+
+
+def _record(report: HostReport, reports: Sequence[HostReport], speed: HostSpeed | None) -> dict[str, Any]:
+    link_s, products = (speed.link_s, speed.products_s) if speed else (None, ())
     problems = list(host_problems(report, reports))
     return {
         "host": report.host,
@@ -109,20 +132,40 @@ def _record(report: HostReport, reports: Sequence[HostReport]) -> dict[str, Any]
         "python": report.python,
         "clock_s": report.clock_s,
         "free_disk_gib": report.free_disk_bytes / 2**30,
+        "product_ms": 1e3 * max(products) if products else None,
+        "all_reduce_ms": 1e3 * link_s if link_s is not None else None,
         "versions": report.versions,
     }
 
 
-def require_hosts(launcher: Launcher, hosts: Sequence[str]) -> tuple[Device, ...]:
-    """Return the devices of the first host, none if unknown. Raises NoDevice with a line for each unsuitable host."""
+def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
+    """Raise NoDevice if a launcher for several hosts has none."""
+    if isinstance(launcher, HostsLauncher) and not hosts:
+        raise NoDevice(launcher.no_hosts)
+
+
+def require_hosts(
+    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
+) -> tuple[tuple[str, ...], tuple[Device, ...]]:
+    """Hold hosts for this process. Return their names, and the devices of those that can be used, none if unknown.
+
+    `files` must be the same on all. Up to `spares` hosts that cannot be used are left out, with a warning each. Raises
+    NoDevice with a line for each if there are more.
+    """
     if not isinstance(launcher, HostsLauncher):
-        return ()
-    reports = inspect_hosts(launcher, hosts)
-    problems = [f"{report.host}: {line}" for report in reports for line in host_problems(report, reports)]
-    if problems:
-        raise NoDevice("; ".join(problems))
-    warn(host_warnings(reports))
-    return reports[0].devices or ()
+        return tuple(hosts), ()
+    hosts = launcher.hold(hosts)
+    reports = inspect_hosts(launcher, hosts, files)
+    problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
+    unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
+    if len(unusable) > spares:
+        raise NoDevice("; ".join(unusable))
+    launcher.failures.update({host: MAX_LOSSES for host, lines in problems.items() if lines})
+    usable = [report for report in reports if not problems[report.host]]
+    launcher.reached.update(report.host for report in usable)
+    warn(_("{line}; it is not used", line=line) for line in unusable)
+    warn(host_warnings(usable))
+    return hosts, tuple(device for report in usable for device in report.devices or ())
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
@@ -140,6 +183,11 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         if own != other:
             text = N_("{package} {version}, but {host} has {other}")
             yield _(text, package=name, version=own, host=first.host, other=other)
+    for path, content in report.files.items():
+        if not content:
+            yield _("{path} is missing", path=path)
+        elif first.files.get(path) not in (content, ""):
+            yield _("{path} differs from that of {host}", path=path, host=first.host)
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:

@@ -126,17 +126,10 @@ def run_best(
     process ends; `on_ready` is called with their URL once they answer. `stdout` is a file descriptor for output.
     Raises RunError if the run has no best configuration, UsageError if it cannot be started.
     """
-    file = Path(run_dir) / "best" / "launch.json"
-    try:
-        launch = json.loads(file.read_text(encoding="utf-8"))
-        argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
-        ready = tuple(map(str, launch.get("ready", ())))
-        lacking = [str(name) for name in launch.get("needs", ()) if not os.environ.get(str(name))]
-        missing = str(launch.get("missing", ""))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
-        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
-        raise RunError(problem) from None
+    launch = saved_launch(run_dir)
+    argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
+    ready, missing = tuple(launch["ready"]), str(launch["missing"])
+    lacking = [name for name in launch["needs"] if not os.environ.get(name)]
     if missing:
         argv, folder, environment = ["sh", str(Path(run_dir).resolve() / "best.sh")], str(run_dir), {}
     if lacking:
@@ -156,6 +149,20 @@ def run_best(
     except (OSError, ValueError, TypeError, IndexError) as error:
         names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
         raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
+
+
+def saved_launch(run_dir: Path | str) -> dict[str, Any]:
+    """Return what `launch.json` says of the best configuration of a run. Raises RunError if there is none."""
+    file = Path(run_dir) / "best" / "launch.json"
+    try:
+        launch = json.loads(file.read_text(encoding="utf-8"))
+        needed = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
+        texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
+        return {"missing": "", **launch, **needed, **texts, "directory": str(launch["directory"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
+        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
+        raise RunError(problem) from None
 
 
 def _require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:

@@ -25,12 +25,14 @@ from flagcore.api.common.inputs import (
     write_spec,
 )
 from flagcore.api.common.transfer import past_of_problem
-from flagcore.api.hardware.hosts import require_hosts
+from flagcore.api.hardware.host_telemetry import host_telemetry
+from flagcore.api.hardware.hosts import require_any_host, require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, Installed, OnEvent, OwnCommand, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
@@ -43,7 +45,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.text import drift_text
+from flagcore.report.text import cold_start_text, drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store.directory import RunDirectory, writable, write
 
@@ -113,12 +115,14 @@ class _EngineRun:
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
+        runs = self.spec.control.fidelity == RUN
+        if runs:
+            require_any_host(self.launcher, self.spec.cluster.hosts)
         _require_ready(self.workload, self.spec)
-        hosts = self.spec.cluster.hosts if self.spec.on_each_host and self.spec.control.fidelity == RUN else ()
-        devices = require_hosts(self.launcher, hosts) if hosts else ()
-        with loaded_plugins(self.without) as loaded:
-            if hosts:
-                loaded.use_devices(devices)
+        devices = self._require_hosts() if self.spec.on_each_host and runs else ()
+        with loaded_plugins(self.without) as loaded, host_telemetry(self.launcher, devices) as telemetry:
+            if self.spec.on_each_host and runs:
+                loaded.use_devices(devices, telemetry or (lambda device: None))
             spec = replace(self.spec, baseline=self._baseline())
             try:
                 result = run_loop(spec, self._dependencies(loaded, on_event))
@@ -127,6 +131,20 @@ class _EngineRun:
                 self.directory.close()
         _raise_failure(result, outcome)
         return outcome
+
+    def _require_hosts(self) -> tuple[Device, ...]:
+        """Hold the hosts of the spec and return their devices. Raises NoDevice."""
+        cluster = self.spec.cluster
+        hosts, devices = require_hosts(self.launcher, cluster.hosts, cluster.spares, self._files())
+        self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
+        return devices
+
+    def _files(self) -> list[str]:
+        """Return the files on every host that a command of the user may read: its own, and the model."""
+        words, directory = self.spec.work.command or (), self.spec.work.directory or ""
+        model = self.data.get("model")
+        named = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        return named + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
@@ -189,7 +207,7 @@ class _EngineRun:
     def _save(self, result: TuneResult) -> Outcome:
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
-        warn(filter(None, [drift_text(outcome.data["noise"])]))
+        warn(filter(None, [text(outcome.data["noise"]) for text in (drift_text, cold_start_text)]))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:

@@ -31,7 +31,7 @@ from flagcore.engines.megatron.time.step import Blocks, in_a_run, rank_time, ste
 from flagcore.i18n import N_
 
 BLOCK_ROWS = 1 << 15
-"""Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
+"""Candidates per batch: enough that calls cost little, and few enough that columns stay in a processor's cache."""
 
 FEW_ROWS = 1 << 11
 """So few candidates are worked on with others: to look at a stage too many costs less than another call."""

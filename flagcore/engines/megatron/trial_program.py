@@ -170,7 +170,7 @@ def job(
         },
         "output": folder,
         "probe": probe,
-        "nodes": len(spec.cluster.hosts) if spec.on_each_host and probe is None else 1,
+        "nodes": spec.cluster.nodes if spec.on_each_host and probe is None else 1,
     }
 
 
@@ -186,4 +186,4 @@ def _settings(train: TrainSpec) -> dict[str, object]:
 def _threads(platform: Platform) -> int:
     """Return how many threads each rank may use so that together they fill the node's devices, which are cores."""
     group = platform.task.cluster.groups[0]
-    return max(1, group.chip.devices_per_node // group.devices_per_node)
+    return max(1, (len(platform.cores) or group.chip.devices_per_node) // group.devices_per_node)

@@ -24,6 +24,7 @@ from flagcore.report.page.run import (
 )
 from flagcore.report.text import (
     at_load,
+    cold_start_text,
     drift_text,
     figures_text,
     gain_text,
@@ -214,8 +215,8 @@ def _doubts(run: RunData, best: Record) -> Iterator[Block]:
         more = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
         names = "; ".join([*rivals[:MAX_RIVALS], *more])
         yield Text(_("The best is not significantly faster than {trials}.", trials=names))
-    if drift := drift_text(noise):
-        yield Text(drift, warning=True)
+    for text in filter(None, (drift_text(noise), cold_start_text(noise))):
+        yield Text(text, warning=True)
     fastest = run.result.get("fastest")
     if run.limits and fastest is not None and fastest != best["number"]:
         yield Text(_("Trial {number} is faster, but not within the latency limits.", number=fastest))

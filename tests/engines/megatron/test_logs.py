@@ -116,6 +116,7 @@ def test_an_endless_log_line_is_read_in_pieces(tmp_path: Path, monkeypatch: pyte
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_adversarial_lines_are_matched_quickly(tmp_path: Path) -> None:
     began = time.process_time()
     read(tmp_path, ("iteration 1/ 1 |" * 20_000 + "\n") * 3 + "a" * 300_000 + " ..." * 100_000)

@@ -30,7 +30,7 @@ from tests.engines.megatron.ranks import (
     run_ranks,
 )
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
@@ -179,6 +179,9 @@ GATHERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "on a stage": (SHARED, {**WIDE, **EP2, PP: 2}),
 }
 LONG_CASES = {
+    "micro batch of 4",
+    "tensor",
+    "first of four stages",
     "third of four stages",
     "interleaved, second",
     "uniform recompute",
@@ -190,19 +193,25 @@ LONG_CASES = {
     "experts on two",
     "split experts",
     "experts, first stage",
+    "experts, last stage",
     "experts, uniform recompute",
     "recompute of shared experts",
+    "latent attention",
     "latent attention, tensor",
     "full-rank queries",
     "latent attention, experts, two tokens",
     "layers outweigh the loss",
     "layers outweigh the loss, recompute of norms",
+    "layers outweigh the loss, block recompute",
     "two tokens, layers outweigh the loss",
     "two tokens, uniform recompute",
     "wide experts",
     "wide experts, recompute of norms",
+    "wide experts, recompute of all",
+    "seven layers, stage 0",
     "seven layers, stage 1",
     "seven layers, stage 2",
+    "seven layers, stage 3",
     "seven layers, recompute, stage 1",
     "seven layers, recompute, stage 2",
     "experts and a dense layer, stage 0",

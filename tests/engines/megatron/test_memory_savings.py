@@ -25,6 +25,8 @@ from tests.engines.megatron.candidates import (
     training_memory,
 )
 
+pytestmark = pytest.mark.slow
+
 PAIRS = 20
 SMALL = dataclasses.replace(LLAMA, num_layers=4, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8)
 FEW = dataclasses.replace(SMALL, num_query_groups=2, kv_channels=32, vocab_size=1024)

@@ -148,7 +148,7 @@ def counts() -> dict[str, int]:
     return dict(zip(JOBS, run_ranks([of_megatron(**job) for job in JOBS.values()]), strict=True))
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_parameters_of_a_rank_are_those_that_megatron_builds(counts: dict[str, int], name: str) -> None:
     assert counted_by_physics(**JOBS[name]) == counts[name]

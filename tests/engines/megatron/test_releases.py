@@ -36,7 +36,7 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, folder
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_layout_trains_like_one_process(release: tuple[str, Path], tmp_path: Path) -> None:

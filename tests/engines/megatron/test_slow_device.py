@@ -17,7 +17,7 @@ from tests.plugins.conftest import install as install
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.process,
+    pytest.mark.slow,
 ]
 
 SLOWED = '''

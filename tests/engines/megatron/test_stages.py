@@ -20,6 +20,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")

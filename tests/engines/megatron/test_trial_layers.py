@@ -93,7 +93,7 @@ def test_the_job_names_the_layers_and_their_settings(install: Install, tmp_path:
     assert (job.train.precision, job.candidate.tp_comm_overlap, job.candidate.cp_comm_type) == ("fp8", True, "a2a")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 class TestRank:
     """What a rank builds; megatron-core's own functions are replaced by what records their arguments."""
 

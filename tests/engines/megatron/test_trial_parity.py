@@ -24,7 +24,7 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS, LATENT
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.process,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
 

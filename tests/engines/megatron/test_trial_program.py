@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 from flagcore import forked_ranks as ranks
+from flagcore.domain.launch import Launch
 from flagcore.engines.megatron.trial import failures
 from flagcore.engines.megatron.trial.job import JobError, parse_job
+from flagcore.launchers.local import LocalLauncher
 from tests.engines.megatron import trial_jobs
 from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 
-pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.process]
+pytestmark = [pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"), pytest.mark.slow]
 
 PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
 ENDLESS = {"train_iters": 100_000}
@@ -353,3 +355,35 @@ def test_reading_jobs_imports_neither_torch_nor_megatron() -> None:
         [sys.executable, "-c", code], env=trial_jobs.environment(), capture_output=True, text=True, check=False
     )
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_a_warm_trial_measures_what_a_cold_one_measures(tmp_path: Path) -> None:
+    """Also after a trial of another split has run in a fork of the same template."""
+    launcher, measured = LocalLauncher(), dict[str, Any]()
+    copies, stages = {"data_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+    try:
+        for name, split in {"cold": copies, "first": stages, "warm": copies}.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            job = write_job(folder, trial_jobs.make_job(folder, EXPERTS, train={"precision": "bf16"}, **split))
+            launch = Launch(
+                argv=(sys.executable, *PROGRAM, str(job)),
+                folder=str(folder),
+                environment={"PYTHONPATH": str(trial_jobs.ROOT), "OMP_NUM_THREADS": "1"},
+                warm=name != "cold",
+            )
+            ended = launcher.start(launch).wait(120)
+            assert ended is not None
+            assert (ended.code, ended.warm) == (0, launch.warm), (folder / "stderr.log").read_text()
+            measured[name] = json.loads((folder / "metrics.json").read_text())
+    finally:
+        launcher.close()
+    warm, cold = measured["warm"], measured["cold"]
+    for key in ("effective", "parameters", "versions"):
+        assert warm[key] == cold[key]
+    figures = [[(step["loss"], step["grad_norm"]) for step in each["steps"]] for each in (warm, cold)]
+    assert figures[0] == figures[1]
+    for mine, other in zip(warm["ranks"], cold["ranks"], strict=True):
+        assert mine["peak_allocated_bytes"] == pytest.approx(other["peak_allocated_bytes"], abs=4 << 20)
+        assert mine["device_used_bytes"] == pytest.approx(other["device_used_bytes"], abs=16 << 20)
+    assert warm["startup_s"]["import"] < 0.5 < cold["startup_s"]["import"]

@@ -15,7 +15,7 @@ from flagcore import api
 
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
-    pytest.mark.process,
+    pytest.mark.slow,
 ]
 
 SPEC: dict[str, Any] = {
@@ -68,6 +68,12 @@ def test_figures_come_from_the_files_of_the_trial(tuned: api.Outcome) -> None:
     assert best["measured"]["tokens_per_second_per_device"] == pytest.approx(8 * 32 / median(times) / 2)
     used = max(rank["device_used_bytes"] for rank in metrics["ranks"])
     assert best["measured"]["device_used_gib"] == pytest.approx(used / 2**30)
+
+
+def test_all_trials_start_warm_but_a_single_repeat(tuned: api.Outcome) -> None:
+    assert all(trial["warm"] for trial in tuned.data["trials"])
+    assert sum(not trial["warm"] for trial in tuned.data["repeats"]) == bool(tuned.data["repeats"])
+    assert (tuned.data["noise"]["cold_start"] is not None) is bool(tuned.data["repeats"])
 
 
 def test_counts_add_up_and_the_gain_is_the_lowest_of_the_rounds(tuned: api.Outcome) -> None:

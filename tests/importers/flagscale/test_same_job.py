@@ -113,6 +113,7 @@ def as_trial(values: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_a_candidate_has_the_arguments_that_flagscale_recorded(name: str, tmp_path: Path) -> None:
     """`tmp_path` has the trees."""

@@ -31,6 +31,8 @@ from tests.cli.conftest import flag as flag
 from tests.importers.flagscale.accounting import TREES, unaccounted
 from tests.small import ENGINES
 
+pytestmark = pytest.mark.slow
+
 read_tree = FlagScale().read_tree
 Flag = Callable[..., Ran]
 
@@ -38,8 +40,8 @@ SPACE = "experiment.auto_tuner.space"
 ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
-FUZZED = ("train_hetero", "train_latent")
-"""Training trees that have between them most keys."""
+FUZZED = ("train_hetero", "train_latent", "serve_many", "serve_vllm", "serve_llama_cpp")
+"""Trees that have between them most keys."""
 
 
 def tree(name: str, *overrides: str) -> Imported:
@@ -463,7 +465,7 @@ def test_interpolations_and_overrides_are_hydras() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FUZZED or name not in TRAIN else pytest.mark.long) for name in ALL],
+    [pytest.param(name, marks=() if name in FUZZED else pytest.mark.long) for name in ALL],
 )
 def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
     whole, _ = compose(Path(name), "tune", (), file="x")
@@ -528,7 +530,6 @@ def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path, flag:
     assert flag(*given).code == 2
 
 
-@pytest.mark.process
 def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path, flag: Flag) -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")

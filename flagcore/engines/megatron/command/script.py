@@ -80,7 +80,7 @@ def _names_shell(file: Path) -> bool:
 def _run(argv: Sequence[str], directory: str | None, environment: Mapping[str, str]) -> str:
     """Run a traced script until all its processes end, and return why it ended badly, or nothing.
 
-    Parts of a pipeline may end after the script: a pipe that all inherit tells when the last one has.
+    Parts of a pipeline may outlive the script: a pipe that they inherit closes when the last one ends.
     """
     ends, inherited = os.pipe()
     kept = fcntl.fcntl(inherited, fcntl.F_DUPFD, 100)  # no number that scripts use

@@ -132,6 +132,6 @@ def model_flops(train: Training) -> float:
 
 
 def add_parts(into: Parts, parts: Parts, times: FloatArray | float = 1.0) -> None:
-    """Add each component of `parts`, so many times, to those of `into`."""
+    """Add each component of `parts`, multiplied by `times`, to those of `into`."""
     for name, value in parts.items():
         into[name] = into[name] + value * times if name in into else value * times

@@ -37,8 +37,9 @@ rank's share of the processors moves per second. The rate is an estimate: 200 GB
 def optimizer_time(
     train: Training, layout: Layout, costs: Costs, found: Stage, params: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
-    """Return the optimizer's step of a stage that holds so many parameters that all ranks replicate, and of experts.
+    """Return the seconds of the optimizer's step of a stage.
 
+    `params` are its parameters that all ranks replicate, and those of experts.
     Norms, Adam and copies of what a rank owns move memory; each tensor costs the host some launches.
     """
     if train.options.adapters:

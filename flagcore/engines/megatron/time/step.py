@@ -66,7 +66,7 @@ class Parts(ArrayRecord):
 class Blocks:
     """The blocks of all candidates, worked out once for each combination of what they depend on.
 
-    `few` are candidates with all combinations, `which` is the one that each candidate has; `parts` are the blocks of
+    `few` are candidates with all combinations; `which` maps each candidate to its own. `parts` are the blocks of
     `few` on the devices of each node group.
     """
 

@@ -23,9 +23,7 @@ from flagcore.engines.megatron.trial.job import Job, JobError, load_job
 def main(arguments: list[str]) -> int:
     """Run the job named on the command line and return the exit code."""
     try:
-        if len(arguments) != 1:
-            raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
-        job = load_job(Path(arguments[0]))
+        job = read(arguments)
     except JobError as error:
         return failures.report(error)
     prepare(job)
@@ -39,6 +37,20 @@ def main(arguments: list[str]) -> int:
         return ranks.run_ranks(job.processes, task)
     first = int(os.environ["NODE_RANK"]) * job.processes
     return ranks.run_ranks(job.processes, task, first=first, address=("", int(os.environ["MASTER_PORT"])))
+
+
+def ready(arguments: list[str]) -> None:
+    """Import what the job named on the command line needs, and start nothing."""
+    job = read(arguments)
+    prepare(job)
+    warm_up(job)
+
+
+def read(arguments: list[str]) -> Job:
+    """Return the job named on the command line. Raises JobError."""
+    if len(arguments) != 1:
+        raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
+    return load_job(Path(arguments[0]))
 
 
 def clear(folder: Path) -> None:

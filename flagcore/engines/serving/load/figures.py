@@ -43,7 +43,7 @@ def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, 
 
 
 def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return each latency in seconds from its least to its greatest value, at shares of its values evenly apart.
+    """Return each latency in seconds from its least to its greatest value, at evenly spaced quantiles.
 
     All of them up to `QUANTILES`, else as many quantiles. Either way a percentile of the list is that of all values. A
     latency that no request has is left out.

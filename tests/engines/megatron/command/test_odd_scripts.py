@@ -13,7 +13,7 @@ from flagcore import api
 from flagcore.errors import EveryTrialFailed, SpecError
 from tests.engines.megatron.command.real import ARCHITECTURE, needs_megatron_lm, spec_of
 
-pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(1200), needs_megatron_lm]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]
 
 ONE = {
     "micro_batch_size": 1,

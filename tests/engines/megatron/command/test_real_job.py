@@ -17,7 +17,7 @@ import yaml
 from flagcore import api
 from tests.engines.megatron.command.real import ARCHITECTURE, MEGATRON, needs_megatron_lm, spec_of
 
-pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(1200), needs_megatron_lm]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200), needs_megatron_lm]
 
 SCRIPT = f"""\
 #!/bin/bash

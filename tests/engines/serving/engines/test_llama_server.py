@@ -19,7 +19,7 @@ from tests.engines.serving.engines.tasks import serving
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 MAKER = Path(__file__).parents[4] / "examples/tiny_gguf.py"
 SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.slow
 def test_benchmark_prints_the_rate_of_the_client_and_how_it_compares_to_the_goal() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/load_client.py"), "--requests", "8", "--tokens", "16"]
     done = subprocess.run([*command, "--repeats", "1"], capture_output=True, text=True, timeout=120)

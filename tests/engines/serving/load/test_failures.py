@@ -27,7 +27,7 @@ from tests.engines.serving.load.servers import (
     well,
 )
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 LOAD = Load(input_len=8, output_len=5, num_prompts=4, concurrency=2)
 

@@ -21,7 +21,7 @@ from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
 from tests.engines.serving.trial import trials
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 WRONG = {
     "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),

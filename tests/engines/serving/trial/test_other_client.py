@@ -11,7 +11,7 @@ from flagcore.domain.trial import Trial, TrialState
 from tests.engines.serving.trial import trials
 from tests.engines.serving.trial.test_misbehaving_servers import all_gone
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 CLIENT = (sys.executable, str(Path(__file__).with_name("client.py")), "{url}", "{report}")
 

@@ -21,7 +21,7 @@ from tests.engines.serving.trial.test_misbehaving_servers import all_gone
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 MAKER = Path(__file__).parents[4] / "examples" / "tiny_gguf.py"
 MODEL = Model(

@@ -1,0 +1,116 @@
+"""Telemetry of devices on other hosts: a program on each host reports them while flagcore runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from flagcore.api.hardware.host_report import FIGURES, PERIOD_SECONDS
+from flagcore.contracts import Launcher
+from flagcore.domain.chip import Device
+from flagcore.domain.devices import DeviceUse
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError
+from flagcore.launchers.hosts import HostsLauncher
+
+PROGRAM = "flagcore.api.hardware.host_report"
+LAG_SECONDS = PERIOD_SECONDS + 0.7
+"""How old a reading may be: the period, and the time until it is here."""
+STALE_SECONDS = 10.0
+"""Older readings are of a host that does not answer, and count as unknown."""
+RETRY_SECONDS = 10.0
+"""From the end of a program, such as on a host that was lost, to the next."""
+
+
+@contextmanager
+def host_telemetry(launcher: Launcher, devices: Sequence[Device]) -> Iterator[HostTelemetry | None]:
+    """Watch the hosts of `devices` until the end of the block; None for a launcher without hosts."""
+    if not isinstance(launcher, HostsLauncher) or not devices:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
+        watch = HostTelemetry(launcher, devices, Path(folder))
+        try:
+            yield watch
+        finally:
+            watch.close()
+
+
+class HostTelemetry:
+    """Readings of devices on other hosts."""
+
+    def __init__(self, launcher: HostsLauncher, devices: Sequence[Device], folder: Path) -> None:
+        self.launcher, self.folder, self._closed = launcher, folder, Event()
+        by_host: dict[str, list[Device]] = {}
+        for device in devices:
+            by_host.setdefault(device.host, []).append(device)
+        self._places = {device: place for own in by_host.values() for place, device in enumerate(own)}
+        self._latest: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+        """By host, when its last reading came, and that of each device."""
+        self._threads = [Thread(target=self._watch, args=(host,), daemon=True) for host in by_host]
+        for thread in self._threads:
+            thread.start()
+
+    def __call__(self, device: Device) -> HostDevice:
+        """Return the telemetry of a device."""
+        return HostDevice(self, device)
+
+    def reading(self, device: Device) -> Mapping[str, Any]:
+        """Return the last reading of a device, but none from before the end of the last trial; empty if unknown."""
+        time.sleep(max(0.0, self.launcher.ended_at + LAG_SECONDS - time.monotonic()))
+        at, readings = self._latest.get(device.host, (0.0, []))
+        place = self._places[device]
+        return readings[place] if time.monotonic() - at < STALE_SECONDS and place < len(readings) else {}
+
+    def _watch(self, host: str) -> None:
+        launcher = HostsLauncher(name=self.launcher.name, channel=self.launcher.channel)
+        argv = (sys.executable, "-m", PROGRAM, "watch")
+        launch = Launch(argv=argv, folder=str(self.folder / host), hosts=(host,), timeout_seconds=float("inf"))
+        while not self._closed.is_set():
+            with suppress(LaunchError, OSError):
+                running = launcher.start(launch)
+                while (ended := running.wait(0.3)) is None and not self._closed.is_set():
+                    self._take(host)
+                if (ended or running.stop()).ended_by != "host":
+                    return
+            self._closed.wait(RETRY_SECONDS)
+
+    def _take(self, host: str) -> None:
+        with suppress(OSError, ValueError):
+            found = self.folder / host / FIGURES
+            at = time.monotonic() - (time.time() - found.stat().st_mtime)
+            readings = json.loads(found.read_text(encoding="utf-8"))
+            if isinstance(readings, list) and all(isinstance(each, dict) for each in readings):
+                self._latest[host] = (at, readings)
+
+    def close(self) -> None:
+        """End the programs."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(20.0)
+
+
+class HostDevice:
+    """Telemetry of one device on another host."""
+
+    def __init__(self, watch: HostTelemetry, device: Device) -> None:
+        self.watch, self.device = watch, device
+
+    def sample(self) -> Mapping[str, float]:
+        """Return the figures of the last second. Raises LookupError if the device no longer answers."""
+        found = self.watch.reading(self.device)
+        if found.get("lost"):
+            raise LookupError(self.device.title)
+        return {name: float(value) for name, value in dict(found.get("figures", {})).items()}
+
+    def use(self) -> DeviceUse:
+        """Return who used the device in the last second."""
+        found = dict(self.watch.reading(self.device).get("use", {}))
+        return DeviceUse(**{**found, "processes": tuple(found.get("processes", ()))})

@@ -1,0 +1,148 @@
+"""Manifests of Kubernetes jobs with a first pod and others of the same kind: JobSet, PyTorchJob and Volcano's Job.
+
+Fields: JobSet jobset.x-k8s.io/v1alpha2, PyTorchJob kubeflow.org/v1 (training-operator 1.9), Job
+batch.volcano.sh/v1alpha1. Each gives every pod a stable name, by which the others reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FIRST, OTHERS = "first", "others"
+RESTARTS = 3
+"""How often a job is started again, for example after a preemption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """The pods of a job. `first` and `others` are shell commands, which find their number in `{rank}`.
+
+    `limits` are the resources of each. `secrets` are variables by the name and key of their secret. `claim` is a
+    persistent volume claim, mounted at `mount`; empty for none. `first_ends` is whether the job is done with its first
+    pod; otherwise with all.
+    """
+
+    name: str
+    image: str
+    count: int
+    first: str
+    others: str
+    directory: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    secrets: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    claim: str = ""
+    mount: str = ""
+    first_ends: bool = False
+
+
+def _jobset_hosts(name: str, count: int) -> list[str]:
+    return [f"{name}-{FIRST}-0-0.{name}", *(f"{name}-{OTHERS}-0-{number}.{name}" for number in range(count - 1))]
+
+
+def _pytorch_hosts(name: str, count: int) -> list[str]:
+    return [f"{name}-master-0", *(f"{name}-worker-{number}" for number in range(count - 1))]
+
+
+def _volcano_hosts(name: str, count: int) -> list[str]:
+    return [f"{name}-{FIRST}-0.{name}", *(f"{name}-{OTHERS}-{number}.{name}" for number in range(count - 1))]
+
+
+def _template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
+    """Return the template of a pod. Devices exchange data through /dev/shm, which is 64 MB without a volume."""
+    given = [{"name": name, "value": value} for name, value in pods.environment.items()]
+    secret = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}}
+        for name, (where, key) in pods.secrets.items()
+    ]
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if pods.claim:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": pods.claim}})
+        mounts.append({"name": "data", "mountPath": pods.mount})
+    one = {
+        "name": container,
+        "image": pods.image,
+        "command": ["sh", "-c", command.replace("$$", "$$$$")],  # Kubernetes reads $$ as $
+        "workingDir": pods.directory,
+        "env": given + secret,
+        "resources": {"limits": dict(pods.limits)},
+        "volumeMounts": mounts,
+    }
+    return {"spec": {"restartPolicy": restart, "containers": [one], "volumes": volumes}}
+
+
+def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int, str]]:
+    """Return name, size and command of the groups of pods that are there."""
+    groups = [(FIRST, 1, pods.first.replace("{rank}", first_rank))]
+    return groups + [(OTHERS, pods.count - 1, pods.others.replace("{rank}", other_rank))] * (pods.count > 1)
+
+
+def _jobset(pods: Pods) -> dict[str, Any]:
+    def job(name: str, count: int, command: str) -> dict[str, Any]:
+        spec = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": RESTARTS}
+        restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
+        template = {"spec": {**spec, "template": _template(pods, command, restart)}}
+        return {"name": name, "replicas": 1, "template": template}
+
+    jobs = [job(*group) for group in _groups(pods, "0", "$((JOB_COMPLETION_INDEX + 1))")]
+    done = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.first_ends else {}
+    spec = {"failurePolicy": {"maxRestarts": RESTARTS}, **done, "replicatedJobs": jobs}
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": pods.name}, "spec": spec}
+
+
+def _pytorch(pods: Pods) -> dict[str, Any]:
+    names = {FIRST: "Master", OTHERS: "Worker"}
+    replicas: dict[str, dict[str, Any]] = {
+        names[name]: {
+            "replicas": count,
+            "restartPolicy": "OnFailure",
+            "template": _template(pods, command, "OnFailure", "pytorch"),
+        }
+        for name, count, command in _groups(pods, "$RANK", "$RANK")
+    }
+    for each in replicas.values():
+        del each["template"]["spec"]["restartPolicy"]  # that of the replica counts
+    policy = {
+        "backoffLimit": RESTARTS,
+        "cleanPodPolicy": "All" if pods.first_ends else "None",
+        "schedulingPolicy": {"minAvailable": pods.count},
+    }
+    spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": pods.name}, "spec": spec}
+
+
+def _volcano(pods: Pods) -> dict[str, Any]:
+    def task(name: str, count: int, command: str) -> dict[str, Any]:
+        restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
+        template = _template(pods, command, restart)
+        ends = name == FIRST and pods.first_ends
+        done = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends else {}
+        return {"name": name, "replicas": count, **done, "template": template}
+
+    spec = {
+        "schedulerName": "volcano",
+        "minAvailable": pods.count,
+        "maxRetry": RESTARTS,
+        "plugins": {"svc": [], "env": []},
+        "policies": [{"event": event, "action": "RestartJob"} for event in ("PodEvicted", "PodFailed")],
+        "tasks": [task(*group) for group in _groups(pods, "0", "$((VC_TASK_INDEX + 1))")],
+    }
+    return {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": {"name": pods.name}, "spec": spec}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of job: how its manifest is made, and the names of its pods on the network, the first one first."""
+
+    manifest: Callable[[Pods], dict[str, Any]]
+    hosts: Callable[[str, int], list[str]]
+
+
+KINDS = {
+    "jobset": Kind(manifest=_jobset, hosts=_jobset_hosts),
+    "pytorchjob": Kind(manifest=_pytorch, hosts=_pytorch_hosts),
+    "volcano": Kind(manifest=_volcano, hosts=_volcano_hosts),
+}

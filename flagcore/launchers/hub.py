@@ -1,0 +1,124 @@
+"""A hub: a process beside flagcore that holds the connections to all hosts, for launchers that need one.
+
+Ray's client library, or a port that pods connect to, is so kept out of flagcore's own process. The hub answers lines
+of JSON on its standard input, ends when that closes, and serves channels on a socket in a private folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from flagcore.errors import NoDevice
+from flagcore.launchers import relay
+
+Answer = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Hub:
+    """The hub that `module` serves. It starts when it is first asked."""
+
+    def __init__(self, launcher: str, module: str) -> None:
+        self.launcher, self.module = launcher, module
+        self.folder = ""
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> str:
+        """The path of the socket that serves channels."""
+        return os.path.join(self.folder, "socket")
+
+    def channel(self, host: str) -> list[str]:
+        """Return the command that connects to an agent on `host`."""
+        return [sys.executable, "-I", "-S", relay.__file__, self.socket, host]
+
+    def ask(self, seconds: float, /, **request: object) -> Mapping[str, Any]:
+        """Return the answer to a request. Raises NoDevice for a problem, or without an answer in time."""
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        assert self.process
+        assert self.process.stdin
+        assert self.process.stdout
+        answer: dict[str, Any] = {"problem": f"no answer within {seconds:.0f} s"}
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        if select.select([self.process.stdout], [], [], seconds)[0]:
+            answer = json.loads(self.process.stdout.readline() or b'{"problem": "its process died"}')
+        if "problem" in answer:
+            self.close()
+            raise NoDevice(f"auto_tuner.launcher = {self.launcher}: {answer['problem']}")
+        return answer
+
+    def _start(self) -> None:
+        self.close()
+        self.folder = tempfile.mkdtemp(prefix="flagcore-hub-")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", self.module, self.socket],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the hub, on which all its channels close."""
+        atexit.unregister(self.close)
+        if self.process is not None:
+            for stream in (self.process.stdin, self.process.stdout):
+                assert stream
+                with contextlib.suppress(OSError):
+                    stream.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.process = None
+
+
+async def serve(path: str, answer: Answer, connect: Connect) -> None:
+    """Be a hub: answer requests, and connect channels to hosts, until flagcore closes the standard input."""
+    tasks = set[asyncio.Task[None]]()
+
+    async def reply(line: bytes) -> None:
+        os.write(1, json.dumps(await answer(json.loads(line))).encode() + b"\n")
+
+    async def channel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host = os.fsdecode((await reader.readline()).rstrip(b"\n"))
+        try:
+            await connect(host, reader, writer)
+        except Exception as error:
+            writer.write(relay.REASON + str(error).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            writer.close()
+            await writer.wait_closed()
+
+    await asyncio.start_unix_server(channel, path)
+    requests = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+    while line := await requests.readline():
+        tasks.add(asyncio.create_task(reply(line)))
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    os._exit(0)
+
+
+async def both(first: Awaitable[None], second: Awaitable[None]) -> None:
+    """Run two directions of a channel until one ends. Raises what that raised."""
+    tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,59 @@
+"""The kubernetes launcher: the pods of one job, which connect to the pod that tunes (`flagcore.launchers.join`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from flagcore.contracts import Launcher
+from flagcore.errors import UsageError
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.launchers.hub import Hub
+from flagcore.launchers.join import PORT, TOKEN
+
+HOSTS = "FLAGCORE_HOSTS"
+"""Variable of the job: the names of its pods, that of the tuning one first."""
+PORT_VARIABLE = "FLAGCORE_PORT"
+"""Variable of the job: the port on which the tuning pod listens."""
+JOIN_SECONDS = 600.0
+"""How long a tune waits for its pods: images are large."""
+HUB = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")
+
+
+def find_hosts(nodes: int) -> tuple[str, ...]:
+    """Return the pods of this job, none outside of one."""
+    return tuple(os.environ.get(HOSTS, "").split())
+
+
+def hold(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Wait until the pods have joined, all but this one. Raises NoDevice, UsageError."""
+    names = [_name(host) for host in hosts if not _is_this(host)]
+    port = os.environ.get(PORT_VARIABLE, str(PORT))
+    if not port.isdecimal():
+        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not the number of a port; leave it out")
+    HUB.ask(JOIN_SECONDS + 10, names=names, port=int(port), seconds=JOIN_SECONDS)
+    return tuple(hosts)
+
+
+def channel(host: str) -> list[str]:
+    """Return the command that connects to an agent in a pod."""
+    return ["env", "-u", TOKEN, "sh", "-c", agent_command()] if _is_this(host) else HUB.channel(_name(host))
+
+
+def _is_this(host: str) -> bool:
+    return host == next(iter(find_hosts(1)), "")
+
+
+def _name(host: str) -> str:
+    """Return a pod's name for itself: that of its host, without the domain of the service."""
+    return host.partition(".")[0]
+
+
+LAUNCHER: Launcher = HostsLauncher(
+    name="kubernetes",
+    channel=channel,
+    find_hosts=find_hosts,
+    hold=hold,
+    fix="start the job that `flag manifest` writes",
+)

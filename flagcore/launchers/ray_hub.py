@@ -1,0 +1,161 @@
+"""The hub of the ray launcher: holds whole nodes of a Ray cluster by a placement group, with an actor for each agent.
+
+The group and the actors belong to this process, so Ray removes them however it ends. An actor relays the channel of an
+agent, and ends with its node, its group or this process; then the agent ends its trial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hub import both, serve
+
+WAIT_SECONDS = 60.0
+"""How long a tune waits for hosts that others use."""
+CONNECT_SECONDS = 5.0
+PIECE_BYTES = 1 << 16
+Resources = Mapping[str, float]
+
+
+class Agent:
+    """An actor: an agent on a node. It is pickled, so it uses nothing of flagcore, which nodes may lack.
+
+    Ray kills the children of an actor that ends. The agent has to end its trial first, so a shell that exits starts it.
+    """
+
+    START = 'exec 3<&0; sh -c "$1" <&3 3<&- & exit 0'
+
+    def __init__(self, command: str) -> None:
+        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("RAY_", "OMP_NUM_THREADS"))}
+        shell = ["sh", "-c", self.START, "sh", command]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(shell, stdin=pipe, stdout=pipe, env=kept, start_new_session=True)
+        self.process.wait()
+
+    def write(self, data: bytes) -> None:
+        """Write to the agent."""
+        assert self.process.stdin
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def read(self, size: int) -> bytes:
+        """Wait for what the agent writes; empty at its end."""
+        assert self.process.stdout
+        return os.read(self.process.stdout.fileno(), size)
+
+
+class Cluster:
+    """The nodes of a Ray cluster that this process holds."""
+
+    def __init__(self) -> None:
+        self.group: PlacementGroup | None = None
+        self.bundles: list[dict[str, float]] = []
+        self.places: dict[str, int] = {}
+        """The bundle of each host, by its address."""
+
+    async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Hold the named hosts, or as many as asked, and return their addresses."""
+        try:
+            if not ray.is_initialized():
+                _require_answer(os.environ.get("RAY_ADDRESS", ""))
+                ray.init(address="auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            return {"hosts": await asyncio.to_thread(self.hold, request["nodes"], request["names"])}
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return {"problem": (lines or [type(error).__name__])[0]}
+
+    def hold(self, count: int, names: Sequence[str]) -> list[str]:
+        """Hold whole nodes, so that nothing else runs beside a trial. Raises ValueError if there are too few."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+        nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+        self.bundles = _named(nodes, names) if names else _equal(nodes, count)
+        self.group = placement_group(self.bundles, strategy="STRICT_SPREAD")
+        if not self.group.wait(WAIT_SECONDS):
+            remove_placement_group(self.group)
+            self.group = None
+            raise ValueError(f"{count} whole hosts of the Ray cluster are not free: others use them")
+        self.places = {address: bundle for bundle, address in self._addresses().items()}
+        return list(names) or sorted(self.places)
+
+    def _addresses(self) -> dict[int, str]:
+        """Return the address of the node on which each bundle is now; after a loss Ray moves it to another."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        placed = placement_group_table(self.group)["bundles_to_node_id"]
+        return {bundle: addresses.get(node, "") for bundle, node in placed.items()}
+
+    async def connect(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Start an agent on a host and relay its channel."""
+        bundle = self.places[host]
+        if self._addresses().get(bundle) != host:
+            raise ValueError("its Ray node is lost")
+        needs = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
+        where = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        cpus, gpus = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "scheduling_strategy": where}
+        actor = ray.remote(Agent).options(max_concurrency=2, max_restarts=0, **options).remote(agent_command())
+
+        async def down() -> None:
+            while data := await reader.read(PIECE_BYTES):
+                await actor.write.remote(data)
+
+        async def up() -> None:
+            while data := await actor.read.remote(PIECE_BYTES):
+                writer.write(data)
+                await writer.drain()
+
+        try:
+            await both(down(), up())
+        finally:
+            ray.kill(actor)
+
+
+def _require_answer(address: str) -> None:
+    """Raise OSError at once if nothing listens at HOST:PORT; Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise OSError(f"no Ray cluster at RAY_ADDRESS = {address}: {error.strerror or error}") from None
+
+
+def _whole(node: Mapping[str, Any]) -> dict[str, float]:
+    """Return the processors and devices of a node: all resources but memory and the node's own names."""
+    return {
+        name: size
+        for name, size in node["Resources"].items()
+        if not name.startswith(("node:", "accelerator_type:")) and name not in ("memory", "object_store_memory")
+    }
+
+
+def _named(nodes: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, float]]:
+    if missing := [name for name in names if name not in nodes]:
+        raise ValueError(f"{', '.join(missing)}: not in the Ray cluster, which has {', '.join(sorted(nodes))}")
+    return [{**_whole(nodes[name]), f"node:{name}": 0.001} for name in names]
+
+
+def _equal(nodes: Mapping[str, Mapping[str, Any]], count: int) -> list[dict[str, float]]:
+    """Return bundles for `count` of the most common kind of node that has processors."""
+    kinds = Counter(tuple(sorted(_whole(node).items())) for node in nodes.values() if _whole(node).get("CPU"))
+    kind, found = next(iter(kinds.most_common(1)), ((), 0))
+    if found < count:
+        raise ValueError(f"the Ray cluster has {found} equal hosts, but cluster.nodes = {count}")
+    return [dict(kind)] * count
+
+
+if __name__ == "__main__":
+    cluster = Cluster()
+    asyncio.run(serve(sys.argv[1], cluster.answer, cluster.connect))

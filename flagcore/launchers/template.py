@@ -1,0 +1,175 @@
+"""The template: a process that has imported a trial's program, and is forked for each trial that runs it.
+
+A fork starts in milliseconds. The guard of a trial is a fork of the template, and the first process of the trial is a
+fork of that guard; all else is as for a trial that is started as a program. The template itself runs under a guard
+of its own: it ends when flagcore ends, and whatever a killed guard leaves behind ends with it. While a trial runs, the
+template sleeps.
+
+A program that can be forked has `ready(arguments)`, which imports its modules, and `main(arguments)`, which returns the
+exit code. It is fit for that if it then has a single thread and no open file, and so has not touched a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, BinaryIO, NoReturn
+
+from flagcore.launchers import guard, guarded
+
+NO_FOLDER = "/dev/null/none"
+"""A folder that cannot exist: nothing is written, and no disk limit applies."""
+UNLIMITED = guarded.Limits(float("inf"), None, 1 << 62)
+START_SECONDS = 300.0
+READY, ENDED = b"ready", b"ended"
+
+
+class Template:
+    """A template, and the guard of the trial that it was forked for last. It has one trial at a time."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
+        """Start a template of `python -m PACKAGE ARGUMENT...` and wait until it is ready.
+
+        Raises OSError if it cannot start, or is not fit to be forked.
+        """
+        self.busy = self.closed = False
+        self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        command = (argv[0], "-m", __name__, *argv[2:])
+        spawn = functools.partial(guarded.spawn_guard, subprocess.DEVNULL, subprocess.DEVNULL, stdin=theirs.fileno())
+        variables = {**environment, guarded.MARKER: secrets.token_hex(8)}
+        with theirs:
+            self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
+        try:
+            self._channel.settimeout(START_SECONDS)
+            answer = self._channel.recv(4096)
+            self._channel.settimeout(None)
+            if answer != READY:
+                raise OSError(os.fsdecode(answer) or "it ended")
+        except BaseException:
+            self.close()
+            raise
+
+    def fork(self, stdout: BinaryIO, stderr: BinaryIO, control: int, report: int) -> Template:
+        """Fork the guard of a trial. Raises OSError if the template has ended."""
+        socket.send_fds(self._channel, [READY], [control, report, stdout.fileno(), stderr.fileno()])
+        self.busy = True
+        return self
+
+    def wait(self) -> None:
+        """Wait until the guard has ended."""
+        answer = b""
+        with contextlib.suppress(OSError):
+            answer = self._channel.recv(len(ENDED))
+        if answer != ENDED:
+            self.close()
+        self.busy = False
+
+    def close(self) -> None:
+        """End the template, and all that it was forked for."""
+        if not self.closed:
+            self.closed = True
+            self._channel.close()
+            self._process.close()
+
+    kill = close
+
+
+def serve(channel: socket.socket, program: ModuleType) -> None:
+    """Fork the guard of a trial for each message, until flagcore's end closes."""
+    template = os.getpid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, len(READY), 4)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            _end(_guard_trial, program, template, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+        channel.send(ENDED)
+
+
+def _guard_trial(program: ModuleType, template: int, control: int, report: int, stdout: int, stderr: int) -> int:
+    """Run the guard in a fork of the template."""
+    gc.disable()  # a collection would copy all that it shares with the template
+    os.setsid()
+    for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
+        os.dup2(source, number)
+        os.close(source)
+    guard.main(
+        control, report, template, become=lambda argv, environment: _end(_run_program, program, argv, environment)
+    )
+    return 0
+
+
+def _run_program(program: ModuleType, argv: list[bytes], environment: dict[bytes, bytes]) -> int:
+    """Run the program in a fork of the guard, as if Python had been started for it."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    os.environb.clear()
+    os.environb.update(environment)
+    gc.enable()
+    os.closerange(3, 1 + max(_descriptors()))
+    return int(program.main([os.fsdecode(word) for word in argv[3:]]))
+
+
+def _end(work: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run `work` as all that this process does, and exit with the code that it returns."""
+    code = 1
+    try:
+        code = work(*arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def unfit() -> str:
+    """Return why this process must not be forked, empty if it may be."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "its modules start threads"
+    for number in _descriptors():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            file = os.readlink(f"/proc/self/fd/{number}")
+            if number > 2:
+                return f"its modules leave {file} open"
+    return ""
+
+
+def main(package: str, *arguments: str) -> int:
+    """Import the program of a package, and serve flagcore at the other end of stdin."""
+    with socket.socket(fileno=0) as channel:
+        try:
+            program = importlib.import_module(f"{package}.__main__")
+            program.ready(list(arguments))
+            problem = unfit()
+        except Exception as error:
+            problem = repr(error)
+        channel.send(os.fsencode(problem)[:4096] or READY)
+        if not problem:
+            serve(channel, program)
+    return 0
+
+
+if __name__ == "__main__":
+    _end(main, *sys.argv[1:])

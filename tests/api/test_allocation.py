@@ -1,0 +1,62 @@
+"""A training job finds the launcher and the hosts of the allocation that flagcore runs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.api.common.inputs import parsed
+from flagcore.domain.spec import Spec
+from flagcore.errors import SpecError
+
+MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+TRAIN = {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def _allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes, as Slurm describes them; its `scontrol` is not needed."""
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\necho n1\necho n2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in (("ID", "7"), ("NUM_NODES", "2"), ("NODELIST", "n[1-2]")):
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+
+
+def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
+    data = {"model": MODEL, "cluster": cluster, "train": train, "auto_tuner": tuner}
+    return parsed(data, file="spec", base=Path())
+
+
+@pytest.mark.parametrize("cluster", ["auto", {"nodes": 2}])
+def test_several_nodes_are_those_of_the_allocation(cluster: Any) -> None:
+    found = spec(cluster)
+    assert (found.launcher, found.cluster.hosts, found.cluster.nodes) == ("slurm", ("n1", "n2"), 2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "train", "tuner"),
+    [
+        ({}, TRAIN, {}),
+        ("auto", TRAIN, {"launcher": "local"}),
+        ({"nodes": 2}, {**TRAIN, "command": ["srun", "torchrun", "train.py"]}, {}),
+    ],
+)
+def test_other_jobs_start_here(cluster: Any, train: Any, tuner: Any) -> None:
+    found = spec(cluster, train, **tuner)
+    assert (found.launcher, found.cluster.hosts) == ("local", ())
+
+
+def test_spares_and_host_files_need_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = spec({"spares": 1}, launcher="slurm")
+    assert (found.cluster.hosts, found.cluster.nodes) == (("n1", "n2"), 1)
+    command = {**TRAIN, "command": ["mpirun", "--hostfile={hostfile}", "x"]}
+    for wrong, key in (((({"spares": 1}), TRAIN), "cluster.spares"), (({}, command), "train.command")):
+        with pytest.raises(SpecError) as raised:
+            spec(*wrong)
+        assert raised.value.key == key
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert spec("auto").launcher == "local"

@@ -1,0 +1,175 @@
+"""Kubernetes manifests, checked against the schemas of their kinds as a strict API server does."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore import api
+from flagcore.api.tuning.kubernetes_job import KINDS
+from flagcore.errors import FlagError, SpecError, UsageError
+
+CRDS = json.loads(gzip.decompress((Path(__file__).parent / "kubernetes" / "crds.json.gz").read_bytes()))
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}
+SPEC: dict[str, Any] = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "vocab_size": 8192,
+        "ffn_hidden_size": 1024,
+    },
+    "cluster": {"chip": "cpu", "nodes": 3, "devices_per_node": 2},
+    "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 12, "precision": "fp32"},
+    "auto_tuner": {"launcher": "kubernetes"},
+}
+
+
+def problems(schema: dict[str, Any], value: Any, at: str = "") -> Iterator[str]:
+    """Yield what a strict API server refuses: wrong types, values and missing or unknown fields."""
+    if schema.get("x-kubernetes-int-or-string"):
+        yield from [] if isinstance(value, (int, str)) else [f"{at}: neither number nor text"]
+        return
+    kind = TYPES[schema["type"]] if "type" in schema else object
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        yield f"{at}: not {schema['type']}"
+    elif isinstance(value, dict):
+        known, more = schema.get("properties", {}), schema.get("additionalProperties")
+        yield from (f"{at}: lacks {name}" for name in schema.get("required", ()) if name not in value)
+        for name, each in value.items():
+            if name in known or more:
+                yield from problems(known.get(name, more), each, f"{at}.{name}")
+            elif not schema.get("x-kubernetes-preserve-unknown-fields") and (at, name) != (".metadata", "name"):
+                yield f"{at}: has no {name}"
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from problems(schema["items"], each, f"{at}[{number}]")
+    elif value not in schema.get("enum", [value]) or not re.search(schema.get("pattern", ""), str(value)):
+        yield f"{at}: {value!r}"
+
+
+def checked(made: dict[str, Any]) -> dict[str, Any]:
+    assert list(problems(CRDS[f"{made['apiVersion']} {made['kind']}"], made)) == []
+    return made
+
+
+def found(made: Any, key: str) -> list[Any]:
+    """Return all values of a key, at any depth."""
+    if isinstance(made, list):
+        return [each for part in made for each in found(part, key)]
+    if not isinstance(made, dict):
+        return []
+    return [each for name, part in made.items() for each in ([part] if name == key else found(part, key))]
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    file = tmp_path / "My Job.yaml"
+    file.write_text(json.dumps({**SPEC, **changes}))
+    return file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tune_has_one_pod_that_tunes_and_others_that_join(tmp_path: Path, kind: str) -> None:
+    made, notes = api.manifest(written(tmp_path), kind=kind, image="image:1", volume="data:/data")
+    tunes, joins = found(checked(made), "containers")
+    (host, *_) = tunes[0]["env"][0]["value"].split()
+    assert tunes[0]["command"][-1] == f"exec flag tune '{tmp_path}/My Job.yaml'"
+    assert joins[0]["command"][-1].endswith(f"join {host}")
+    assert tunes[0]["env"] == joins[0]["env"]
+    assert tunes[0]["resources"]["limits"] == {"cpu": 2}
+    assert found(made, "claimName") == ["data", "data"]
+    assert made["metadata"]["name"] == "my-job"
+    assert found(made, "secretKeyRef")[0]["name"] in notes[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_node_is_one_pod_without_a_secret(tmp_path: Path, kind: str) -> None:
+    file = written(tmp_path, cluster={"chip": "cpu", "nodes": 1, "devices_per_node": 2})
+    made, notes = api.manifest(file, kind=kind, image="image:1", name="one")
+    assert len(found(checked(made), "containers")) == 1
+    assert (notes, found(made, "secretKeyRef")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("chip", "devices", "limits"),
+    [
+        ("H100-SXM", 8, {"nvidia.com/gpu": 8}),
+        ("C550", 8, {"metax-tech.com/gpu": 8}),
+        ("BI-V150", 16, {"iluvatar.com/gpu": 8}),
+        ("MLU590-M9", 8, {"cambricon.com/mlu": 8}),
+    ],
+)
+def test_pods_ask_for_the_devices_of_their_vendor(
+    tmp_path: Path, chip: str, devices: int, limits: dict[str, int]
+) -> None:
+    file = written(tmp_path, cluster={"chip": chip, "nodes": 3, "devices_per_node": devices})
+    made, _ = api.manifest(file, kind="jobset", image="image:1")
+    assert found(checked(made), "limits") == [limits] * 2
+
+
+def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> Path:
+    """Return a run whose best is started so. Its spec stands for the state of the run."""
+    from flagcore.api.tuning import manifest as module
+
+    snapshot = module.load_snapshot(written(tmp_path), None, ())
+    monkeypatch.setattr(module, "load_snapshot", lambda *_: snapshot)
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    given = {"argv": ["true"], "environment": {}, "directory": "/job", **launch}
+    (tmp_path / "run" / "best" / "launch.json").write_text(json.dumps(given))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    argv = ["echo", "{node_rank} of {nnodes}", "{master_addr}:{master_port}", "it's $HOME"]
+    secret = {"HF_TOKEN": "hidden-4711", "MODE": "{interface}"}
+    run = run_with(tmp_path, monkeypatch, argv=argv, environment=secret, needs=["WANDB_API_KEY"])
+    made, notes = api.manifest(run, kind=kind, image="image:1")
+    first, others = (each[0] for each in found(checked(made), "containers"))
+    host = KINDS[kind].hosts("run", 3)[0]
+    for one, index, rank in ((first, "0", 0), (others, "1", 2)):
+        ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
+        done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
+        assert done.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
+    environment = {each["name"]: each.get("value") for each in first["env"]}
+    assert environment["MODE"] == "eth0"
+    assert "hidden-4711" not in json.dumps(made)
+    assert {each["key"] for each in found(made, "secretKeyRef")} == {"HF_TOKEN", "WANDB_API_KEY"}
+    assert notes
+
+
+@pytest.mark.parametrize(
+    ("launch", "error"),
+    [
+        ({"missing": "the data"}, UsageError),
+        ({"ready": ["http://127.0.0.1:1/health"]}, UsageError),
+        ({"argv": ["train", "--token=hf_0123456789abcdefghijABCDEFGHIJ0123"]}, UsageError),
+    ],
+)
+def test_what_cannot_be_a_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any], error: type[FlagError]
+) -> None:
+    with pytest.raises(error):
+        api.manifest(run_with(tmp_path, monkeypatch, **launch), kind="jobset", image="image:1")
+
+
+def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--name"):
+        api.manifest(written(tmp_path), kind="jobset", image="image:1", name="Not A Name")
+    with pytest.raises(UsageError, match="--volume"):
+        api.manifest(written(tmp_path), kind="jobset", image="image:1", volume="data")
+    with pytest.raises(SpecError, match="kubernetes"):
+        api.manifest(written(tmp_path, auto_tuner={}), kind="jobset", image="image:1")
+
+
+def test_the_check_finds_what_is_wrong(tmp_path: Path) -> None:
+    made, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
+    made["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
+    assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], made))) == 2

@@ -1,0 +1,63 @@
+"""The same candidate alone and beside others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.domain.interference import interference
+from flagcore.domain.trial import PROBE, Role, Trial, TrialState
+from flagcore.stages.learn import learn
+from tests.domain.test_noise import trial
+
+ALONE = trial(0, "base", 100.0, Role.BASELINE)
+
+
+def beside(number: int, speed: float, role: Role = Role.INTERFERENCE, who: str = "base", spread: float = 0.0) -> Trial:
+    return replace(trial(number, who, speed, role, spread), group=0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "spread", "quiet"),
+    [
+        (100.0, 0.0, True),
+        (99.0, 0.0, True),
+        (120.0, 0.0, True),
+        (96.0, 0.0, False),
+        (96.0, 0.1, True),
+        (80.0, 0.9, False),
+    ],
+)
+def test_a_slowdown_must_be_within_the_noise_and_small(speed: float, spread: float, quiet: bool) -> None:
+    found = interference([trial(0, "base", 100.0, Role.BASELINE, spread), beside(1, speed)])
+    assert found is not None
+    assert found.slowdown == pytest.approx(100.0 / speed - 1.0)
+    assert found.quiet is quiet
+
+
+def test_a_run_that_fails_beside_others_is_no_reason_to_go_on() -> None:
+    failed = replace(beside(1, 100.0), state=TrialState.OUT_OF_MEMORY, measurement=None)
+    found = interference([ALONE, failed])
+    assert found is not None
+    assert not found.quiet
+
+
+def test_it_is_unknown_without_both_runs() -> None:
+    cut = replace(beside(1, 100.0), state=TrialState.INTERRUPTED, measurement=None)
+    probe = replace(ALONE, fidelity=PROBE)
+    for known in ([ALONE], [ALONE, cut], [beside(1, 100.0)], [probe, beside(1, 100.0)]):
+        assert interference(known) is None
+
+
+def test_disturbed_trials_prove_nothing_and_quiet_ones_count() -> None:
+    disturbed = [ALONE, beside(1, 50.0), beside(2, 150.0, Role.SEARCH, "a")]
+    known = learn(disturbed)
+    assert known.best == ALONE
+    assert disturbed[2].candidate not in known.settled
+    again = learn([*disturbed, trial(3, "a", 130.0)])
+    assert again.best is not None
+    assert again.best.number == 3
+    quiet = learn([ALONE, beside(1, 99.0), beside(2, 150.0, Role.SEARCH, "a")])
+    assert quiet.best is not None
+    assert quiet.best.number == 2

@@ -1,0 +1,316 @@
+"""Trials that are forked from a template, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.launch import Exit, Launch
+from flagcore.launchers import guard
+from flagcore.launchers.local import LocalLauncher, LocalRunning
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import os, sys
+template = 0
+def ready(arguments):
+    global template
+    template = os.getpid()
+    {ready}
+def main(arguments):
+    exec(arguments[0], {**globals(), "arguments": arguments})
+    return int(os.environ.get("CODE", 0))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+SEEN = """
+import json, resource, threading
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+del os.environ["FLAGCORE_LAUNCH"], os.environ["MASTER_PORT"]
+print(json.dumps({
+    "status": {name: status[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Threads", "Umask", "Cpus_allowed")},
+    "environment": sorted(os.environ.items()), "folder": os.path.basename(os.getcwd()),
+    "descriptors": sorted(os.listdir("/proc/self/fd")), "input": sys.stdin.read(), "arguments": len(arguments),
+    "leads": os.getpid() == os.getsid(0) == os.getpgrp(), "adjusted": open("/proc/self/oom_score_adj").read(),
+    "limits": [resource.getrlimit(each) for each in range(16)],
+}))
+"""
+TREE = """
+import signal, subprocess, time
+subprocess.Popen(["setsid", "sleep", "60"])
+subprocess.Popen(["sh", "-c", "(trap '' TERM HUP; setsid sleep 60) & nohup sleep 60 & (setsid sh -c 'sleep 60 & ') &"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+print("up", flush=True)
+"""
+TUNER = """
+import sys
+from flagcore.domain.launch import Launch
+from flagcore.launchers.local import LAUNCHER
+print("go", flush=True)
+argv = (sys.executable, "-m", "warmed", sys.argv[2])
+running = LAUNCHER.start(Launch(argv=argv, folder=sys.argv[1], warm=True))
+print("started", flush=True)
+running.wait(60)
+print("ended", flush=True)
+sys.stdin.read()
+"""
+
+
+class Warm:
+    """A launcher, and a program that tells its template. All its processes have a mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.launcher, self.folder, self.count = LocalLauncher(), folder, 0
+        self.environment = {"TEST_MARK": uuid.uuid4().hex, "PYTHONPATH": str(folder)}
+        self.program()
+
+    def program(self, ready: str = "pass") -> None:
+        """Write the program; `ready` is what it does when it is imported ahead."""
+        (self.folder / "warmed").mkdir(exist_ok=True)
+        (self.folder / "warmed" / "__main__.py").write_text(PROGRAM.replace("{ready}", ready))
+
+    def start(self, code: str, *, warm: bool = True, limit: float = 30.0, **environment: str) -> LocalRunning:
+        self.count += 1
+        argv, here = (sys.executable, "-m", "warmed", code), str(self.folder / str(self.count) / "trial")
+        variables = {**self.environment, **environment}
+        return self.launcher.start(
+            Launch(argv=argv, folder=here, environment=variables, warm=warm, timeout_seconds=limit)
+        )
+
+    def run(self, code: str, *, warm: bool = True, limit: float = 30.0, **environment: str) -> Exit:
+        ended = self.start(code, warm=warm, limit=limit, **environment).wait(60)
+        assert ended is not None
+        return ended
+
+    @property
+    def printed(self) -> str:
+        """What the last trial printed."""
+        return (self.folder / str(self.count) / "trial" / "stdout.log").read_text()
+
+    def template(self, **environment: str) -> int:
+        """Run a trial, and return the process that it was forked from."""
+        assert self.run("print(template)", **environment).code == 0
+        return int(self.printed)
+
+    def alive(self) -> set[int]:
+        word = f"TEST_MARK={self.environment['TEST_MARK']}\0".encode()
+        return {pid for pid in guard.all_processes() if word in guard.read_proc(pid, "environ")}
+
+    def gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 20
+        while text not in self.printed:
+            assert time.monotonic() < deadline, text
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Warm]:
+    made = Warm(tmp_path)
+    yield made
+    made.launcher.close()
+    for pid in made.alive():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_warm_trial_finds_what_a_cold_one_finds(warm: Warm) -> None:
+    seen: list[Any] = []
+    for kind in (False, True, True):
+        ended = warm.run(SEEN, warm=kind, X="ä")
+        assert (ended.code, ended.ended_by, ended.warm) == (0, None, kind)
+        seen.append(json.loads(warm.printed))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0]["descriptors"] == ["0", "1", "2", "3"]  # 3: the listing
+
+
+def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: Warm) -> None:
+    first = warm.template()
+    assert warm.template() == first
+    assert warm.alive() == {first}
+
+    def stat() -> list[bytes]:
+        return guard.read_proc(first, "stat").rpartition(b")")[2].split()
+
+    deadline = time.monotonic() + 20
+    while stat()[0] != b"S":  # it may not have reached its wait yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = stat()[11:13]
+    time.sleep(0.3)
+    assert stat()[11:13] == before
+    warm.launcher.close()
+    assert warm.alive() == set()
+
+
+def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = warm.template(MASTER_PORT="1234")
+    assert warm.template(MASTER_PORT="1235") == first
+    second = warm.template(OMP_NUM_THREADS="7")
+    assert second != first
+    assert warm.alive() == {second}
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert warm.run("print(template, len(os.sched_getaffinity(0)))", OMP_NUM_THREADS="7").code == 0
+    finally:
+        os.sched_setaffinity(0, cores)
+    third, count = map(int, warm.printed.split())
+    assert (third != second, count) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "by", "status"),
+    [
+        ("raise ValueError", None, 1),
+        ("os.kill(os.getpid(), 11)", None, -11),
+        ("os.environ['CODE'] = '5'", None, 5),
+        ("import time; time.sleep(60)", "timeout", -15),
+        (TREE + "time.sleep(60)", "timeout", -9),
+    ],
+)
+def test_nothing_comes_from_the_template_of_a_trial_that_failed(
+    warm: Warm, code: str, by: str | None, status: int
+) -> None:
+    first = warm.template()
+    ended = warm.run(code, limit=1.0 if by else 30.0)
+    assert (ended.ended_by, ended.code) == (by, status)
+    assert warm.alive() == set()
+    assert warm.template() != first
+
+
+def test_what_a_trial_leaves_behind_ends_before_the_next_one(warm: Warm) -> None:
+    first = warm.template()
+    ended = warm.run(TREE.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    assert (ended.code, ended.ended_by) == (0, None)
+    assert warm.alive() == {first}
+
+
+def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
+    first = warm.template()
+    running = warm.start(TREE + "time.sleep(60)")
+    warm.wait_for("up")
+    assert running.stop().ended_by == "request"
+    assert warm.alive() == {first}
+    assert warm.template() == first
+
+
+@pytest.mark.parametrize("victim", ["guard", "template"])
+def test_a_killed_guard_or_template_leaves_no_process(warm: Warm, victim: str) -> None:
+    template = warm.template()
+    running = warm.start(TREE + "time.sleep(60)")
+    warm.wait_for("up")
+    family = guard.family(running.pid)
+    assert family is not None
+    os.kill(family[0] if victim == "guard" else template, signal.SIGKILL)
+    ended = running.wait(20)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-9, "guard" if victim == "guard" else "request")
+    assert warm.alive() == set()
+    assert warm.template() != template
+
+
+@pytest.mark.parametrize("moment", ["go", "started", "ended"])
+def test_nothing_outlives_a_killed_tuner(warm: Warm, moment: str) -> None:
+    if moment == "go":
+        warm.program("import time; time.sleep(60)")
+    code = "pass" if moment == "ended" else TREE + "time.sleep(60)"
+    tuner = subprocess.Popen(
+        [sys.executable, "-c", TUNER, str(warm.folder / "1" / "trial"), code],
+        env={**os.environ, **warm.environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert tuner.stdin is not None
+    assert tuner.stdout is not None
+    while tuner.stdout.readline().strip() != moment:
+        pass
+    if moment == "go":
+        time.sleep(0.5)
+    tuner.kill()
+    tuner.wait()
+    tuner.stdin.close()
+    tuner.stdout.close()
+    assert warm.gone_within(3)
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "global file; file = open('/dev/zero')",
+        "raise ImportError('no torch')",
+        "os._exit(1)",
+    ],
+)
+def test_a_program_that_is_not_fit_to_be_forked_starts_cold(warm: Warm, ready: str) -> None:
+    warm.program(ready)
+    for _ in range(2):
+        ended = warm.run("print(template)")
+        assert (ended.code, ended.warm, warm.printed) == (0, False, "0\n")
+        assert warm.alive() == set()
+
+
+def test_only_a_python_package_and_one_trial_at_a_time_come_from_the_template(warm: Warm) -> None:
+    first = warm.template()
+    running = warm.start("import time; time.sleep(60)")
+    assert not warm.run("pass").warm
+    assert running.stop().warm
+    launch = Launch(argv=("/bin/echo", "-m", "warmed"), folder=str(warm.folder / "echo"), warm=True)
+    ended = warm.launcher.start(launch).wait(10)
+    assert ended is not None
+    assert (ended.code, ended.warm) == (0, False)
+    assert warm.template() == first
+
+
+def test_a_trial_that_cannot_start_is_one_error(warm: Warm) -> None:
+    warm.template()
+    launch = Launch(
+        argv=(sys.executable, "-m", "warmed", "pass"), folder=str(warm.folder / "a"), directory="/no", warm=True
+    )
+    with pytest.raises(Exception, match="cannot enter the directory /no"):
+        warm.launcher.start(launch)
+
+
+@pytest.mark.long
+def test_the_peak_is_that_of_the_trial_with_the_pages_that_it_shares(warm: Warm) -> None:
+    held, own = 200 << 20, 100 << 20
+    warm.program(f'global held; held = b"x" * {held}')
+    code = f"""
+if not template:
+    ready(arguments)
+import time
+pids = [os.fork() for _ in range(2)]
+mine = b"x" * {own} if not all(pids) else b""
+time.sleep(1.5)
+if not all(pids):
+    os._exit(0)
+for pid in pids:
+    os.waitpid(pid, 0)
+"""
+    ended = {kind: warm.run(code, warm=kind) for kind in (True, False)}
+    assert {kind: (each.code, each.warm) for kind, each in ended.items()} == {True: (0, True), False: (0, False)}
+    peaks = {kind: each.peak_memory_bytes or 0 for kind, each in ended.items()}
+    assert peaks[True] == pytest.approx(peaks[False], rel=0.05)
+    assert peaks[True] > held + 2 * own
