@@ -217,11 +217,11 @@ class _Work:
         return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return the peak of so many recomputed layers of the kind of the last one."""
-        found = number * self.moe.stored + self.moe.above(number)
+        """Return the peak of `number` recomputed layers of the kind that needs more, of those on the stage."""
+        moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
         if self.dense is self.moe:
-            return found
-        return np.where(self.stage.moe > 0, found, number * self.dense.stored + self.dense.above(number))
+            return moe
+        return np.maximum(np.where(self.stage.moe > 0, moe, 0.0), np.where(self.stage.dense > 0, dense, 0.0))
 
     def in_chunks(self, inputs: FloatArray) -> FloatArray:
         """Return the worst moment, with all that is stored, of uniform recompute: never more than without."""
@@ -288,7 +288,7 @@ def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: 
     if dense.crossing is not None:
         behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
     last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
-    return np.maximum(last, first - behind)
+    return np.where(stage.dense > 0, np.maximum(last, first - behind), last)
 
 
 def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
