@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
-from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers, first_in_flight
+from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """Inputs of linear layers: what the gradients of weights need."""
@@ -142,7 +142,6 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
     with the first layers of each virtual stage.
     """
-    stage = _in_flight(train, layout, stage, kinds)
     work = _Work.of(train, layout, stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)
     dense, moe, inputs = work.split(work.block)
@@ -163,19 +162,6 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     waiting = _waiting(train, stage, kinds)
     rest = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
     return StageActivations(dense, moe, inputs, one * stage.in_flight + rest, above)
-
-
-def _in_flight(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Stage:
-    """Return a stage with as many dense layers as there are of those in flight: all are on the first virtual stage.
-
-    The worst moment is the one with most of them, or with fewest if those with experts store more.
-    """
-    several = (layout.virtual > 1) & (stage.dense > 0)
-    if train.model.num_moe_experts is None or train.options.schedule or not several.any():
-        return stage
-    least, most = first_in_flight(layout, stage.index, 1.0)
-    held = stage.dense * np.where(kinds.dense.stored > kinds.moe.stored, most, least) / stage.in_flight
-    return replace(stage, dense=np.where(several, np.minimum(held, stage.layers), stage.dense))
 
 
 @dataclass(frozen=True, slots=True)

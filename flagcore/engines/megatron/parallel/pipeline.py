@@ -169,21 +169,6 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
-def first_in_flight(layout: Layout, index: FloatArray, chunks: FloatArray | float) -> tuple[FloatArray, FloatArray]:
-    """Return how many of the virtual stages in flight on a device are among its first `chunks`, at least and at most.
-
-    A device works on `pipeline` micro-batches with one virtual stage, then with the next one: forward from the first,
-    backward from the last. The first ones are fewest when backward passes begin, and most when it is their turn.
-    """
-    size, turn = layout.pipeline, layout.pipeline * layout.virtual
-    flight = in_flight(layout, index) * layout.virtual
-    later = flight + np.minimum(turn - chunks * size, layout.microbatches * layout.virtual - flight)
-    least, most = (
-        count // turn * chunks * size + np.minimum(count % turn, chunks * size) for count in (flight, later)
-    )
-    return least, most
-
-
 def layers_before_last(model: Model, layout: Layout) -> FloatArray:
     """Return the most layers on the virtual stages of the last device but the very last one: those of an even split."""
     even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
@@ -193,15 +178,20 @@ def layers_before_last(model: Model, layout: Layout) -> FloatArray:
 def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
     """Return the micro-batches in flight, in units of a whole stage, of virtual stages that may differ in layers.
 
-    The first ones have a layer more. On the device with the loss, where its moment is the worst one, they have those of
-    an even split, and the very last one what is left.
+    A device works on `pipeline` micro-batches with its first virtual stage, then with the next one. The first virtual
+    stages have one layer more. The last device has the layers of an even split on each but the very last one.
     """
-    before, layers, flight = layout.virtual - 1.0, part.layers, flight * layout.virtual
-    each = np.floor(layers / layout.virtual)
-    spread = each * flight + first_in_flight(layout, index, layers - each * layout.virtual)[1]
+    size, virtual, layers = layout.pipeline, layout.virtual, part.layers
+    rounds = np.floor(flight / size)
+    rest = (flight - rounds * size) * virtual
+    each = np.floor(layers / virtual)
+    spread = rest * each + np.minimum(rest, (layers - each * virtual) * size)
+    before = virtual - 1.0
     left = np.clip(layers - layers_before_last(model, layout), 0.0, layers)
-    filled = left * flight + ((layers - left) / before - left) * first_in_flight(layout, index, before)[0]
-    return np.where(part.last > 0, filled, spread) / layers
+    here = np.minimum(rest, before * size)
+    filled = here * (layers - left) / before + (rest - here) * left
+    held = rounds * size * layers + np.where(part.last > 0, filled, spread)
+    return held / layers
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
