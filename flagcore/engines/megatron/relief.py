@@ -11,14 +11,9 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.balance import best_splits, leading_layers, splits_of, stage_layers
 from flagcore.engines.megatron.memory.training import stages_in_use
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training, distinct
-from flagcore.engines.megatron.parallel.pipeline import Part, layers_before_last, stage_with
+from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.step import Blocks
-
-RELIEF = 1.125
-"""A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Further
-ones fit seldom, and to seek them slows planning down."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
@@ -37,7 +32,8 @@ def relieved(
     """Return the `chosen` candidates with splits for which memory suffices where they need more than a device has, and
     which these are. `share` is what they need of it. The slowest stage is the fastest that memory allows.
     """
-    rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0) & (share <= RELIEF))
+    rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
+    rows = _with_room(train, layout, costs, rows)
     changed = np.zeros(chosen.shape, dtype=np.bool_)
     if not rows.size:
         return train, layout, changed
@@ -71,12 +67,29 @@ def _best(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
         return search(most)
     before, end = layers_before_last(train.model, layout), layout.pipeline - 1.0
     rows, leading, place = np.nonzero(_possible(train, layout) & (np.arange(most.shape[2]) >= end[:, None, None] - 1.0))
-    limits, moved = _limits(train, layout[rows], costs, leading, place, end[rows] - 1.0), most.copy()
+    limits, moved = _Room(train, layout[rows], costs, leading, place, end[rows] - 1.0).limits(), most.copy()
     moved[rows, leading, place] = np.where(place == end[rows], np.minimum(limits, before[rows]), limits)
     one, two = search(most, before + 1.0), search(moved)
     better = (two.seconds < one.seconds)[:, None]
     layers, dense = np.where(better, two.layers, one.layers), np.where(better, two.leading, one.leading)
     return _Found(np.minimum(one.seconds, two.seconds), layers, dense)
+
+
+def _with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
+    """Return those of `rows` whose stages may have room for all layers.
+
+    The layers behind the leading dense ones decide, which some stage has as many of as the mean, or more. Of all stages
+    but the last, the last but one has most room.
+    """
+    total, few = train.model.num_layers - leading_layers(train), replace(layout[rows], split=np.ones(rows.size))
+    mean, none = np.ceil(total / few.pipeline), np.zeros(rows.size, dtype=np.int64)
+    stages = [_stage(train, few, none, few.pipeline - before, none - 1.0, mean) for before in (2.0, 1.0)]
+    fits = [found.used <= found.capacity for found in stages_in_use(train, few, costs, stages)]
+    kept = np.flatnonzero(fits[0] | fits[1])
+    rows, few, none = rows[kept], few[kept], none[kept]
+    end = few.pipeline.astype(np.int64) - 1
+    before, behind = (_Room(train, few, costs, none, place, none - 1.0).limits() for place in (end - 1, end))
+    return rows[before * end + behind >= total]
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
@@ -98,50 +111,80 @@ def _most(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
     between, most = possible & (kinds == 0) & (place > 1) & (place < end - 1.0), np.zeros(possible.shape)
     rows, leading, stage = np.nonzero(possible & ~between)
-    most[rows, leading, stage] = _limits(train, layout[rows], costs, leading, stage, end[rows, 0, 0])
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0]).limits()
     second, before = most[:, 0, 1], most[np.arange(len(most)), 0, np.maximum(end[:, 0, 0].astype(np.int64) - 1, 1)]
     np.copyto(most, second[:, None, None], where=between)
     rows, leading, stage = np.nonzero(between & (second < before)[:, None, None])
-    most[rows, leading, stage] = _limits(train, layout[rows], costs, leading, stage, end[rows, 0, 0])
+    room = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0])
+    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0)
     return most
 
 
-def _limits(
-    train: Training, layout: Layout, costs: Costs, leading: IntArray, place: IntArray, norm: FloatArray
-) -> FloatArray:
-    """Return the most layers for which the memory of one stage of each candidate suffices, `leading - 1` or 0 for none.
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The free bytes of one stage of each candidate: stage `place`, with `leading` dense layers before its others.
     `norm` is the stage with the final norm.
-
-    Memory grows with layers, nearly linearly.
     """
-    total, index = train.model.num_layers, place.astype(np.float64)
 
-    def room(rows: IntArray, layers: FloatArray) -> FloatArray:
-        some, here, last = layout[rows], index[rows], 1.0 * (index[rows] == layout.pipeline[rows] - 1.0)
-        dense = layers if train.model.num_moe_experts is None else leading[rows].astype(np.float64)
-        part = Part(
-            first=1.0 * (here == 0),
-            last=last,
-            final_norm=1.0 * (here == norm[rows]),
-            layers=layers,
-            dense=dense,
-            mtp=last * train.model.mtp_num_layers,
-        )
-        (found,) = stages_in_use(train, some, costs, [stage_with(part, train.model, some, here, train.options)])
+    train: Training
+    layout: Layout
+    costs: Costs
+    leading: IntArray
+    place: IntArray
+    norm: FloatArray
+
+    def bytes(self, rows: IntArray, layers: FloatArray) -> FloatArray:
+        """Return the free bytes of the stages of some rows with these layers, below 0 if they do not fit."""
+        layout, place = self.layout[rows], self.place[rows].astype(np.float64)
+        stage = _stage(self.train, layout, self.leading[rows], place, self.norm[rows], layers)
+        (found,) = stages_in_use(self.train, layout, self.costs, [stage])
         return found.capacity - found.used
 
-    least = np.maximum(leading, layout.virtual - (index == layout.pipeline - 1.0))
-    fits, fails = np.maximum(least - 1.0, 0.0), np.full(index.size, total + 1.0)
-    count, every = np.clip(np.ceil(total / layout.pipeline), fits + 1.0, total - 1.0), np.arange(index.size)
-    one, two = np.split(room(np.concatenate((every, every)), np.concatenate((count, count + 1.0))), 2)
-    layer = np.maximum(one - two, 1.0)
-    mixed = np.where((leading > 0) & (layout.virtual > 1), np.inf, layer)  # one by one: fewer may need more
-    count += np.floor(one / np.where(one < 0, mixed, layer))
-    while every.size:
-        count[every] = np.clip(count[every], fits[every] + 1.0, fails[every] - 1.0)
-        left = room(every, count[every])
-        fits[every] = np.where(left >= 0, count[every], fits[every])
-        fails[every] = np.where(left >= 0, fails[every], count[every])
-        count[every] += np.floor(left / np.where(left < 0, mixed[every], layer[every]))
-        every = every[fits[every] + 1.0 < fails[every]]
-    return fits
+    def limits(self) -> FloatArray:
+        """Return the most layers that fit, or fewer than a stage may have if these do not fit."""
+        total, every = self.train.model.num_layers, np.arange(self.place.size)
+        last = self.place == self.layout.pipeline - 1.0
+        fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)
+        mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
+        one, two = np.split(self.bytes(np.tile(every, 2), np.concatenate((mean, mean + 1.0))), 2)
+        fits = np.where(two >= 0, mean + 1.0, np.where(one >= 0, mean, fits))
+        fails = np.where(one < 0, mean, np.where(two < 0, mean + 1.0, total + 1.0))
+        layer = np.maximum(one - two, 1.0)
+        return self.largest(fits, fails, mean + np.floor(one / layer), layer)
+
+    def largest(
+        self, fits: FloatArray, fails: FloatArray, guess: FloatArray | None = None, layer: FloatArray | float = np.inf
+    ) -> FloatArray:
+        """Return the most layers that fit, between a number that does and one that does not. More layers never need
+        less; `layer` is about what one needs.
+        """
+        fits, fails, steps = fits.copy(), fails.copy(), np.broadcast_to(layer, fits.shape)
+        count = np.floor((fits + fails) / 2.0) if guess is None else guess
+        open_ = np.flatnonzero(fits + 1.0 < fails)
+        while open_.size:
+            low, high = fits[open_], fails[open_]
+            here = np.clip(count[open_], low + 1.0, high - 1.0)
+            left = self.bytes(open_, here)
+            low, high = np.where(left >= 0, here, low), np.where(left >= 0, high, here)
+            fits[open_], fails[open_] = low, high
+            count[open_] = np.floor((low + high) / 2.0) if guess is None else here + np.floor(left / steps[open_])
+            open_ = open_[low + 1.0 < high]
+        return fits
+
+
+def _stage(
+    train: Training, layout: Layout, leading: IntArray, place: FloatArray, norm: FloatArray, layers: FloatArray
+) -> Stage:
+    """Return stage `place` of each candidate with these layers, `leading` dense ones first. `norm` is the stage with
+    the final norm.
+    """
+    last = 1.0 * (place == layout.pipeline - 1.0)
+    part = Part(
+        first=1.0 * (place == 0),
+        last=last,
+        final_norm=1.0 * (place == norm),
+        layers=layers,
+        dense=layers if train.model.num_moe_experts is None else leading.astype(np.float64),
+        mtp=last * train.model.mtp_num_layers,
+    )
+    return stage_with(part, train.model, layout, place, train.options)
