@@ -133,12 +133,13 @@ class _Room:
     place: IntArray
     norm: FloatArray
 
-    def bytes(self, rows: IntArray, layers: FloatArray) -> FloatArray:
-        """Return the free bytes of the stages of some rows with these layers, below 0 if they do not fit."""
+    def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
+        """Return the free bytes of the stages of some rows with each of these numbers of layers, below 0 where they do
+        not fit.
+        """
         layout, place = self.layout[rows], self.place[rows].astype(np.float64)
-        stage = _stage(self.train, layout, self.leading[rows], place, self.norm[rows], layers)
-        (found,) = stages_in_use(self.train, layout, self.costs, [stage])
-        return found.capacity - found.used
+        stages = [_stage(self.train, layout, self.leading[rows], place, self.norm[rows], each) for each in layers]
+        return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
 
     def limits(self) -> FloatArray:
         """Return the most layers that fit, or fewer than a stage may have if these do not fit."""
@@ -146,7 +147,7 @@ class _Room:
         last = self.place == self.layout.pipeline - 1.0
         fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)
         mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
-        one, two = np.split(self.bytes(np.tile(every, 2), np.concatenate((mean, mean + 1.0))), 2)
+        one, two = self.bytes(every, mean, mean + 1.0)
         fits = np.where(two >= 0, mean + 1.0, np.where(one >= 0, mean, fits))
         fails = np.where(one < 0, mean, np.where(two < 0, mean + 1.0, total + 1.0))
         layer = np.maximum(one - two, 1.0)
@@ -164,7 +165,7 @@ class _Room:
         while open_.size:
             low, high = fits[open_], fails[open_]
             here = np.clip(count[open_], low + 1.0, high - 1.0)
-            left = self.bytes(open_, here)
+            (left,) = self.bytes(open_, here)
             low, high = np.where(left >= 0, here, low), np.where(left >= 0, high, here)
             fits[open_], fails[open_] = low, high
             count[open_] = np.floor((low + high) / 2.0) if guess is None else here + np.floor(left / steps[open_])
