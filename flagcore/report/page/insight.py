@@ -74,7 +74,7 @@ def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str,
         return {}
     kernels = costs.kernels.recording()
     workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
-    return {kind: sorted(names) for kind, names in (kernels.answered or {}).items()}
+    return {kind: sorted(names) for kind, names in (kernels.used_sources or {}).items()}
 
 
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
