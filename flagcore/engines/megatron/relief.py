@@ -15,6 +15,7 @@ from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_befo
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.step import Blocks
 
+
 @dataclass(frozen=True, slots=True)
 class _Found(ArrayRecord):
     """The best split of each candidate: the seconds of its slowest stage, inf where none fits, the layers of each stage
