@@ -78,18 +78,21 @@ def _best(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
 def _with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
     """Return those of `rows` whose stages may have room for all layers.
 
-    The layers behind the leading dense ones decide, which some stage has as many of as the mean, or more. Of all stages
-    but the last, the last but one has most room.
+    The layers behind the leading dense ones decide. Some stage has at least their mean, and of all stages but the last,
+    the last but one has most room. A dense layer may put up to `virtual - 1` others on virtual stages with fewer
+    micro-batches in flight. Pipelines with leading layers on every device are not judged if they have virtual stages.
     """
-    total, few = train.model.num_layers - leading_layers(train), replace(layout[rows], split=np.ones(rows.size))
+    leading, few = leading_layers(train), layout[rows]
+    total, unknown = train.model.num_layers - leading, (few.virtual > 1) & (few.pipeline <= leading)
     mean, none = np.ceil(total / few.pipeline), np.zeros(rows.size, dtype=np.int64)
-    stages = [_stage(train, few, none, few.pipeline - before, none - 1.0, mean) for before in (2.0, 1.0)]
-    fits = [found.used <= found.capacity for found in stages_in_use(train, few, costs, stages)]
-    kept = np.flatnonzero(fits[0] | fits[1])
-    rows, few, none = rows[kept], few[kept], none[kept]
+    even = replace(few, split=np.zeros(rows.size))
+    stages = [_stage(train, even, none, few.pipeline - before, none - 1.0, mean) for before in (2.0, 1.0)]
+    fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
+    kept = np.flatnonzero(fits[0] | fits[1] | unknown)
+    rows, few, none, unknown = rows[kept], replace(few[kept], split=np.ones(kept.size)), none[kept], unknown[kept]
     end = few.pipeline.astype(np.int64) - 1
     before, behind = (_Room(train, few, costs, none, place, none - 1.0).limits() for place in (end - 1, end))
-    return rows[before * end + behind >= total]
+    return rows[(before * end + behind + (few.virtual - 1.0) * leading >= total) | unknown]
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
