@@ -19,7 +19,7 @@ from sweeps import Sweep
 from flagcore.api.common.transfer import MOST
 from flagcore.contracts import SearchContext, Strategy
 from flagcore.contracts.workload import require_prober
-from flagcore.domain.experience import Observed, Past
+from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
@@ -71,20 +71,24 @@ def by_strategy(
 
     def search(sweep: Sweep) -> list[Search]:
         known = [past for one, past in taught if _is_related(one, sweep)]
-        time, memory = (_last(Observed.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
-        return [_run_search(sweep, strategy, Past(time=time, memory=memory), probes, at_once)]
+        time, memory = (
+            (_last(Observations.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
+        )
+        return [_run_search(sweep, strategy, PastMeasurements(time=time, memory=memory), probes, at_once)]
 
     return search
 
 
-_NOTHING = Observed.empty(), Observed.empty()
+_NOTHING = Observations.empty(), Observations.empty()
 
 
-def _last(observed: Observed, most: int) -> Observed:
+def _last(observed: Observations, most: int) -> Observations:
     rows = np.arange(max(0, len(observed) - most), len(observed))
     if not rows.size:
-        return Observed.empty()
-    return Observed(observed.features.take(rows), observed.log_ratio[rows], observed.noise[rows], observed.task[rows])
+        return Observations.empty()
+    return Observations(
+        observed.features.take(rows), observed.log_ratio[rows], observed.noise[rows], observed.task[rows]
+    )
 
 
 def _is_related(one: Sweep, other: Sweep) -> bool:
@@ -92,15 +96,15 @@ def _is_related(one: Sweep, other: Sweep) -> bool:
     return here.cluster.groups[0].chip == there.cluster.groups[0].chip and here.spec.model != there.spec.model
 
 
-def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
+def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:
     """Return the measured times and memory of a sweep."""
     rows = np.flatnonzero(np.isfinite(sweep.seconds))
     predictions = sweep.problem.predictions
-    seen = _search_context(sweep, sweep.problem.pruned, learn(()), Past.empty()).features(rows)
+    seen = _search_context(sweep, sweep.problem.pruned, learn(()), PastMeasurements.empty()).features(rows)
 
-    def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observed:
+    def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observations:
         ratio = np.log(measured[rows] / predicted[rows])
-        return Observed(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
+        return Observations(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
 
     return (
         observed(sweep.seconds, predictions.step_time_s, LEAST_NOISE),
@@ -109,14 +113,14 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
 
 
 def _search_context(
-    sweep: Sweep, pruned: Pruned, search_state: SearchState, experience: Past, pending: Sequence[Trial] = ()
+    sweep: Sweep, pruned: Pruned, search_state: SearchState, experience: PastMeasurements, pending: Sequence[Trial] = ()
 ) -> SearchContext:
     problem = sweep.problem
     state = pruned, search_state, experience, None, pending
     return search_context(problem.platform.task, sweep.workload, problem.space, problem.predictions, *state)
 
 
-def _run_search(sweep: Sweep, strategy: Strategy, experience: Past, probes: int, at_once: int) -> Search:
+def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, probes: int, at_once: int) -> Search:
     problem, space = sweep.problem, sweep.problem.space
     control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
     trials = _probe_candidates(sweep, strategy, experience, probes)
@@ -154,7 +158,7 @@ def _run_search(sweep: Sweep, strategy: Strategy, experience: Past, probes: int,
 def _next(
     sweep: Sweep,
     strategy: Strategy,
-    experience: Past,
+    experience: PastMeasurements,
     pruned: Pruned,
     search_state: SearchState,
     control: Control,
@@ -173,7 +177,7 @@ def _learn_from_trials(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) ->
     return search_state, prune(problem.space, problem.predictions, sweep.workload, *known)
 
 
-def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: Past, count: int) -> list[Trial]:
+def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, count: int) -> list[Trial]:
     """Return the probes before the first run: of the candidates that the strategy would try first."""
     problem, trials = sweep.problem, list[Trial]()
     task, memory = problem.platform.task, problem.platform.costs.memory

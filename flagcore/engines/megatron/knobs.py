@@ -37,7 +37,7 @@ def _parallel_size(name: str, label: str, help: str, **changes: Any) -> Knob:
         "maximum": MAX_DEVICES,
         "auto": lambda task: divisors(task.cluster.devices),
         "auto_help": "every divisor of the number of devices",
-        "explicit": True,
+        "passes_neutral": True,
     }
     return _knob(name, label, help, **{**row, **changes})
 

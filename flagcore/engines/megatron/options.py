@@ -110,7 +110,7 @@ def takes_layouts(spec: Spec) -> bool:
 
     Other releases only set the numbers of layers of the first and the last stage.
     """
-    return BY_NAME[LAYOUT].available(release(spec))
+    return BY_NAME[LAYOUT].is_available(release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:

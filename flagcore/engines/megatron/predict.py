@@ -23,7 +23,7 @@ from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
-from flagcore.engines.megatron.relief import relieved
+from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
 from flagcore.engines.megatron.time import step
@@ -51,7 +51,7 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     blocks = Blocks.of(train, layout, run_costs)
     train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
     predictions = _predictions(train, layout, costs, blocks)
-    train, layout, changed = relieved(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
+    train, layout, changed = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
     if not changed.any():
         return predictions
     rows, others = np.flatnonzero(changed), np.flatnonzero(~changed)
@@ -69,7 +69,7 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
     blocks = Blocks.of(train, layout, run_costs)
     train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
     memory = memory_in_use(train, layout, costs)
-    return relieved(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)[:2]
+    return fit_splits(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)[:2]
 
 
 def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:

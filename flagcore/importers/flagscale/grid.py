@@ -69,7 +69,7 @@ class Grid:
 def _other_knobs(context: SearchContext, candidate: Candidate) -> tuple[KnobValue, ...]:
     """Return the values of knobs that rules ignore; rules only compare candidates with the same values of them."""
     values = candidate.as_dict()
-    return tuple(values.get(axis.knob, axis.neutral) for axis in context.space.axes if axis.apart)
+    return tuple(values.get(axis.knob, axis.neutral) for axis in context.space.axes if axis.is_unordered)
 
 
 _FINISHED_STATES = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}

@@ -72,7 +72,8 @@ class LoadResult:
     requests.
 
     The names of `figures` are those of `flagcore.domain.serving`. `duration_s` is the time from the first send to the
-    last finish. `notes` tell the user which values are estimated and whether the client may be the bottleneck.
+    last finish. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
+    that was `stopped` because it was certain to exceed a limit has no figures.
     """
 
     figures: Mapping[str, float]
@@ -82,3 +83,4 @@ class LoadResult:
     problems: tuple[str, ...] = ()
     requests: tuple[Answer, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    stopped: bool = False

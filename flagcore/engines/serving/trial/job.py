@@ -43,7 +43,8 @@ class Job:
     """The serving and the load of one candidate.
 
     `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
-    are the limits for goodput. `client` is the command of another load client, which writes `report`.
+    are the limits for goodput. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
+    command of another load client, which writes `report`.
     """
 
     engine: str
@@ -58,6 +59,8 @@ class Job:
     versions: Mapping[str, str] = field(default_factory=dict)
     client: tuple[str, ...] | None = None
     report: str = ""
+    highest: str | None = None
+    start: float = 1.0
 
 
 def as_text(job: Job) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.common.metrics import combine
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
+from flagcore.engines.serving.load.highest import highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import run_client
@@ -36,6 +39,10 @@ STATES_BY_PROBLEM = {
 """The state of a trial by the kind of its first problem; the default is FAILED."""
 EXIT_SECONDS = 2.0
 """Maximum number of seconds between lost requests and the exit of their server."""
+LEAST_SHARE = 1e-4
+"""The lowest rate of a search as a share of the highest."""
+TIME_SHARE = 1.5
+"""A search ends if the time left is less than this share of that of its longest load."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
 
@@ -131,18 +138,63 @@ class _LoadRunner:
     def points(self) -> list[dict[str, Any]]:
         """Return the metrics of each load point in each repeat. Raises TrialFailure."""
         job = self.job
-        self._send(_warm_up(job.loads[0], len(self.servers)), "warm-up", seed=0)
+        self._warm_up()
+        if job.highest is not None:
+            return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
         for repeat in range(job.repeats):
             for index, load in enumerate(job.loads):
                 name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
                 log(name)
+                measurement: dict[str, Any] | None
                 if job.client is not None:
                     measurement = self._run_client(job.client, f"client-{repeat}", name)
                 else:
                     measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
                 points[index]["repeats"].append(measurement)
         return points
+
+    def _search(self, key: str) -> list[dict[str, Any]]:
+        """Return the load points of a search for the highest load that keeps the limits, without stopped ones.
+
+        The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
+        load keeps the limits, the only point is the lowest load that was tried.
+        """
+        base, whole, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
+        most = float((base.concurrency if whole else base.request_rate) or 1)
+        tried: dict[float, bool] = {}
+        longest_s = 0.0
+
+        def run(value: float, *, stop: bool = True) -> bool:
+            nonlocal longest_s
+            began = time.monotonic()
+            if points and self.deadline - began < TIME_SHARE * longest_s:
+                log(f"no time left for {key} {value:.4g}")
+                return False
+            load = base.at(key, value)
+            log(f"{key} {value:.4g}")
+            seed = 1 + len(tried) + sum(len(point["repeats"]) for point in points.values())
+            measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            if measured is None:
+                self._warm_up()  # returns when the server has dropped the requests of the stopped load
+                tried[value] = False
+            else:
+                points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
+                tried[value] = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+            longest_s = max(longest_s, time.monotonic() - began)
+            return tried[value]
+
+        highest_load(run, self.job.start, least=1.0 if whole else most * LEAST_SHARE, most=most, whole=whole)
+        for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
+            repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
+            if not repeated or repeated[-1]:
+                break
+        if not points:
+            run(min(tried), stop=False)
+        return [points[value] for value in sorted(points)]
+
+    def _warm_up(self) -> None:
+        self._send(_warm_up(self.job.loads[0], len(self.servers)), "warm-up", seed=0)
 
     def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         client_folder = self.folder / folder
@@ -152,9 +204,14 @@ class _LoadRunner:
         _check_all_alive(self.servers, f"during {name}")
         return {"figures": figures, "duration_s": duration_s}
 
-    def _measure(self, load: Load, name: str, seed: int) -> dict[str, Any]:
+    def _measure(
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
         cpu_start_s = sum(server.cpu_seconds() for server in self.servers)
-        result = self._send(load, name, seed)
+        result = self._send(load, name, seed, limits)
+        if result.stopped:
+            return None
         figures = {**result.figures, "engine_cpu_s": sum(server.cpu_seconds() for server in self.servers) - cpu_start_s}
         if self.job.slo:
             figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
@@ -166,17 +223,31 @@ class _LoadRunner:
             "notes": list(result.notes),
         }
 
-    def _send(self, load: Load, name: str, seed: int) -> LoadResult:
+    def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
         """Return the result of a load. Raises TrialFailure unless every request has a complete answer."""
         timeout_s = self.deadline - time.monotonic()
         if timeout_s <= 0:
             raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
-        vocab_size = self.job.vocab_size
-        result = measure(self.targets, load, model=self.model, vocab_size=vocab_size, seed=seed, timeout_s=timeout_s)
+        result = measure(
+            self.targets,
+            load,
+            model=self.model,
+            vocab_size=self.job.vocab_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            limits=limits,
+        )
         if result.problems or result.failed:
             raise _load_failure(result, name, self.servers)
         _check_all_alive(self.servers, f"during {name}")
         return result
+
+
+def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
+    """Return whether the median of each figure keeps its limit; a figure that is missing does not."""
+    return all(
+        statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
+    )
 
 
 def _warm_up(load: Load, servers: int) -> Load:
