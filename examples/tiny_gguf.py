@@ -109,8 +109,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
 def _letters_of_bytes() -> list[str]:
     """Return the visible letter by which GPT-2's vocabulary writes each byte: itself, or one from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+    unused_letters = itertools.count(256)
+    return [chr(byte) if byte in visible else chr(next(unused_letters)) for byte in range(256)]
 
 
 def _pairs() -> Iterator[tuple[str, str]]:

@@ -73,13 +73,15 @@ def _tokenizer(vocab: int) -> dict[str, object]:
     """Return a byte-level BPE: every byte, then tokens that no text is split into, and the special ones."""
     ordinary = vocab - len(SPECIAL)
     tokens = [*_letters_of_bytes(), *(f"<{number}>" for number in range(256, ordinary)), *SPECIAL]
-    plain = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False, "special": True}
+    token_flags = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": ordinary + place, "content": word, **plain} for place, word in enumerate(SPECIAL)],
+        "added_tokens": [
+            {"id": ordinary + place, "content": word, **token_flags} for place, word in enumerate(SPECIAL)
+        ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
@@ -102,8 +104,8 @@ def _tokenizer(vocab: int) -> dict[str, object]:
 def _letters_of_bytes() -> list[str]:
     """Return the visible letter by which GPT-2's vocabulary writes each byte: itself, or one from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+    unused_letters = itertools.count(256)
+    return [chr(byte) if byte in visible else chr(next(unused_letters)) for byte in range(256)]
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(line: str, module: str) -> str:
-    found = NAME.match(line) if module else None
-    if found is None:
+    match = NAME.match(line) if module else None
+    if match is None:
         return line
-    value = getattr(importlib.import_module(module), found[1])
-    return f"    - `{found[1]} = {value}`: {line[found.end() :]}"
+    value = getattr(importlib.import_module(module), match[1])
+    return f"    - `{match[1]} = {value}`: {line[match.end() :]}"

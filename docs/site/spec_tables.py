@@ -38,8 +38,10 @@ def _row(name: str, key: dict[str, Any], root: dict[str, Any]) -> str:
     default = key.get("default", "required")
     if isinstance(default, dict):
         default = "absent"
-    shown = default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
-    cells = (f"`{name}`", _values(describe(key, root)), shown, key["description"])
+    default_text = (
+        default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
+    )
+    cells = (f"`{name}`", _values(describe(key, root)), default_text, key["description"])
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 

@@ -42,8 +42,8 @@ STATUS = {
 
 def pages() -> dict[Path, str]:
     """Return the text of every generated page by its file."""
-    found = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
-    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **found}
+    by_file = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
+    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **by_file}
 
 
 def _overview(text: str) -> str:
@@ -55,8 +55,8 @@ def _overview(text: str) -> str:
         ]
         for name, shown in VENDORS.items()
     ]
-    made = table(["vendor", "maturity", "chips"], rows)
-    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{made}\n\n<!-- end -->", text)
+    overview = table(["vendor", "maturity", "chips"], rows)
+    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{overview}\n\n<!-- end -->", text)
 
 
 def _page(name: str) -> str:
@@ -108,8 +108,8 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     yield "\n## Chips\n"
     rows = []
     for chip in chips(package):
-        found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
-        rows += found or [[chip.name, "no published values", "", ""]]
+        fact_rows = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
+        rows += fact_rows or [[chip.name, "no published values", "", ""]]
     yield table(["chip", "fact", "value", "source"], rows)
     quirks = read_quirks(package)
     engines = [[f"all that {kind}", "all chips", _works(each), ""] for kind, each in read_engines(package).items()]
@@ -203,14 +203,14 @@ def facts(chip: Chip) -> Iterator[tuple[str, Fact]]:
 def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]:
     for each in all_knobs(package):
         for value, choice in each.knob.effects.items():
-            how = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
+            launch_text = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
             formula = f"as {', '.join(f'{key}: {value}' for key, value in choice.settings.items())}; "
             yield [
                 each.knob.name,
                 str(value).lower(),
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
-                f"`{how}`" if how else "unknown: for planning only",
+                f"`{launch_text}`" if launch_text else "unknown: for planning only",
                 f"{each.knob.help}. {each.knob.claim} ({source(each.knob.source)})",
             ]
 

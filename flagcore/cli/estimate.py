@@ -113,46 +113,48 @@ def _estimate_spec(
     from flagcore.report.text import assumed_text, candidate_columns, candidate_line, funnel, search_time_text
 
     number = _number(explain)
-    found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
-    where = f"{found.devices} x {found.chip}"
+    estimate = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
+    hardware = f"{estimate.devices} x {estimate.chip}"
     if explain is not None:
-        number_of = len(found.candidates)
+        number_of = len(estimate.candidates)
         if number > number_of:
             raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=number_of))
-        record = found.candidates[number - 1] if number else found.baseline
-        details = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
-        details |= {"notes": list(found.notes)} if found.notes else {}
+        record = estimate.candidates[number - 1] if number else estimate.baseline
+        details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
+        details |= {"notes": list(estimate.notes)} if estimate.notes else {}
         _show(
             details,
             _("Candidate {number}", number=number) if number else _("Baseline"),
             form,
-            found.knobs,
-            found.labels,
+            estimate.knobs,
+            estimate.labels,
         )
         return
     if form == "table":
-        if any("step_time_s" in each for each in found.candidates):
-            options.say(_("Fastest predicted candidates on {hardware}:", hardware=where))
+        if any("step_time_s" in each for each in estimate.candidates):
+            options.say(_("Fastest predicted candidates on {hardware}:", hardware=hardware))
         else:
-            options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
-    figures = "predicted_serving" if any("objective" in each for each in found.candidates) else "predicted"
-    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
-    options.show_records(found.candidates, form, columns)
+            options.say(_("Candidates with the least memory on {hardware}:", hardware=hardware))
+    figures = "predicted_serving" if any("objective" in each for each in estimate.candidates) else "predicted"
+    columns = {"#": "number", **candidate_columns(estimate.candidates, estimate.knobs), **options.columns(figures)}
+    options.show_records(estimate.candidates, form, columns)
     if form == "table":
-        if found.assumed:
-            options.show("\n" + assumed_text(found.assumed))
-        options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
-        options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
-        if found.search:
-            options.say("flag tune: " + search_time_text(found.search))
-        if found.untimed:
+        if estimate.assumed:
+            options.show("\n" + assumed_text(estimate.assumed))
+        options.say(
+            "\n" + candidate_line(_("baseline"), estimate.baseline, estimate.knobs) + "\n\n" + funnel(estimate.counts)
+        )
+        options.say("\n" + _("Predicted {for_what}.", for_what=estimate.runs))
+        if estimate.search:
+            options.say("flag tune: " + search_time_text(estimate.search))
+        if estimate.untimed:
             options.say(
                 ngettext(
                     "{count:,} candidate of {total:,} has no predicted time, and is listed last: {reason}.",
                     "{count:,} candidates of {total:,} have no predicted time, and are listed last: {reason}.",
-                    found.untimed,
-                    total=found.counts.untried,
-                    reason=found.no_time,
+                    estimate.untimed,
+                    total=estimate.counts.untried,
+                    reason=estimate.no_time,
                 )
             )
 
@@ -175,8 +177,8 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
         options.show_record(record, form)
         return
     if "candidate" in record:
-        named = {**record.get("settings", {}), **record.get("assumed", {})}
-        settings = [f"{key}={value}" for key, value in named.items() if value not in (False, 0)]
+        settings_and_assumed = {**record.get("settings", {}), **record.get("assumed", {})}
+        settings = [f"{key}={value}" for key, value in settings_and_assumed.items() if value not in (False, 0)]
         values = filter(None, [values_text(record["candidate"], knobs), *settings])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))

@@ -62,9 +62,9 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     records: list[dict[str, Any]] = [plugin.record for plugin in checked]
     with options.on_terminal():
         options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked), form)
-    failed = {record["name"]: record["failed"] for record in records if record["failed"]}
-    if failed:
-        counts = ", ".join(f"{name} ({count})" for name, count in failed.items())
+    failed_checks = {record["name"]: record["failed"] for record in records if record["failed"]}
+    if failed_checks:
+        counts = ", ".join(f"{name} ({count})" for name, count in failed_checks.items())
         raise NoDevice(_("checks failed: {counts}", counts=counts))
 
 

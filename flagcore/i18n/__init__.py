@@ -66,9 +66,9 @@ class Message(str):
     """English text for a record, which `_` translates where it is printed."""
 
     def __new__(cls, template: str, /, **values: object) -> Message:
-        made = super().__new__(cls, template.format(**values) if values else template)
-        made.template, made.values = template, values
-        return made
+        message = super().__new__(cls, template.format(**values) if values else template)
+        message.template, message.values = template, values
+        return message
 
     template: str
     values: dict[str, object]
@@ -93,8 +93,8 @@ def _message(record: Any) -> Message:
     template, values = record["template"], record["values"]
     if _catalogue(language()).gettext(template) == template:
         raise LookupError(template)
-    made = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
-    return Message(template, **made)
+    fields = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return Message(template, **fields)
 
 
 def _translated(value: object) -> object:
@@ -115,8 +115,8 @@ def N_(message: str) -> str:
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a question with the known name that is most like `name`, in any case; empty if none is."""
     names = {each.casefold(): each for each in known}
-    near = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
-    return _("did you mean {name!r}?", name=names[near[0]]) if near else ""
+    matches = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
+    return _("did you mean {name!r}?", name=names[matches[0]]) if matches else ""
 
 
 @cache

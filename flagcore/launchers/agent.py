@@ -43,22 +43,22 @@ SIOCGIFADDR = 0x8915
 
 def addresses() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one (netdevice(7))."""
-    found = {}
+    by_name = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", os.fsencode(name[:15]))
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-    return found
+                by_name[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+    return by_name
 
 
 def interface_to(host: str) -> str:
     """Return the network interface over which this host reaches another; empty if unknown. Nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
-        own = probe.getsockname()[0]
-        if not own.startswith("127."):
-            return next((name for name, address in addresses().items() if address == own), "")
+        local_address = probe.getsockname()[0]
+        if not local_address.startswith("127."):
+            return next((name for name, address in addresses().items() if address == local_address), "")
         return next((name for name, address in addresses().items() if not address.startswith("127.")), "lo")
     return ""
 
@@ -92,23 +92,25 @@ class Mirror:
 
     def skip(self, path: str) -> None:
         """Send nothing of a file that is there until it changes."""
-        seen = os.lstat(path)
-        self.sent[path] = (seen.st_ino, seen.st_mtime_ns, seen.st_size)
+        status = os.lstat(path)
+        self.sent[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _next(self, path: str) -> dict[str, Any] | None:
-        seen = os.lstat(path)
-        if os.path.islink(path) or not os.path.isfile(path) or seen.st_size > MAX_FILE_BYTES:
+        status = os.lstat(path)
+        if os.path.islink(path) or not os.path.isfile(path) or status.st_size > MAX_FILE_BYTES:
             return None
         inode, changed, at = self.sent.get(path, (0, 0, 0))
-        rewritten = inode != seen.st_ino or seen.st_size < at or (seen.st_size == at and changed != seen.st_mtime_ns)
+        rewritten = (
+            inode != status.st_ino or status.st_size < at or (status.st_size == at and changed != status.st_mtime_ns)
+        )
         if rewritten:
             at = 0
-        elif seen.st_size == at:
+        elif status.st_size == at:
             return None
         with open(path, "rb") as file:
             file.seek(at)
             data = file.read(PIECE_BYTES)
-        self.sent[path] = (seen.st_ino, seen.st_mtime_ns, at + len(data))
+        self.sent[path] = (status.st_ino, status.st_mtime_ns, at + len(data))
         name = os.path.relpath(path, self.folder)
         return {"file": name, "at": at, "data": base64.b64encode(data).decode("ascii")} if data or rewritten else None
 
@@ -131,8 +133,8 @@ class Agent:
         os.set_blocking(1, False)
         space = os.statvfs(self.home)
         machine = {"time": time.time(), "python": platform.python_version()}
-        free = space.f_bavail * space.f_frsize
-        self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free, **machine})
+        free_bytes = space.f_bavail * space.f_frsize
+        self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free_bytes, **machine})
         self.connected = True
         self.take(b"")
         try:
@@ -221,10 +223,10 @@ class Agent:
 
         In its words, `{folder}` is the trial's folder here, and `{interface}` the network interface to the first host.
         """
-        own = {"{interface}": interface_to(order["master_addr"]), order["folder"]: self.folder}
+        replacements = {"{interface}": interface_to(order["master_addr"]), order["folder"]: self.folder}
 
         def local(text: str) -> str:
-            for name, value in own.items():
+            for name, value in replacements.items():
                 text = text.replace(name, value)
             return text
 

@@ -106,11 +106,11 @@ class Tree:
     def scan(self) -> None:
         """Find new descendants. `settled` are those of the last scan: a vfork(2) child shows its parent's memory."""
         started = time.process_time()
-        present = all_processes()
-        self.members &= present
-        self.outsiders &= present
+        present_pids = all_processes()
+        self.members &= present_pids
+        self.outsiders &= present_pids
         self.settled = self.members.copy()
-        for pid in present - self.members - self.outsiders:
+        for pid in present_pids - self.members - self.outsiders:
             self._classify(pid)
         self.pace.rest(started)
 
@@ -160,14 +160,14 @@ class Memory:
         total = sum(resident.values())
         if total <= self.peak:
             return False
-        shared = self.shared if self.known <= pids else 0
-        if total - shared > limit or self.exact_pace.due():
+        shared_bytes = self.shared if self.known <= pids else 0
+        if total - shared_bytes > limit or self.exact_pace.due():
             started = time.process_time()
             exact = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
             self.exact_pace.rest(started)
             self.shared, self.known = max(0, total - exact), pids.copy()
-        known = sum(size for pid, size in resident.items() if pid in self.known)
-        self.peak = max(self.peak, known - self.shared)
+        known_bytes = sum(size for pid, size in resident.items() if pid in self.known)
+        self.peak = max(self.peak, known_bytes - self.shared)
         return self.peak > limit
 
     @staticmethod
@@ -198,11 +198,11 @@ class Disk:
     def problem(self) -> str | None:
         """Return `disk` if the folder exceeds the limit, `full_disk` if little disk space is free."""
         started = time.process_time()
-        used, free = self._used(), NEVER
+        used, free_bytes = self._used(), NEVER
         with contextlib.suppress(OSError):
-            free = free_disk_bytes(self.folder)
+            free_bytes = free_disk_bytes(self.folder)
         self.pace.rest(started)
-        return "disk" if used > self.limit else "full_disk" if free < FREE_DISK_FLOOR_BYTES else None
+        return "disk" if used > self.limit else "full_disk" if free_bytes < FREE_DISK_FLOOR_BYTES else None
 
     def _used(self) -> int:
         """Return the bytes of the folder, links not followed, the folder itself included."""

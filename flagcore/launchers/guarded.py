@@ -187,16 +187,16 @@ def start(
     """
     order = _encode_order(argv, environment, directory, folder, limits)
     try:
-        running = _connect(spawn, folder, environment[MARKER])
+        trial = _connect(spawn, folder, environment[MARKER])
     except OSError as error:
         raise OSError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
     try:
-        running.order(order)
-        running.confirm_start(argv[0])
+        trial.order(order)
+        trial.confirm_start(argv[0])
     except BaseException:
-        running.close()
+        trial.close()
         raise
-    return running
+    return trial
 
 
 def _encode_order(
@@ -211,8 +211,8 @@ def _encode_order(
         if not key or "=" in key:
             raise OSError(f"cannot start {argv[0]!r}: {key!r} is not a name of an environment variable")
         added[_encode(key, f"the name {key!r}")] = _encode(value, f"the environment variable {key}")
-    where = (_encode(directory, "the directory"), _encode(folder, "the folder"))
-    order = marshal.dumps((words, {**os.environb, **added}, *where, *limits))
+    folders = (_encode(directory, "the directory"), _encode(folder, "the folder"))
+    order = marshal.dumps((words, {**os.environb, **added}, *folders, *limits))
     return len(order).to_bytes(8, "little") + order
 
 

@@ -67,13 +67,13 @@ class HostsLauncher:
         """
         if len(hosts) <= count:
             return tuple(hosts)
-        usable = [host for host in hosts if self.failures[host] < MAX_LOSSES]
-        if len(usable) < count:
-            lost = ", ".join(host for host in hosts if host not in usable)
-            raise LaunchError(f"only {len(usable)} of {count} hosts are left: {lost} cannot be used")
-        best = sorted(usable, key=lambda host: self.failures[host])[:count]
-        others = iter([host for host in best if host not in hosts[:count]])
-        return tuple(host if host in best else next(others) for host in hosts[:count])
+        usable_hosts = [host for host in hosts if self.failures[host] < MAX_LOSSES]
+        if len(usable_hosts) < count:
+            lost_hosts = ", ".join(host for host in hosts if host not in usable_hosts)
+            raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are left: {lost_hosts} cannot be used")
+        best = sorted(usable_hosts, key=lambda host: self.failures[host])[:count]
+        replacements = iter([host for host in best if host not in hosts[:count]])
+        return tuple(host if host in best else next(replacements) for host in hosts[:count])
 
     @property
     def no_hosts(self) -> str:
@@ -94,8 +94,8 @@ class HostsLauncher:
         folder = os.path.abspath(launch.folder)
         variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-        fixed = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
-        launch = replace(launch, folder=folder, environment={**fixed, **launch.environment})
+        defaults = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+        launch = replace(launch, folder=folder, environment={**defaults, **launch.environment})
         try:
             prepare(launch, launch.environment, folder, launch.directory or folder)
             for name in LOGS:
@@ -103,19 +103,19 @@ class HostsLauncher:
         except OSError as error:
             reason = error.strerror or error
             raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-        running = HostsRunning(launch, self)
+        trial = HostsRunning(launch, self)
         try:
-            running.begin()
+            trial.begin()
         except HostLost as problem:
             if problem.host not in self.reached:
-                running.close()
+                trial.close()
                 raise
-            running.end()
+            trial.end()
         except BaseException:
-            running.close()
+            trial.close()
             raise
         self.reached.update(launch.hosts)
-        return running
+        return trial
 
 
 class HostLost(LaunchError):
@@ -143,21 +143,21 @@ class HostsRunning:
 
         What a lost trial left is ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
-        lost = self.launcher.lost
+        lost_markers = self.launcher.lost
         self._until(lambda each: each.hello is not None, "does not answer")
         for each in self.connections:
-            if each.host in lost:
-                each.send(sweep=lost[each.host])
-        self._until(lambda each: each.host not in lost or each.left == 0, "still has processes of a lost trial")
+            if each.host in lost_markers:
+                each.send(sweep=lost_markers[each.host])
+        self._until(lambda each: each.host not in lost_markers or each.left == 0, "still has processes of a lost trial")
         for each in self.connections:
-            lost.pop(each.host, None)
+            lost_markers.pop(each.host, None)
         first = self.connections[0]
         assert first.hello is not None
         values = {"master_addr": first.host, "master_port": str(first.hello["port"])}
         files = _files(self.launch.folder)
         for rank, each in enumerate(self.connections):
-            mine = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=_order(self.launch, mine, files))
+            host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
+            each.send(order=_order(self.launch, host_values, files))
         self._until(lambda each: each.started or each.exit is not None, "does not start the program")
 
     def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
@@ -203,21 +203,23 @@ class HostsRunning:
 
         A host that turns out to be lost is the reason, even if the program failed on another one before.
         """
-        lost = next((each for each in self.connections if each.problem), None)
-        failed = next((each for each in self.connections if each.exit and _failed(each.exit)), None)
+        lost_connection = next((each for each in self.connections if each.problem), None)
+        failed_connection = next((each for each in self.connections if each.exit and _failed(each.exit)), None)
         deadline = time.monotonic() + STOP_SECONDS
-        running = [each for each in self.connections if each.open and each.started]
-        for each in running:
+        running_hosts = [each for each in self.connections if each.open and each.started]
+        for each in running_hosts:
             each.send(stop=True)
-        while any(each.open for each in running) and time.monotonic() < deadline:
+        while any(each.open for each in running_hosts) and time.monotonic() < deadline:
             self._step(0.2)
-        for each in running:
+        for each in running_hosts:
             if each.open:
                 each.problem = "does not end its part of the trial"
-        lost = lost or next((each for each in running if each.problem), None)  # the cause of what failed elsewhere
-        if lost:
-            self.launcher.failures[lost.host] += 1
-        self._exit = self._verdict(lost or failed, asked)
+        lost_connection = lost_connection or next(
+            (each for each in running_hosts if each.problem), None
+        )  # the cause of what failed elsewhere
+        if lost_connection:
+            self.launcher.failures[lost_connection.host] += 1
+        self._exit = self._verdict(lost_connection or failed_connection, asked)
         self.close()
         with contextlib.suppress(OSError):
             guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
@@ -225,19 +227,23 @@ class HostsRunning:
     def _verdict(self, first: Connection | None, asked: bool) -> Exit:
         seconds = time.monotonic() - self.started_at
         ends = [each.exit for each in self.connections if each.exit]
-        peaks = [end["peak_memory_bytes"] for end in ends if end.get("peak_memory_bytes")]
+        peaks = [exit_record["peak_memory_bytes"] for exit_record in ends if exit_record.get("peak_memory_bytes")]
         peak = max(peaks, default=None)
         if first is not None and first.problem:
-            again = self.launcher.failures[first.host] == MAX_LOSSES
-            detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if again else "")
+            is_second_loss = self.launcher.failures[first.host] == MAX_LOSSES
+            detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if is_second_loss else "")
             return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
-        end = (first.exit if first else None) or (ends[0] if ends else None)
-        if end is None:
+        exit_record = (first.exit if first else None) or (ends[0] if ends else None)
+        if exit_record is None:
             return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host answered")
         seconds = max(float(each["duration_s"]) for each in ends)
-        ended_by = "request" if asked and end["ended_by"] is None and end["code"] else end["ended_by"]
+        ended_by = (
+            "request" if asked and exit_record["ended_by"] is None and exit_record["code"] else exit_record["ended_by"]
+        )
         detail = first.host if first else ""
-        return Exit(code=int(end["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+        return Exit(
+            code=int(exit_record["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail
+        )
 
     def _step(self, seconds: float) -> None:
         """Exchange messages for at most `seconds`, and write what arrived."""
@@ -263,8 +269,8 @@ class HostsRunning:
         """Write what a host reported about its files."""
         news, connection.news = connection.news, []
         for name, at, data in news:
-            own = rank == 0 and name not in LOGS
-            path = Path(self.launch.folder if own else connection.folder, name)
+            in_trial_folder = rank == 0 and name not in LOGS
+            path = Path(self.launch.folder if in_trial_folder else connection.folder, name)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("r+b" if at else "wb") as file:
@@ -302,12 +308,12 @@ def _failed(ended: Mapping[str, object]) -> bool:
 def _allow_files(more: int) -> None:
     """Raise this process's limit of open files if it is too low for `more`. Raises LaunchError if that is forbidden."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
-    if resource.RLIM_INFINITY != soft < needed:
+    needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
+    if resource.RLIM_INFINITY != soft < needed_files:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
         except ValueError:
-            problem = f"the channels to the hosts need {needed} open files, and {hard} are allowed"
+            problem = f"the channels to the hosts need {needed_files} open files, and {hard} are allowed"
             raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
 
 

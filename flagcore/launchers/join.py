@@ -28,10 +28,10 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 
 def token() -> bytes:
     """Return the secret. Raises ValueError if it is missing or short."""
-    found = os.environ.get(TOKEN, "").strip()
-    if len(found) < MIN_TOKEN:
+    secret = os.environ.get(TOKEN, "").strip()
+    if len(secret) < MIN_TOKEN:
         raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it by a Kubernetes Secret")
-    return found.encode()
+    return secret.encode()
 
 
 def proof(key: bytes, *words: str) -> str:
@@ -52,7 +52,7 @@ def main(controller: str, name: str = "") -> None:
     if port and not port.isdecimal():
         raise ValueError(f"{controller}: the port is not a number")
     key, name = token(), name or socket.gethostname()
-    last = ""
+    last_state = ""
     while True:
         try:
             with _joined(host, int(port or PORT), key, name) as connection:
@@ -60,9 +60,9 @@ def main(controller: str, name: str = "") -> None:
             state = f"joined {controller} as {name}"
         except (OSError, ValueError) as error:
             state = f"cannot join {controller}: {error}"
-        if state != last:
+        if state != last_state:
             print(f"flagcore: {state}", file=sys.stderr, flush=True)
-        last = state
+        last_state = state
         time.sleep(RETRY_SECONDS)
 
 

@@ -39,8 +39,8 @@ class Pods:
             async with self.joined:
                 await asyncio.wait_for(self.joined.wait_for(lambda: names <= self.free.keys()), request["seconds"])
         except (TimeoutError, asyncio.TimeoutError):
-            missing = ", ".join(sorted(names - self.free.keys()))
-            return {"problem": f"{missing}: did not connect within {request['seconds']:.0f} s"}
+            missing_pods = ", ".join(sorted(names - self.free.keys()))
+            return {"problem": f"{missing_pods}: did not connect within {request['seconds']:.0f} s"}
         except (OSError, ValueError) as error:
             return {"problem": str(error)}
         return {}
@@ -61,13 +61,13 @@ class Pods:
     async def _check(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         connection: socket.socket = writer.get_extra_info("socket")
         keep_alive(connection)
-        mine = secrets.token_hex(16)
-        writer.write(mine.encode() + b"\n")
+        own_nonce = secrets.token_hex(16)
+        writer.write(own_nonce.encode() + b"\n")
         answer = json.loads(await reader.readline())
         name, theirs = str(answer["host"]), str(answer["nonce"])
-        if not hmac.compare_digest(str(answer["proof"]), proof(self.key, "host", mine, theirs, name)):
+        if not hmac.compare_digest(str(answer["proof"]), proof(self.key, "host", own_nonce, theirs, name)):
             raise ValueError(name)
-        writer.write(proof(self.key, "controller", theirs, mine, name).encode() + b"\n")
+        writer.write(proof(self.key, "controller", theirs, own_nonce, name).encode() + b"\n")
         return name
 
     async def connect(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -114,14 +114,14 @@ class LocalLauncher:
         """Return an idle template for `launch`; None if there can be none now."""
         if not launch.warm or launch.argv[:2] != (sys.executable, "-m") or (self._template and self._template.busy):
             return None
-        kept = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
+        template_environment = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
         cores, group = os.sched_getaffinity(0), guard.read_proc(os.getpid(), "cgroup")
-        wanted = (launch.argv[2], {**os.environ, **kept}, cores, group)
-        if wanted != self._template_of or (self._template and self._template.closed):
+        template_key = (launch.argv[2], {**os.environ, **template_environment}, cores, group)
+        if template_key != self._template_of or (self._template and self._template.closed):
             self.close()
-            self._template_of = wanted
+            self._template_of = template_key
             try:
-                self._template = Template(launch.argv, kept, directory)
+                self._template = Template(launch.argv, template_environment, directory)
             except OSError as problem:
                 LOG.info("trials start cold: %s", problem)
         return self._template
@@ -135,10 +135,12 @@ def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
 
     It ends with this process. Raises LaunchError if it cannot be started.
     """
-    free = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
+    unlimited_launch = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: secrets.token_hex(8), **launch.environment}
     directory = os.path.abspath(launch.directory or launch.folder)
-    return LocalRunning(_start(free, environment, directory, NO_FOLDER, partial(spawn_guard, stdout, stderr)))
+    return LocalRunning(
+        _start(unlimited_launch, environment, directory, NO_FOLDER, partial(spawn_guard, stdout, stderr))
+    )
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
@@ -152,9 +154,11 @@ def _new_log(folder: str, name: str) -> BinaryIO:
 def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> None:
     """Create the folder with `launch.json`. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
-    free = guard.free_disk_bytes(folder)
-    if free < guard.FREE_DISK_FLOOR_BYTES:
-        raise OSError(f"only {free >> 20} MiB of disk are left, {guard.FREE_DISK_FLOOR_BYTES >> 20} MiB are needed")
+    free_bytes = guard.free_disk_bytes(folder)
+    if free_bytes < guard.FREE_DISK_FLOOR_BYTES:
+        raise OSError(
+            f"only {free_bytes >> 20} MiB of disk are left, {guard.FREE_DISK_FLOOR_BYTES >> 20} MiB are needed"
+        )
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, "exit.json"))
     record = {

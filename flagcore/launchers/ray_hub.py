@@ -38,10 +38,12 @@ class Agent:
     START = 'exec 3<&0; sh -c "$1" <&3 3<&- & exit 0'
 
     def __init__(self, command: str) -> None:
-        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("RAY_", "OMP_NUM_THREADS"))}
+        environment = {
+            name: os.environ[name] for name in os.environ if not name.startswith(("RAY_", "OMP_NUM_THREADS"))
+        }
         shell = ["sh", "-c", self.START, "sh", command]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(shell, stdin=pipe, stdout=pipe, env=kept, start_new_session=True)
+        self.process = subprocess.Popen(shell, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self.process.wait()
 
     def write(self, data: bytes) -> None:
@@ -102,9 +104,9 @@ class Cluster:
         if self._addresses().get(bundle) != host:
             raise ValueError("its Ray node is lost")
         needs = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
-        where = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         cpus, gpus = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "scheduling_strategy": where}
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "scheduling_strategy": strategy}
         actor = ray.remote(Agent).options(max_concurrency=2, max_restarts=0, **options).remote(agent_command())
 
         async def down() -> None:

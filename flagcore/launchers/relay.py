@@ -21,8 +21,8 @@ def main(path: str, host: str) -> int:
         poll.register(hub, select.POLLIN)
         output = 1
         while True:
-            ready = [descriptor for descriptor, _ in poll.poll()]
-            if hub.fileno() in ready:
+            ready_descriptors = [descriptor for descriptor, _ in poll.poll()]
+            if hub.fileno() in ready_descriptors:
                 data = hub.recv(1 << 16)
                 if not data:
                     return int(output == 2)
@@ -31,7 +31,7 @@ def main(path: str, host: str) -> int:
                 if reason:
                     output = 2
                     _write(output, after)
-            if 0 in ready:
+            if 0 in ready_descriptors:
                 data = os.read(0, 1 << 16)
                 if not data:
                     return 0

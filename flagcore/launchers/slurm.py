@@ -22,15 +22,15 @@ def channel(host: str) -> list[str]:
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
     """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
-    listed = os.environ.get("SLURM_JOB_NODELIST")
-    if not listed:
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodelist:
         return ()
-    command = ["scontrol", "show", "hostnames", listed]
+    command = ["scontrol", "show", "hostnames", nodelist]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"the hosts of the allocation are unknown: {' '.join(command)}: {error}") from error
-    return tuple(found.stdout.split())
+    return tuple(completed.stdout.split())
 
 
 def at_hand() -> bool:

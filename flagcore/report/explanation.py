@@ -52,13 +52,18 @@ def served_text(record: Mapping[str, Any]) -> str:
     rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
     parts = [part for part in ("\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else "") if part]
     time = record.get("time", {})
-    whole = sum(time.values())
-    if whole > 0.0:
+    total_s = sum(time.values())
+    if total_s > 0.0:
         shares = [
-            [_(part_name(name)), shown(seconds), f"{seconds / whole:.1%}", _(NAMES["part_descriptions"].get(name, ""))]
+            [
+                _(part_name(name)),
+                shown(seconds),
+                f"{seconds / total_s:.1%}",
+                _(NAMES["part_descriptions"].get(name, "")),
+            ]
             for name, seconds in time.items()
         ]
-        heading = _("Mean time of a request: ~{seconds} s", seconds=shown(whole))
+        heading = _("Mean time of a request: ~{seconds} s", seconds=shown(total_s))
         parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
     elif record.get("reason"):
         parts.append(str(record["reason"]))
@@ -100,17 +105,19 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
     """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
-    named = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
+    labelled = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
     static, activation = memory["static_gib"], memory["activation_gib"]
-    rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
-    totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
+    other_parts = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
+    totals = {
+        key: sum(part.get(key, 0.0) for part in [*components.values(), other_parts]) for key in ("params", *figures)
+    }
     rows = [
         [
             name,
             f"{part.get('params', 0.0):,.0f}",
             *(_gib(part.get(key, 0.0)) for key in figures),
         ]
-        for name, part in [*named, (_(OTHER), rest), (_("Total"), totals)]
+        for name, part in [*labelled, (_(OTHER), other_parts), (_("Total"), totals)]
     ]
     capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     line = labels.memory_line.format(
@@ -176,8 +183,8 @@ def needs_text(memory: Mapping[str, Any]) -> str:
 def time_text(record: Mapping[str, Any]) -> str:
     """Return the parts of a step with their shares, its interval and its bottleneck."""
     if "step_time_s" not in record:
-        why = str(record.get("reason", "")).removeprefix("no time: ")
-        return _("Time: unknown ({reason})", reason=why) if why else _("Time: unknown")
+        reason = str(record.get("reason", "")).removeprefix("no time: ")
+        return _("Time: unknown ({reason})", reason=reason) if reason else _("Time: unknown")
     step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
     rows = [
         [_(part_name(name)), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]
@@ -205,12 +212,12 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
     for knob in knobs:
         for effect in knob["effects"]:
             value = str(effect["value"])
-            how = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
+            launch_text = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
             settings = f"as {', '.join(f'{key}={to}' for key, to in effect['settings'].items())}; "
             part = "" if effect["part"] == "step" else f" of {part_name(effect['part'])}"
             time = f"{settings if effect['settings'] else ''}x{_range(effect['time'])}{part}"
-            why = knob["not_launched"].get(value)
-            launched = _("predicted only: {reason}", reason=why) if why else how
+            reason = knob["not_launched"].get(value)
+            launched = _("predicted only: {reason}", reason=reason) if reason else launch_text
             spec = _("yes") if knob["in_space"] else _("no")
             rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launched])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")

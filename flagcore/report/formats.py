@@ -95,8 +95,8 @@ def _parts(places: Sequence[int], least: Sequence[int], most: int) -> list[list[
     """Split columns into groups that fit side by side; each starts with the first column."""
     parts = [[*places[:1]]]
     for place in places[1:]:
-        wide = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
-        if wide > most and len(parts[-1]) > 1:
+        new_width = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
+        if new_width > most and len(parts[-1]) > 1:
             parts.append([*places[:1]])
         parts[-1].append(place)
     return parts
@@ -114,17 +114,17 @@ def fitted(width: int | None) -> Iterator[None]:
 
 def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
     """Return the minimum width of each column: numbers uncut, text down to `MIN_TEXT` and its longest word."""
-    least = []
+    min_widths = []
     for place, heading in enumerate(headings):
         longest_word = _longest_word(heading)
         cells = [str(row[place]) for row in rows]
         if figures[place]:
-            least.append(max(longest_word, *map(columns_of, cells)))
+            min_widths.append(max(longest_word, *map(columns_of, cells)))
         else:
             longest = max(map(_longest_word, cells), default=0)
             widest = max(map(columns_of, cells), default=0)
-            least.append(max(longest_word, min(longest, MAX_WORD), min(MIN_TEXT, widest)))
-    return least
+            min_widths.append(max(longest_word, min(longest, MAX_WORD), min(MIN_TEXT, widest)))
+    return min_widths
 
 
 def _longest_word(text: str) -> int:
@@ -155,10 +155,10 @@ def shown(value: Any) -> str:
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, None if a part is missing."""
-    found: Any = record
+    value: Any = record
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def as_yaml(data: object) -> str:
@@ -169,8 +169,10 @@ def as_yaml(data: object) -> str:
 
 
 def _is_figure(cell: str) -> bool:
-    bare = cell.lstrip("~+-").replace(",", "").replace("%", "").replace("e+", "").replace("e-", "").replace(".", "", 1)
-    return cell == "-" or bare.isdigit()
+    digits = (
+        cell.lstrip("~+-").replace(",", "").replace("%", "").replace("e+", "").replace("e-", "").replace(".", "", 1)
+    )
+    return cell == "-" or digits.isdigit()
 
 
 class Notebook:

@@ -98,7 +98,7 @@ def medians(plan: Plan) -> dict[int, float]:
 def trial(each: Trial) -> dict[str, Any]:
     """Return one trial as plain data."""
     notes = each.notes
-    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened", "group")}
+    run_fields = {name: notes.pop(name, None) for name in ("time_limit", "shortened", "group")}
     return {
         "number": each.number,
         "role": each.role.value,
@@ -108,7 +108,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "fidelity": each.fidelity,
         "inconclusive": each.inconclusive,
         "warm": each.warm,
-        **how,
+        **run_fields,
         "predicted": {**each.predicted, **notes},
         "measured": _measured(each.measurement) if each.measurement else None,
         "measured_over": {name: measured_over(each, name) for name in ("predicted", "believed")},

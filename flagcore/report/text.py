@@ -25,14 +25,16 @@ Removed: TypeAlias = "tuple[str, str, int]"
 def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
     """Return the removed combinations and candidates by reason; trials only if any ran."""
     illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
-    pruned = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
-    ran = [
+    pruned_rules = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
+    outcomes = [
         ("", _("probed") if fidelity == PROBE else _("measured"), counts.measured),
         ("", _("stopped early"), counts.stopped),
         ("", _("failed"), counts.failed),
     ]
-    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned]
-    return [*illegal, ("", _("duplicates"), counts.merged)], states + (ran if any(each[2] for each in ran) else [])
+    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned_rules]
+    return [*illegal, ("", _("duplicates"), counts.merged)], states + (
+        outcomes if any(each[2] for each in outcomes) else []
+    )
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
@@ -109,11 +111,11 @@ def search_time_text(time: SearchTime) -> str:
 def assumed_text(assumed: Mapping[str, object]) -> str:
     """Return what a plan assumes, its implementation first."""
     implementation, *settings = assumed.items()
-    named = [name if value is True else f"{name}={value}" for name, value in settings]
+    settings_texts = [name if value is True else f"{name}={value}" for name, value in settings]
     return _(
         "Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).",
         implementation=implementation[1],
-        settings=", ".join(named),
+        settings=", ".join(settings_texts),
     )
 
 
@@ -154,8 +156,8 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
         if knob.part_of or not (_is_set(knob, value) or (knob.shows_neutral and value is not None)):
             continue
         if value is True:
-            how = [str(values[each]) for each in details(name, knobs) if values.get(each) is not None]
-            parts.append(" ".join([knob.title, *how]))
+            texts = [str(values[each]) for each in details(name, knobs) if values.get(each) is not None]
+            parts.append(" ".join([knob.title, *texts]))
         else:
             parts.append(f"no {knob.title}" if value is False else f"{knob.title} {value}")
     return ", ".join(parts) or "engine defaults"
@@ -203,8 +205,8 @@ def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dic
     """Return headings and keys of the knobs that differ between records or are not neutral, and of all sizes."""
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
-    shown = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
-    return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown}
+    shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
+    return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown_knobs}
 
 
 def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
@@ -241,8 +243,8 @@ def figures_text(figures: Mapping[str, Any], objective: str) -> str:
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
     parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        known = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
-        text = ", ".join(f"{each} {shown(value)}" for each, value in known if value is not None)
+        percentiles = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
+        text = ", ".join(f"{each} {shown(value)}" for each, value in percentiles if value is not None)
         parts += [f"{SHORT_LATENCIES[name]} {text} s"] if text else []
     return "; ".join(parts)
 
@@ -253,8 +255,8 @@ def short_line(measured: Measurement, objective: str) -> str:
     rate = measured.figures.get("output_tokens_per_s")
     figures += [f"{shown(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
     for name in ("ttft_s", "tpot_s"):
-        middle = measured.figures.get(f"{name}.p50")
-        figures += [f"{SHORT_LATENCIES[name]} {shown(middle)} s"] if middle is not None else []
+        median = measured.figures.get(f"{name}.p50")
+        figures += [f"{SHORT_LATENCIES[name]} {shown(median)} s"] if median is not None else []
     return ", ".join([*figures, *measured.broken])
 
 
@@ -272,8 +274,8 @@ def latency_name(figure: str) -> str:
 def notes(plan: Plan) -> list[str]:
     """Return warnings about percentiles of too few requests."""
     best = plan.best or plan.fastest
-    measured = best.measurement if best else None
-    answered = [point["answered"] for point in (measured.points if measured else ()) if "answered" in point]
+    measurement = best.measurement if best else None
+    answered = [point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point]
     weak = [name for name, fewest in FEWEST.items() if answered and min(answered) < fewest]
     if not weak:
         return []

@@ -60,8 +60,8 @@ def _subject(name: str, folder: Path | None) -> Subject:
     package = read_source(folder)
     sys.path[:0] = [str(folder), str(folder / "src")]
     module, _, attribute = package.points[name].partition(":")
-    found = importlib.import_module(module)
-    return Subject(name=name, hooks=getattr(found, attribute) if attribute else found)
+    hooks = importlib.import_module(module)
+    return Subject(name=name, hooks=getattr(hooks, attribute) if attribute else hooks)
 
 
 if __name__ == "__main__":

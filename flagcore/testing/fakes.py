@@ -56,12 +56,12 @@ def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Itera
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress logging, because the checks cause errors on purpose."""
-    before = logging.root.manager.disable
+    level_before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level_before)
 
 
 def prints(text: str) -> str:

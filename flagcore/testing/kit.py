@@ -49,8 +49,8 @@ def fix_of(reason: str) -> str:
     """Return the fix for an error of a plugin's file; empty for other errors."""
     if reason.startswith("SpecError"):
         return "correct that key; docs/write-a-plugin.md describes the files"
-    missing = "write that file (see docs/write-a-plugin.md), or return None from the hook"
-    return missing if reason.startswith("FileNotFoundError") else ""
+    missing_fix = "write that file (see docs/write-a-plugin.md), or return None from the hook"
+    return missing_fix if reason.startswith("FileNotFoundError") else ""
 
 
 SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
@@ -107,10 +107,10 @@ class Subject:
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
         modules = [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]
-        found = (
+        names = (
             f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
         )
-        return next(found, "")
+        return next(names, "")
 
     @property
     def hooks_module(self) -> str:
@@ -148,18 +148,18 @@ class Subject:
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
         """Outputs of its vendor's tools. Raises Skip if there are none."""
-        found = read_transcripts(self.source)
-        if not found:
+        transcripts_found = read_transcripts(self.source)
+        if not transcripts_found:
             raise Skip("tests/smi has no transcripts")
-        return found
+        return transcripts_found
 
     @property
     def listings(self) -> tuple[Transcript, ...]:
         """The transcripts that list devices, each with its tool. Raises Skip where there are none."""
-        found = tuple(each for each in self.transcripts if each.tool and each.devices)
-        if not found:
+        with_devices = tuple(each for each in self.transcripts if each.tool and each.devices)
+        if not with_devices:
             raise Skip("no transcript in tests/smi lists devices")
-        return found
+        return with_devices
 
     def shipped(self, file: str, read: Callable[[str], T]) -> T:
         """Return the content of a file of its package. Raises Skip without the file, SpecError for a bad one."""
@@ -200,9 +200,9 @@ class Subject:
     def is_reported(self, reason: str) -> bool:
         """Return whether a check has reported a bad file already, and remember that one has."""
         reported: set[str] = self.memory.setdefault("reported", set())
-        before = reason in reported
+        is_known = reason in reported
         reported.add(reason)
-        return before
+        return is_known
 
     def failed(self, *hooks: str) -> bool:
         """Return whether something went wrong with `hooks` until now."""
@@ -230,10 +230,10 @@ class Subject:
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
         """Return the plugin's answers for its chips. Raises Skip if there are none."""
-        found = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
-        if not found:
+        answers = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
+        if not answers:
             raise Skip(f"{hook} returns None for all chips: the core's default is used")
-        return found
+        return answers
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
         """Return its kernel times, without the roofline with which the core fills their gaps. Raises Skip."""
@@ -335,8 +335,10 @@ def run(check: Check, subject: Subject) -> Result:
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    more = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
-    return Result(check=name, state="failed", message="; ".join([*messages[:MOST_LISTED], *more]), fix=problems[0].fix)
+    remainder = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
+    return Result(
+        check=name, state="failed", message="; ".join([*messages[:MOST_LISTED], *remainder]), fix=problems[0].fix
+    )
 
 
 def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:

@@ -38,9 +38,9 @@ def source_of(package_folder: Path, module: str) -> Package | None:
     for folder in (package_folder.parent, package_folder.parent.parent):
         if (folder / "pyproject.toml").is_file():
             with suppress(UsageError):
-                found = read_source(folder)
-                if any(re.split("[.:]", value)[0] == module.partition(".")[0] for value in found.points.values()):
-                    return found
+                package = read_source(folder)
+                if any(re.split("[.:]", value)[0] == module.partition(".")[0] for value in package.points.values()):
+                    return package
     return None
 
 

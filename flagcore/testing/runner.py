@@ -60,9 +60,13 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
 
     A pyproject.toml that names no plugin is a failed check. Raises UsageError for what is neither.
     """
-    found = [each for target in targets or sorted(installed(plugins.GROUP).points) for each in _found(target)]
+    targets_found = [each for target in targets or sorted(installed(plugins.GROUP).points) for each in _found(target)]
     at_once = max(1, min(4, os.cpu_count() or 1))
-    return [each for start in range(0, len(found), at_once) for each in _checked(found[start : start + at_once])]
+    return [
+        each
+        for start in range(0, len(targets_found), at_once)
+        for each in _checked(targets_found[start : start + at_once])
+    ]
 
 
 def _found(target: str) -> list[_Target]:
@@ -76,22 +80,24 @@ def _found(target: str) -> list[_Target]:
         except UsageError:  # the check that it loads reports it
             return [_Target(folder.name, folder=folder)]
         return [_Target(name, package.version, folder) for name in package.points]
-    near = get_close_matches(target, points, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(points)) or 'none'}"
+    matches = get_close_matches(target, points, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"installed: {', '.join(sorted(points)) or 'none'}"
     raise UsageError(f"{target} is neither an installed plugin nor a folder with a pyproject.toml; {hint}")
 
 
 def _checked(targets: Sequence[_Target]) -> list[Checked]:
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as folder:
-        started = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
+        processes = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for each, report in started:
+            for each, report in processes:
                 argv = [sys.executable, "-m", "flagcore.testing.child", str(report), each.name]
                 argv += [str(each.folder)] if each.folder else []
                 quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
                 running.append(subprocess.Popen(argv, start_new_session=True, **quiet))
-            return [_finished(each, report, process) for (each, report), process in zip(started, running, strict=True)]
+            return [
+                _finished(each, report, process) for (each, report), process in zip(processes, running, strict=True)
+            ]
         finally:
             for process in running:
                 with suppress(ProcessLookupError):
@@ -106,22 +112,22 @@ def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> 
     results = [record for record in records if "state" in record]
     code = process.poll()
     if code != 0 or not any("ends" in record for record in records):
-        begun = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
+        current_check = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
         if exceeded:
-            how = f"it took more than {exceeded:.0f} s"
+            outcome = f"it took more than {exceeded:.0f} s"
             fix = "let no hook wait without a limit of time, and no pattern repeat what repeats"
         else:
             status = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
-            how = f"{status} ended the process"
+            outcome = f"{status} ended the process"
             fix = "ask native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
-        message = f"{each.name}: {how} during this check; the checks after it did not run"
-        results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
+        message = f"{each.name}: {outcome} during this check; the checks after it did not run"
+        results.append({"check": current_check, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
 
 
 def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
     """Wait for the process. Return the limit in seconds that it exceeded, for all checks or for one, if any."""
-    start = last = time.monotonic()
+    start = last_output = time.monotonic()
     size = 0
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -129,8 +135,8 @@ def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
             return None
         now = time.monotonic()
         if report.exists() and report.stat().st_size != size:
-            size, last = report.stat().st_size, now
-        for since, most in ((last, CHECK_SECONDS), (start, SECONDS)):
+            size, last_output = report.stat().st_size, now
+        for since, most in ((last_output, CHECK_SECONDS), (start, SECONDS)):
             if now - since > most:
                 return most
 
@@ -161,5 +167,5 @@ def _summary_lines(plugin: Checked) -> Iterator[str]:
     for each in plugin.of("skipped"):
         reasons.setdefault(each["message"], []).append(each["check"])
     for reason, checks in reasons.items():
-        more = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
-        yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + more, reason=reason)
+        remainder = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
+        yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + remainder, reason=reason)

@@ -62,8 +62,8 @@ def _check_name(name: str) -> None:
         )
     points = installed(plugins.GROUP).points
     if name in points:
-        where = origin(points[name][0]).metadata["Name"]
-        raise UsageError(f"NAME {name!r} is a plugin that is installed already (from {where}); give another one")
+        distribution = origin(points[name][0]).metadata["Name"]
+        raise UsageError(f"NAME {name!r} is a plugin that is installed already (from {distribution}); give another one")
     if f"flagcore_{name}" in sys.modules or name in ("core", "testing"):
         raise UsageError(f"NAME {name!r} is taken; give another one")
 

@@ -25,8 +25,10 @@ def process_state() -> dict[str, object]:
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Return what changed, with the names of environment variables."""
-    found = [what for what in before if before[what] != after[what]]
-    return [f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in found]
+    changed_names = [what for what in before if before[what] != after[what]]
+    return [
+        f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in changed_names
+    ]
 
 
 def _names(before: object, after: object) -> str:
@@ -36,8 +38,8 @@ def _names(before: object, after: object) -> str:
 
 def _logging() -> object:
     root, known = logging.root, logging.root.manager.loggerDict
-    ours = known.get("flagcore")
-    handlers = ours.handlers if isinstance(ours, logging.Logger) else []
+    flagcore_logger = known.get("flagcore")
+    handlers = flagcore_logger.handlers if isinstance(flagcore_logger, logging.Logger) else []
     return root.level, tuple(map(id, root.handlers)), tuple(map(id, handlers)), root.manager.disable
 
 

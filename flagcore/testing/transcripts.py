@@ -37,8 +37,8 @@ class Listed:
     def matches(self, device: Device) -> bool:
         """Return whether `device` may be one of these."""
         memory = None if self.memory_mib is None else self.memory_mib * 2**20
-        same = device.chip == self.chip and device.memory_bytes == memory
-        return same and (self.driver is None or device.driver == self.driver)
+        is_equal = device.chip == self.chip and device.memory_bytes == memory
+        return is_equal and (self.driver is None or device.driver == self.driver)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
     file = folder / FOLDER / SOURCES
     if not file.is_file():
         return ()
-    where = str(FOLDER / SOURCES)
-    content = read_yaml(file.read_text("utf-8"), where)
-    return tuple(_transcript(file.parent / str(name), entry, where) for name, entry in content.items())
+    location = str(FOLDER / SOURCES)
+    content = read_yaml(file.read_text("utf-8"), location)
+    return tuple(_transcript(file.parent / str(name), entry, location) for name, entry in content.items())
 
 
 def _transcript(path: Path, entry: object, where: str) -> Transcript:

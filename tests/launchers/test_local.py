@@ -76,9 +76,9 @@ class Marked:
 
 @pytest.fixture
 def marked() -> Iterator[Marked]:
-    mine = Marked()
-    yield mine
-    for pid in mine.alive():
+    host_launcher = Marked()
+    yield host_launcher
+    for pid in host_launcher.alive():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -96,8 +96,8 @@ def test_it_is_a_launcher_named_local() -> None:
 
 def test_exit_code_logs_and_records_are_written(tmp_path: Path) -> None:
     code = "import os, sys; print(os.getcwd()); print(os.environ['X'], file=sys.stderr); sys.stdin.read(); sys.exit(7)"
-    running = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "a"), environment={"X": "ä"}))
-    ended = running.wait(10)
+    trial = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "a"), environment={"X": "ä"}))
+    ended = trial.wait(10)
     assert ended is not None
     assert (ended.code, ended.ended_by) == (7, None)
     assert 0 < ended.duration_s < 10
@@ -106,8 +106,8 @@ def test_exit_code_logs_and_records_are_written(tmp_path: Path) -> None:
     launched = json.loads((tmp_path / "a" / "launch.json").read_text())
     assert (launched["argv"][-1], launched["environment"]["X"], launched["timeout_seconds"]) == (code, "ä", 300.0)
     assert json.loads((tmp_path / "a" / "exit.json").read_text())["code"] == 7
-    assert running.poll() == ended
-    assert running.stop() == ended
+    assert trial.poll() == ended
+    assert trial.stop() == ended
 
 
 def test_death_by_a_signal_is_a_negative_code(tmp_path: Path) -> None:
@@ -124,19 +124,21 @@ def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tm
     finally:
         signal.signal(signal.SIGHUP, previous)
     LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "b"))).wait(10)
-    ignored = next(x for x in (tmp_path / "a" / "stdout.log").read_text().splitlines() if x.startswith("SigIgn"))
+    ignored_signals = next(
+        x for x in (tmp_path / "a" / "stdout.log").read_text().splitlines() if x.startswith("SigIgn")
+    )
     settable = sum(1 << (number - 1) for number in signal.valid_signals())  # two are the C library's own
-    assert int(ignored.split()[1], 16) & settable == 0
+    assert int(ignored_signals.split()[1], 16) & settable == 0
     assert (tmp_path / "b" / "stdout.log").read_text().splitlines()[-1] == "['0', '1', '2', '3']"  # 3: the listing
 
 
 def test_timeout_ends_a_tree_that_ignores_sigterm_and_opened_sessions(tmp_path: Path, marked: Marked) -> None:
     launch = Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment, timeout_seconds=0.5)
-    running = LAUNCHER.start(launch)
+    trial = LAUNCHER.start(launch)
     wait_for(tmp_path / "stdout.log", "up")
     time.sleep(0.1)
     assert len(marked.alive()) > 4
-    ended = running.wait(10)
+    ended = trial.wait(10)
     assert ended is not None
     assert (ended.code, ended.ended_by) == (-9, "timeout")
     assert 2 < ended.duration_s < 4
@@ -203,29 +205,29 @@ def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: p
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     argv = ("/bin/sh", "-c", "sleep 60 & exec sleep 60")
     launch = Launch(argv=argv, folder=str(tmp_path), environment=marked.environment)
-    running = LAUNCHER.start(launch)
-    assert running.poll() is None
-    assert running.wait(0.2) is None
-    ended = running.stop()
+    trial = LAUNCHER.start(launch)
+    assert trial.poll() is None
+    assert trial.wait(0.2) is None
+    ended = trial.stop()
     assert (ended.code, ended.ended_by) == (-15, "request")
-    assert running.stop() == ended
+    assert trial.stop() == ended
     assert marked.alive() == []
 
 
 def test_the_end_is_detected_within_20_ms(tmp_path: Path) -> None:
     code = "import time; time.sleep(0.3); print(time.time(), flush=True)"
-    late = []
+    delays = []
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(folder))).wait(5)
         LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(folder))).wait(5)
-        late.append(time.time() - float((folder / "stdout.log").read_text()))
-    assert min(late) < 0.02
+        delays.append(time.time() - float((folder / "stdout.log").read_text()))
+    assert min(delays) < 0.02
 
 
 def test_a_daemon_ends_with_its_trial(tmp_path: Path, marked: Marked) -> None:
-    running = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
-    ended = running.wait(10)
+    trial = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
+    ended = trial.wait(10)
     assert ended is not None
     assert (ended.code, ended.ended_by) == (0, None)
     assert ended.duration_s < 1.5
@@ -259,12 +261,12 @@ def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: M
 
 
 def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, marked: Marked) -> None:
-    running = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
+    trial = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
     wait_for(tmp_path / "stdout.log", "up")
-    parent = guard.family(running.pid)
+    parent = guard.family(trial.pid)
     assert parent is not None
     os.kill(parent[0], signal.SIGKILL)
-    ended = running.wait(10)
+    ended = trial.wait(10)
     assert ended is not None
     assert (ended.code, ended.ended_by) == (-9, "guard")
     assert marked.alive() == []
@@ -272,11 +274,11 @@ def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, ma
 
 
 def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked) -> None:
-    running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
-    parent = guard.family(running.pid)
+    trial = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
+    parent = guard.family(trial.pid)
     assert parent is not None
     os.kill(parent[0], signal.SIGTERM)
-    ended = running.wait(10)
+    ended = trial.wait(10)
     assert ended is not None
     assert (ended.code, ended.ended_by) == (-15, "request")
     assert marked.alive() == []
@@ -294,9 +296,9 @@ def test_trial_and_guard_are_detached_from_the_terminal(tmp_path: Path) -> None:
 
 
 def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
-    both = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
+    trials = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
     pipes = []
-    for running in both:
+    for running in trials:
         trial = guard.family(running.pid)
         assert trial is not None
         folder = Path(f"/proc/{trial[0]}/fd")
@@ -304,7 +306,7 @@ def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
         assert not any(os.readlink(entry).startswith("pipe:") for entry in Path(f"/proc/{running.pid}/fd").iterdir())
     assert len(pipes[0]) >= 2
     assert not pipes[0] & pipes[1]
-    for running in both:
+    for running in trials:
         running.stop()
 
 
@@ -391,15 +393,15 @@ for limit in range(4, 14):
         print(error)
     assert before == [os.path.exists(f"/proc/self/fd/{n}") for n in range(64)], limit
 """
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
     assert "Too many open files" in lines[0]
     assert lines[-1] == "started"
 
@@ -408,9 +410,9 @@ def test_the_guard_costs_less_than_a_percent_of_a_core(tmp_path: Path) -> None:
     running = LAUNCHER.start(Launch(argv=("/bin/sh", "-c", "sleep 9 & sleep 9 & sleep 9"), folder=str(tmp_path)))
     trial = guard.family(running.pid)
     assert trial is not None
-    before = _cpu_seconds(trial[0])
+    before_count = _cpu_seconds(trial[0])
     running.wait(3)
-    assert _cpu_seconds(trial[0]) - before < 0.01 * 3 + 0.02  # the kernel counts in hundredths
+    assert _cpu_seconds(trial[0]) - before_count < 0.01 * 3 + 0.02  # the kernel counts in hundredths
     assert MARKER in json.loads((tmp_path / "launch.json").read_text())["environment"]
     running.stop()
 

@@ -127,10 +127,10 @@ class Warm:
 
 @pytest.fixture
 def warm(tmp_path: Path) -> Iterator[Warm]:
-    made = Warm(tmp_path)
-    yield made
-    made.launcher.close()
-    for pid in made.alive():
+    created = Warm(tmp_path)
+    yield created
+    created.launcher.close()
+    for pid in created.alive():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -156,9 +156,9 @@ def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: War
     while stat()[0] != b"S":  # it may not have reached its wait yet
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    before = stat()[11:13]
+    before_count = stat()[11:13]
     time.sleep(0.3)
-    assert stat()[11:13] == before
+    assert stat()[11:13] == before_count
     warm.launcher.close()
     assert warm.alive() == set()
 
@@ -166,9 +166,9 @@ def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: War
 def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
     first = warm.template(MASTER_PORT="1234")
     assert warm.template(MASTER_PORT="1235") == first
-    second = warm.template(OMP_NUM_THREADS="7")
-    assert second != first
-    assert warm.alive() == {second}
+    second_hub = warm.template(OMP_NUM_THREADS="7")
+    assert second_hub != first
+    assert warm.alive() == {second_hub}
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -176,7 +176,7 @@ def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch:
     finally:
         os.sched_setaffinity(0, cores)
     third, count = map(int, warm.printed.split())
-    assert (third != second, count) == (True, 1)
+    assert (third != second_hub, count) == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_what_a_trial_leaves_behind_ends_before_the_next_one(warm: Warm) -> None
 
 def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
     first = warm.template()
-    running = warm.start(TREE + "time.sleep(60)")
+    trial = warm.start(TREE + "time.sleep(60)")
     warm.wait_for("up")
-    assert running.stop().ended_by == "request"
+    assert trial.stop().ended_by == "request"
     assert warm.alive() == {first}
     assert warm.template() == first
 
@@ -218,12 +218,12 @@ def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
 @pytest.mark.parametrize("victim", ["guard", "template"])
 def test_a_killed_guard_or_template_leaves_no_process(warm: Warm, victim: str) -> None:
     template = warm.template()
-    running = warm.start(TREE + "time.sleep(60)")
+    trial = warm.start(TREE + "time.sleep(60)")
     warm.wait_for("up")
-    family = guard.family(running.pid)
+    family = guard.family(trial.pid)
     assert family is not None
     os.kill(family[0] if victim == "guard" else template, signal.SIGKILL)
-    ended = running.wait(20)
+    ended = trial.wait(20)
     assert ended is not None
     assert (ended.code, ended.ended_by) == (-9, "guard" if victim == "guard" else "request")
     assert warm.alive() == set()
@@ -274,9 +274,9 @@ def test_a_program_that_is_not_fit_to_be_forked_starts_cold(warm: Warm, ready: s
 
 def test_only_a_python_package_and_one_trial_at_a_time_come_from_the_template(warm: Warm) -> None:
     first = warm.template()
-    running = warm.start("import time; time.sleep(60)")
+    trial = warm.start("import time; time.sleep(60)")
     assert not warm.run("pass").warm
-    assert running.stop().warm
+    assert trial.stop().warm
     launch = Launch(argv=("/bin/echo", "-m", "warmed"), folder=str(warm.folder / "echo"), warm=True)
     ended = warm.launcher.start(launch).wait(10)
     assert ended is not None

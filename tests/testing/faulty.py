@@ -129,28 +129,30 @@ class Fault:
 
 def healthy(folder: Path) -> Path:
     """Write the healthy plugin, with every hook and every file that one may have, and return its folder."""
-    made = api.new_plugin("acme", vendor="ACME", directory=str(folder))
-    append(made / HOOKS, MORE_HOOKS)
-    append(made / QUIRKS, MORE_QUIRKS)
-    (made / KNOBS).write_text(MORE_KNOBS)
-    (made / COLLECTIVES).write_text(MORE_COLLECTIVES)
-    append(made / ENVIRONMENT, "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n")
-    edit(made / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
-    edit(made / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
-    return made
+    created = api.new_plugin("acme", vendor="ACME", directory=str(folder))
+    append(created / HOOKS, MORE_HOOKS)
+    append(created / QUIRKS, MORE_QUIRKS)
+    (created / KNOBS).write_text(MORE_KNOBS)
+    (created / COLLECTIVES).write_text(MORE_COLLECTIVES)
+    append(
+        created / ENVIRONMENT, "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n"
+    )
+    edit(created / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
+    edit(created / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
+    return created
 
 
 def broken(folder: Path, source: Path, fault: Fault) -> Path:
     """Return a copy of the healthy plugin with one fault."""
-    made = folder / "flagcore-acme"
-    shutil.copytree(source, made)
+    created = folder / "flagcore-acme"
+    shutil.copytree(source, created)
     if not fault.old and not fault.new:
-        (made / fault.file).unlink()
+        (created / fault.file).unlink()
     elif not fault.old:
-        append(made / fault.file, fault.new)
+        append(created / fault.file, fault.new)
     else:
-        edit(made / fault.file, fault.old, fault.new)
-    return made
+        edit(created / fault.file, fault.old, fault.new)
+    return created
 
 
 def append(path: Path, text: str) -> None:

@@ -79,8 +79,8 @@ class CalibratedPlugins(LoadedPlugins):
         known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
         if calibration is None:
             return known
-        below = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
-        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *below))
+        fallbacks = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
+        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times inside a node, and the topology's times beyond it. Raises RunError."""
@@ -91,20 +91,20 @@ class CalibratedPlugins(LoadedPlugins):
         if table is None:
             return known
         levels = self.topology(group) or topology_of(group)
-        measured = Collectives(topology=levels, table=table)
-        return CollectiveCostStack((measured, known or Collectives(topology=levels)))
+        collectives = Collectives(topology=levels, table=table)
+        return CollectiveCostStack((collectives, known or Collectives(topology=levels)))
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:
-            found = self._calibrations.find(chip, _installed_torch())
+            calibration = self._calibrations.find(chip, _installed_torch())
             if not self._found:
                 for _file, error in self._calibrations.skipped_files():
                     self._warn(str(error))
-            self._found[chip.name] = found[1] if found else None
-            if found:
-                date, others = found[1].date[:10], busy(found[1].others or 0.0)
+            self._found[chip.name] = calibration[1] if calibration else None
+            if calibration:
+                date, others = calibration[1].date[:10], busy(calibration[1].others or 0.0)
                 message = _("{chip} is predicted from its calibration of {date}", chip=chip.name, date=date)
-                self._warn("; ".join([f"{message} ({found[0]})", *others]))
+                self._warn("; ".join([f"{message} ({calibration[0]})", *others]))
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
@@ -151,22 +151,22 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
 
     Raises NoDevice for devices that a plugin lists but torch cannot use: nothing can be measured on them.
     """
-    unlisted = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
-    reported = ask_torch()
-    if reported and not unlisted:
-        unlisted = [device for device in reported.devices if loaded.find_chip(device.chip) is None]
-    if not unlisted:
+    unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
+    torch_report = ask_torch()
+    if torch_report and not unknown_devices:
+        unknown_devices = [device for device in torch_report.devices if loaded.find_chip(device.chip) is None]
+    if not unknown_devices:
         return None
-    name = Counter(device.chip for device in unlisted).most_common(1)[0][0]
-    if reported is None:
+    name = Counter(device.chip for device in unknown_devices).most_common(1)[0][0]
+    if torch_report is None:
         problem = _("no installed plugin lists {chip}, and torch finds no accelerator here", chip=name)
         raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
-    here = tuple(device for device in unlisted if device.chip == name)
-    memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
+    same_chip = tuple(device for device in unknown_devices if device.chip == name)
+    memory = min((device.memory_bytes for device in same_chip if device.memory_bytes), default=None)
     source = Source(kind="measured", detail="reported by torch")
-    known = Fact(value=float(memory), source=source) if memory else None
-    chip = Chip(name=name, vendor=VENDOR, memory_bytes=known, devices_per_node=len(here))
-    return chip, support_of(reported.kind, reported.backend, name), here
+    memory_fact = Fact(value=float(memory), source=source) if memory else None
+    chip = Chip(name=name, vendor=VENDOR, memory_bytes=memory_fact, devices_per_node=len(same_chip))
+    return chip, support_of(torch_report.kind, torch_report.backend, name), same_chip
 
 
 def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
@@ -192,12 +192,14 @@ def chip_of(calibration: Calibration) -> Chip:
         if row.get("kernel") == "gemm":
             rate = 2e6 * float(row["m"]) * float(row["n"]) * float(row["k"]) / float(row["us"])
             rates[str(row["precision"])] = max(rates.get(str(row["precision"]), 0.0), rate)
-    moved = [1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"]
+    bytes_per_second = [
+        1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"
+    ]
     return Chip(
         name=calibration.chip,
         vendor=VENDOR,
         memory_bytes=_fact(facts.get("memory_bytes"), source),
-        memory_bandwidth_bytes_per_second=_fact(max(moved, default=0.0) / Curve().memory_share, source),
+        memory_bandwidth_bytes_per_second=_fact(max(bytes_per_second, default=0.0) / Curve().memory_share, source),
         dense_flops_per_second={
             name: Fact(value=rate / Curve().gemm_share, source=source) for name, rate in sorted(rates.items())
         },

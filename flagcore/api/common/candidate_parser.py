@@ -33,27 +33,31 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
     leave. Raises UsageError.
     """
     task, axes = problem.platform.task, problem.legality.axes
-    given = _knob_values(text, axes, problem.knobs)
+    given_values = _knob_values(text, axes, problem.knobs)
     for axis in axes:
-        value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
+        value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
             raise UsageError(
                 _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))
             )
-    fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
+    fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
-        whole, plain = (candidate_columns(task, workload, values) for values in ({**fixed, **given}, given))
+        whole, plain = (
+            candidate_columns(task, workload, values) for values in ({**fixed_values, **given_values}, given_values)
+        )
     except SpecError as error:
-        wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
-        raise UsageError("; ".join([str(error), *map(values_of, wrong)])) from None
-    implied = [
+        wrong_axes = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
+        raise UsageError("; ".join([str(error), *map(values_of, wrong_axes)])) from None
+    implied_flags = [
         axis.knob
         for axis in axes
-        if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
+        if axis.is_flag and axis.knob not in given_values and (axis.knob not in fixed_values or plain[axis.knob][0])
     ]
-    columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
-    merged = canonical(columns, problem.legality.merges)
-    return {knob: (columns if knob in given else merged)[knob] for knob in columns}, frozenset(given)
+    columns = {axis.knob: (plain if axis.knob in implied_flags else whole)[axis.knob] for axis in axes}
+    canonical_columns = canonical(columns, problem.legality.merges)
+    return {knob: (columns if knob in given_values else canonical_columns)[knob] for knob in columns}, frozenset(
+        given_values
+    )
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
@@ -92,17 +96,17 @@ def _named(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tupl
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
     for part in re.split(r"\s*,\s*", _from_json(text).strip()):
-        found = list(begin.finditer(part))
-        if part and (not found or found[0].start() > 0):
+        matches = list(begin.finditer(part))
+        if part and (not matches or matches[0].start() > 0):
             name = re.split(r"[\s=]", part)[0].casefold()
             hint = did_you_mean(name[:MOST], by_name, cutoff=0.7)
             problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MOST])
             raise UsageError("; ".join(filter(None, [problem, hint, listed])))
-        for each, following in zip_longest(found, found[1:]):
-            end = following.start() if following else len(part)
-            value = part[each.end() : end].strip()
-            named = value.removeprefix("=").strip() if value else None
-            yield part[each.start() : end].strip(), bool(each[1]), by_name[each[2].casefold()], named
+        for each, following in zip_longest(matches, matches[1:]):
+            value_end = following.start() if following else len(part)
+            value = part[each.end() : value_end].strip()
+            value_text = value.removeprefix("=").strip() if value else None
+            yield part[each.start() : value_end].strip(), bool(each[1]), by_name[each[2].casefold()], value_text
 
 
 def _from_json(text: str) -> str:
@@ -139,5 +143,5 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
 
 def values_of(axis: Axis) -> str:
     """Return the space's value of a knob, the first of several."""
-    few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
-    return _("the space has {values}", values=few + (", ..." if len(axis.values) > 12 else ""))
+    value_list = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
+    return _("the space has {values}", values=value_list + (", ..." if len(axis.values) > 12 else ""))

@@ -51,8 +51,10 @@ class Snapshot:
 
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return the messages of pruning rules that remove one candidate, in the space or not."""
-        predicted = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
-        return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
+        predictions = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
+        return [
+            f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
+        ]
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return the prediction of one candidate, in the space or not, with the components of its worst stage."""
@@ -61,14 +63,14 @@ class Snapshot:
 
 def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
     """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
-    predicted = predict_columns(task, workload, columns, costs)
-    components = predict_components(task, workload, columns, predicted.worst_stage, costs)
+    predictions = predict_columns(task, workload, columns, costs)
+    components = predict_components(task, workload, columns, predictions.worst_stage, costs)
     layers = predict_stage_layers(task, workload, columns, costs)
     records = []
-    for row in range(len(predicted.step_time_s)):
-        figures = replace(predicted.row(row), components=of_row(components, row))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
-        records.append(why | record(task, figures, layers.get(row, ())))
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=of_row(components, row))
+        reason_field = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
+        records.append(reason_field | record(task, figures, layers.get(row, ())))
     return records
 
 
@@ -81,10 +83,10 @@ def build_problem_of_spec(
     plan: bool = False,
 ) -> tuple[Problem, Workload]:
     """Return the problem that a spec poses, for another chip if one is named, or a `plan`. Raises a spec's errors."""
-    wanted = read_spec(spec, chip, without, data)
-    workload = plugins.workload_of(wanted.work)
+    spec_given = read_spec(spec, chip, without, data)
+    workload = plugins.workload_of(spec_given.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(wanted, loaded, workload, plan=plan)
+        problem = build_problem(spec_given, loaded, workload, plan=plan)
     warn_about_problem(problem, workload)
     return problem, workload
 
@@ -107,9 +109,9 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         _require_known_values(run, problem)
         run = _with_new_knobs(run, problem.space.axes)
         past = past_of_problem(problem, loaded, workload, stored["run"])
-        found = _snapshot(place, problem, workload, run.search_state, past)
+        snapshot = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
-    return replace(found, run=run)
+    return replace(snapshot, run=run)
 
 
 def run_home(run: Run) -> Path:
@@ -157,10 +159,10 @@ def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
     space, predictions = problem.space, problem.predictions
     trials_and_probes = search_state.trials, problem.pruned, search_state.probes
-    pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)
-    context = search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past)
+    pruned_rows = prune(space, predictions, workload, problem.rules, *trials_and_probes)
+    context = search_context(problem.platform.task, workload, space, predictions, pruned_rows, search_state, past)
     return Snapshot(
-        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context
+        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned_rows, context=context
     )
 
 

@@ -61,24 +61,24 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
-    moved = dict(data)
+    resolved = dict(data)
     if isinstance(data.get("model"), str):
-        moved["model"] = str((base / data["model"]).resolve())
+        resolved["model"] = str((base / data["model"]).resolve())
     for kind in ("train", "serve"):
         work = dict(data.get(kind) or {})
         if work.get("command"):
-            moved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
-    serve = dict(moved.get("serve") or {})
+            resolved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
+    serve = dict(resolved.get("serve") or {})
     if serve.get("weights"):
         serve["weights"] = str((base / serve["weights"]).resolve())
     if (serve.get("profile") or {}).get("trace"):
         serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
     if serve:
-        moved["serve"] = serve
+        resolved["serve"] = serve
     cluster = data.get("cluster")
     if isinstance(cluster, dict) and cluster.get("hostfile"):
-        moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
-    return moved
+        resolved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+    return resolved
 
 
 def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
@@ -94,12 +94,12 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
     platform = problem.platform
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
-    given = {"environment": dict(platform.environment), "engine": engine}
+    environment_and_engine = {"environment": dict(platform.environment), "engine": engine}
     return {
         "spec": with_fidelity(data),
         "model": asdict(platform.task.spec.model),
         "hardware": hardware,
-        "plugins say": given,
+        "plugins say": environment_and_engine,
     }
 
 
@@ -122,10 +122,10 @@ def labels_of_spec(data: Mapping[str, Any]) -> Labels:
 
     The engine of a job record without one is the first that trains.
     """
-    known = engines()
+    installed = engines()
     with suppress(FlagError, KeyError, StopIteration):
-        name = _engine_name(data) or next(name for name, engine in known.items() if engine.kind == "train")
-        return labels_of(known[name])
+        name = _engine_name(data) or next(name for name, engine in installed.items() if engine.kind == "train")
+        return labels_of(installed[name])
     return Labels()
 
 
@@ -158,26 +158,26 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     """
     train, tuner = data.get("train"), data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
-    named = {name for section in sections if isinstance(section, Mapping) for name in section}
+    space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = train.get("engine") if isinstance(train, Mapping) else next(iter(engines_of(data)), None)
-    more: Sequence[Knob] = ()
-    known = engines()
-    if named and isinstance(engine, str) and engine in known:
-        own = {name for knob in known[engine].knobs for name in knob.names}
-        more = load_plugins(without).knobs_on_any_chip(engine) if named - own - {engine} else ()
-        more = [knob for knob in more if knob.name not in own]
+    plugin_knobs: Sequence[Knob] = ()
+    installed = engines()
+    if space_names and isinstance(engine, str) and engine in installed:
+        engine_names = {name for knob in installed[engine].knobs for name in knob.names}
+        plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
+        plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
     parts: dict[str, Callable[[], object]] = {
-        "spec": lambda: parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
+        "spec": lambda: parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
     }
     for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
         name = tuner.get(key) if isinstance(tuner, Mapping) else None
         if isinstance(name, str) and name not in names(group):
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
-        found: Spec = gathered(parts)["spec"]
+        spec: Spec = gathered(parts)["spec"]
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
-        found = _with_launcher(found, any_number=data.get("cluster") == AUTO)
-    return _with_hosts(found)
+        spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
+    return _with_hosts(spec)
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:
@@ -186,8 +186,8 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     A command of the user may start all nodes itself, so that it needs the name of a launcher.
     """
     cluster, work = spec.cluster, spec.work
-    several = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
-    if not several or not isinstance(work, TrainSpec) or work.command is not None:
+    needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
+    if not needs_launcher or not isinstance(work, TrainSpec) or work.command is not None:
         return spec
     at_hand = (name for name in names(LAUNCHERS) if isinstance(one := launcher(name), OnHosts) and one.at_hand())
     return replace(spec, launcher=next(at_hand, spec.launcher))
@@ -199,15 +199,17 @@ def _with_hosts(spec: Spec) -> Spec:
     at_most = cluster.nodes + cluster.spares
     hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
-        where = "serve" if isinstance(spec.work, ServeSpec) else "train"
+        section = "serve" if isinstance(spec.work, ServeSpec) else "train"
         problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
-        raise SpecError(key=f"{where}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
+        raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
     if cluster.nodes > count:
-        found = ", ".join(hosts)
-        problem = _("must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
+        host_names = ", ".join(hosts)
+        problem = _(
+            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names
+        )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
     nodes = cluster.nodes if cluster.nodes > 1 else count
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
@@ -285,11 +287,13 @@ def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
     if not serve.engine_args or not isinstance(workload, InstalledVersion):
         return []
     try:
-        found = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
+        installed_version = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
     except FlagError:
-        found = ""
+        installed_version = ""
     flags = ", ".join(serve.engine_args)
-    return [] if found else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
+    return (
+        [] if installed_version else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
+    )
 
 
 def warn(problems: Iterable[object]) -> None:

@@ -74,8 +74,8 @@ class Run(Notebook):
     @property
     def stopped_because(self) -> str | None:
         """Why the search stopped; None if it is in progress, or was killed."""
-        why = self.data.get("stopped_because")
-        return None if why is None or self.in_progress else str(why)
+        reason = self.data.get("stopped_because")
+        return None if reason is None or self.in_progress else str(reason)
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:
@@ -109,10 +109,10 @@ def read_run(path: Path) -> Run:
         return _run_of_several_engines(path, data)
     from flagcore.store.trials import stored_trials  # optuna takes a while to load
 
-    known = RunDirectory(path).identity()
-    if known is None:
+    identity = RunDirectory(path).identity()
+    if identity is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
-    stored = stored_trials(path, known["run"], known["fixed"].get("storage"))
+    stored = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
     fidelities = [each.fidelity for each in stored if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
@@ -123,23 +123,23 @@ def read_run(path: Path) -> Run:
 
 def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
     """Return the fields of a Run that follow from its stored trials."""
-    state = learn(stored, fidelity)
+    search_state = learn(stored, fidelity)
     return {
-        "trials": state.trials,
-        "repeats": state.repeats,
-        "probes": state.probes,
+        "trials": search_state.trials,
+        "repeats": search_state.repeats,
+        "probes": search_state.probes,
         "imported": tuple(trial for trial in stored if trial.source),
-        "baseline": state.shown(state.baseline),
-        "best": state.shown(state.best),
-        "gains": gains(state),
-        "search_state": state,
+        "baseline": search_state.shown(search_state.baseline),
+        "best": search_state.shown(search_state.best),
+        "gains": gains(search_state),
+        "search_state": search_state,
     }
 
 
 def unreadable_error(file: Path, error: object) -> RunError:
     """Return the error of a result that cannot be read."""
-    why = getattr(error, "strerror", None) or repr(error)
-    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=why))
+    reason = getattr(error, "strerror", None) or repr(error)
+    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
 
 
 def _result(path: Path) -> Mapping[str, Any]:
@@ -185,8 +185,8 @@ def _require_complete_journal(run: Run) -> None:
         raise unreadable_error(run.folder / RESULT, error) from None
     if ended_trials(run) < expected:
         counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected}
-        lost = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
-        raise RunError(lost + "; " + _("restore it, or read result.json and report.html"))
+        message = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
+        raise RunError(message + "; " + _("restore it, or read result.json and report.html"))
 
 
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:

@@ -94,14 +94,14 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     canonical_columns = columns if rules else canonical(columns, snapshot.problem.legality.merges)
     same, asked = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
-    predicted = None if rules else snapshot.record(canonical_columns)
-    tried = [trial for trial in all_trials(snapshot) if trial.candidate == same]
-    state, because, taught = state_of(snapshot, same, row, tried, rules, predicted)
+    prediction = None if rules else snapshot.record(canonical_columns)
+    own_trials = [trial for trial in all_trials(snapshot) if trial.candidate == same]
+    state, because, taught = state_of(snapshot, same, row, own_trials, rules, prediction)
     if state == OUTSIDE:
         because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(canonical_columns)]
     believed_of = _believed(snapshot, row)
-    step = None if predicted is None else _scaled(snapshot, row, predicted)
-    near = nearest_measured(snapshot, canonical_columns, same)
+    step = None if prediction is None else _scaled(snapshot, row, prediction)
+    nearest = nearest_measured(snapshot, canonical_columns, same)
     to_change = changes(snapshot, canonical_columns, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
@@ -117,13 +117,13 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         state=state,
         because=tuple(because),
         rules=(*rules, *taught),
-        predicted=predicted,
+        predicted=prediction,
         believed=None if state == RAN else believed_of,
         expected_s=step if row is None else _expected(snapshot, row),
-        trials=tuple(trial_record(trial) for trial in tried),
+        trials=tuple(trial_record(trial) for trial in own_trials),
         nearest=None
-        if near is None
-        else {**trial_record(near), "differs": differing(same.as_dict(), near.candidate.as_dict())},
+        if nearest is None
+        else {**trial_record(nearest), "differs": differing(same.as_dict(), nearest.candidate.as_dict())},
         changes={what: _change(snapshot, same, other) for what, other in to_change.items()},
         knobs=snapshot.problem.knobs,
     )
@@ -152,8 +152,10 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
         return None
     number, trials = int(digits), {trial.number: trial for trial in all_trials(snapshot)}
     if run is not None and number not in trials:
-        known = ", ".join(map(str, sorted(trials))) or _("none")
-        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
+        trial_numbers = ", ".join(map(str, sorted(trials))) or _("none")
+        raise UsageError(
+            _("{where} has no trial {number}; trials: {known}", where=where, number=number, known=trial_numbers)
+        )
     if run is not None:
         return trials[number].candidate
     if not 1 <= number <= order.size:
@@ -175,8 +177,8 @@ def _no_best(snapshot: Snapshot) -> str:
 
 def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
     """Return the prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
-    taught = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
-    if snapshot.run is None or row is None or not taught:
+    has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
+    if snapshot.run is None or row is None or not has_trials:
         return None
     return believed(snapshot.context, row)
 
@@ -205,13 +207,15 @@ def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -
 
 
 def _change(snapshot: Snapshot, candidate: Candidate, row: int) -> Mapping[str, Any]:
-    other = snapshot.problem.space.candidate(row)
-    ran = next((trial.number for trial in snapshot.search_state.trials if trial.candidate == other), None)
+    other_candidate = snapshot.problem.space.candidate(row)
+    trial_number = next(
+        (trial.number for trial in snapshot.search_state.trials if trial.candidate == other_candidate), None
+    )
     return {
-        "candidate": other.as_dict(),
-        "differs": differing(candidate.as_dict(), other.as_dict()),
+        "candidate": other_candidate.as_dict(),
+        "differs": differing(candidate.as_dict(), other_candidate.as_dict()),
         "predicted": record(snapshot.task, snapshot.problem.predictions.row(row)),
         "expected_s": _expected(snapshot, row),
-        "trial": ran,
-        "measured": snapshot.search_state.speed_of(other) > 0.0,
+        "trial": trial_number,
+        "measured": snapshot.search_state.speed_of(other_candidate) > 0.0,
     }

@@ -102,8 +102,8 @@ class _Side:
         return step if isinstance(step, float) else None
 
     def data(self) -> dict[str, Any]:
-        shown = ("name", "where", "candidate", "chip", "devices", "state", "because", "predicted", "believed")
-        return {name: getattr(self.report, name) for name in shown} | {"measured": self._measured()}
+        shown_fields = ("name", "where", "candidate", "chip", "devices", "state", "because", "predicted", "believed")
+        return {name: getattr(self.report, name) for name in shown_fields} | {"measured": self._measured()}
 
     def _measured(self) -> dict[str, Any] | None:
         figures = [run.measurement for run in self.runs if run.measurement]
@@ -132,11 +132,11 @@ def compare(
     """
     where, name = _place(a) if spec is None else (spec, a)
     there, other = _place(b, where) if spec is None else (spec, b)
-    found = load_snapshot(where, chip, without)
-    other_snapshot = found if where == there else load_snapshot(there, chip, without)
-    first = _Side(found, candidate_report(found, name))
-    second = _Side(other_snapshot, candidate_report(other_snapshot, other))
-    return _compared(first, second)
+    snapshot = load_snapshot(where, chip, without)
+    other_snapshot = snapshot if where == there else load_snapshot(there, chip, without)
+    first = _Side(snapshot, candidate_report(snapshot, name))
+    b_side = _Side(other_snapshot, candidate_report(other_snapshot, other))
+    return _compared(first, b_side)
 
 
 def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
@@ -157,8 +157,8 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
         raise UsageError(_("{a} and {b} cannot be compared: one trains, the other serves", **places))
     gap, sure = _gap(a, b)
-    both = a.report.predicted and b.report.predicted
-    predictions = [(side.report.predicted if both else None) or {} for side in (a, b)]
+    both_predicted = a.report.predicted and b.report.predicted
+    predictions = [(side.report.predicted if both_predicted else None) or {} for side in (a, b)]
     time = _pairs(*(each.get("time", {}) for each in predictions))
     memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
     figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in predictions]
@@ -186,8 +186,8 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         return gap, SURELY if significant(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
-    taught = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
-    if taught and a.report.expected_s and b.report.expected_s:
+    has_trials = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
+    if has_trials and a.report.expected_s and b.report.expected_s:
         return b.report.expected_s / b.unit / (a.report.expected_s / a.unit) - 1.0, BELIEVED
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
@@ -209,9 +209,13 @@ def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
         spec, cluster = task.spec, task.cluster
         place = {"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective}
         tasks.append(place | {"model": _plain(spec.model), "work": _plain(spec.work)})
-    found = list(differences(tasks[0], tasks[1]))
-    more = [_("and {count} more", count=len(found) - MOST_DIFFERENCES)] if len(found) > MOST_DIFFERENCES else []
-    return (*found[:MOST_DIFFERENCES], *more)
+    all_differences = list(differences(tasks[0], tasks[1]))
+    remainder = (
+        [_("and {count} more", count=len(all_differences) - MOST_DIFFERENCES)]
+        if len(all_differences) > MOST_DIFFERENCES
+        else []
+    )
+    return (*all_differences[:MOST_DIFFERENCES], *remainder)
 
 
 def _plain(record: Any) -> Any:
@@ -247,7 +251,9 @@ def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
     total = sum(shares.values())
     order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
     if total and order:
-        several = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
-        whose = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
-        lines.append(_("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=whose, parts=several))
+        parts_text = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
+        time_name = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
+        lines.append(
+            _("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=time_name, parts=parts_text)
+        )
     return lines

@@ -70,13 +70,13 @@ def calibrate(
             _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
         )
     load = Load()
-    found = _measured(_job(chip, support, here, count, seconds), environment)
-    others = load.by_others()
-    warn(busy(others))
-    made = _calibration(chip, here[0], count, found, others)
+    measured = _measured(_job(chip, support, here, count, seconds), environment)
+    other_load = load.by_others()
+    warn(busy(other_load))
+    calibration = _calibration(chip, here[0], count, measured, other_load)
     if chip.vendor == VENDOR:
-        made = replace(made, facts=facts_of(chip, support))
-    return made, calibrations_of_user.save(made)
+        calibration = replace(calibration, facts=facts_of(chip, support))
+    return calibration, calibrations_of_user.save(calibration)
 
 
 def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -127,14 +127,14 @@ def summary(calibration: Calibration) -> list[dict[str, Any]]:
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in calibration.rows:
         name = str(row.get("kernel") or row["collective"])
-        which = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
-        kinds.setdefault((name, which), []).append(row)
+        kernel_name = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
+        kinds.setdefault((name, kernel_name), []).append(row)
     records = []
-    for (name, which), rows in kinds.items():
+    for (name, kernel_name), rows in kinds.items():
         best, unit = _best(name, rows)
         spread = 100.0 * median(float(row["spread"]) for row in rows)
         figures = {"measured": len(rows), "best": best, "unit": unit, "spread_percent": spread}
-        records.append({"what": f"{name} {which}", **figures})
+        records.append({"what": f"{name} {kernel_name}", **figures})
     return records
 
 
@@ -155,14 +155,16 @@ def forget(chip: str) -> list[str]:
 
     Raises RunError, UsageError if there are none.
     """
-    kept = Calibrations.of_user()
-    gone = (*kept.forget(chip), *Experience.of_user().forget(chip))
-    if gone:
-        return [str(path) for path in gone]
-    names = sorted({each.chip for _, each in kept.all()})
+    calibrations = Calibrations.of_user()
+    deleted_files = (*calibrations.forget(chip), *Experience.of_user().forget(chip))
+    if deleted_files:
+        return [str(path) for path in deleted_files]
+    names = sorted({each.chip for _, each in calibrations.all()})
     there = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
     hint = did_you_mean(chip, names) or there
-    raise UsageError(_("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=kept.folder, hint=hint))
+    raise UsageError(
+        _("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=calibrations.folder, hint=hint)
+    )
 
 
 def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
@@ -170,27 +172,27 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
 
     One that no plugin catalogues takes precedence over a plain CPU.
     """
-    found = loaded.devices()
-    known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
+    detected = loaded.devices()
+    known_chips = [chip for device in detected if (chip := loaded.find_chip(device.chip))]
     engines = tuple(plugins.engines())  # those of flagcore first
     trains = next((name for name in engines if plugins.kind_of(name) == "train"), "")
-    if all(loaded.engine_support(chip, trains).shared_devices for chip in known) and (
+    if all(loaded.engine_support(chip, trains).shared_devices for chip in known_chips) and (
         uncatalogued_chip := uncatalogued(loaded)
     ):
         return (*uncatalogued_chip, trains)
     reasons = []
     for engine in engines:
-        chip = best_chip(found, loaded, engine)
+        chip = best_chip(detected, loaded, engine)
         support = loaded.engine_support(chip, engine)
         if support.device_type is not None and support.distributed_backend is not None:
-            return chip, support, tuple(device for device in found if chip.has_name(device.chip)), engine
+            return chip, support, tuple(device for device in detected if chip.has_name(device.chip)), engine
         reasons.append(support.reason)
     raise NoDevice("; ".join(reasons) or _("no engine is installed"))
 
 
 def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:
     memory = [device.memory_bytes for device in here if device.memory_bytes]
-    known = chip.memory_bytes
+    memory_fact = chip.memory_bytes
     return {
         "kind": support.device_type,
         "backend": support.distributed_backend,
@@ -199,33 +201,33 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
         "shared": support.shared_devices,
         "threads": len(here) // count,
         "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
-        "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
+        "memory_bytes": min(memory) if memory else int(memory_fact.value) if memory_fact else 1 << 30,
         "seconds": seconds,
     }
 
 
 def _run(launch: Launch) -> None:
     """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
-    running: Running | None = None
+    trial: Running | None = None
     ended: Exit | None = None
     try:
-        running = plugins.launcher("local").start(launch)
+        trial = plugins.launcher("local").start(launch)
         while ended is None:
-            ended = running.wait(60.0)
+            ended = trial.wait(60.0)
     except KeyboardInterrupt:
         raise Interrupted(_("interrupted; nothing was saved")) from None
     finally:
-        if running is not None and ended is None:
-            running.stop()
+        if trial is not None and ended is None:
+            trial.stop()
     if ended.code == 0:
         return
-    last = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
+    last_line = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
     status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
-    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last]))))
+    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last_line]))))
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
-    how = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    method = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(
         chip=chip.name,
         aliases=chip.aliases,
@@ -233,7 +235,7 @@ def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], 
         torch=str(found["torch"]),
         devices=count,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        how=f"{how}, {platform.platform()}, others on {others:.0%} of the processors",
+        how=f"{method}, {platform.platform()}, others on {others:.0%} of the processors",
         rows=tuple(found["rows"]),
         others=others,
     )

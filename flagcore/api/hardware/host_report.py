@@ -42,16 +42,16 @@ def digest(path: str) -> str:
     """Return a hash of a file, or of the files in a folder; empty if it is missing."""
     if not os.path.exists(path):
         return ""
-    found = hashlib.sha256()
+    digest_of_files = hashlib.sha256()
     try:
         for each in sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]:
             if each.is_file():
-                found.update(f"{each.name} {each.stat().st_size}\n".encode())
+                digest_of_files.update(f"{each.name} {each.stat().st_size}\n".encode())
                 with each.open("rb") as file:
-                    found.update(file.read(HASHED_BYTES))
+                    digest_of_files.update(file.read(HASHED_BYTES))
     except OSError:
         return ""
-    return found.hexdigest()
+    return digest_of_files.hexdigest()
 
 
 def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
@@ -61,8 +61,12 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
     with suppress(FlagError):
         _, support, here, _ = target(loaded)
         devices = 1 if support.shared_devices else len(here)
-        how = {"kind": support.device_type, "backend": support.distributed_backend, "preload": list(support.preload)}
-        return {**how, "devices": devices}
+        arguments = {
+            "kind": support.device_type,
+            "backend": support.distributed_backend,
+            "preload": list(support.preload),
+        }
+        return {**arguments, "devices": devices}
     return None
 
 

@@ -75,18 +75,18 @@ class HostTelemetry:
         launch = Launch(argv=argv, folder=str(self.folder / host), hosts=(host,), timeout_seconds=float("inf"))
         while not self._closed.is_set():
             with suppress(LaunchError, OSError):
-                running = launcher.start(launch)
-                while (ended := running.wait(0.3)) is None and not self._closed.is_set():
+                trial = launcher.start(launch)
+                while (ended := trial.wait(0.3)) is None and not self._closed.is_set():
                     self._take(host)
-                if (ended or running.stop()).ended_by != "host":
+                if (ended or trial.stop()).ended_by != "host":
                     return
             self._closed.wait(RETRY_SECONDS)
 
     def _take(self, host: str) -> None:
         with suppress(OSError, ValueError):
-            found = self.folder / host / FIGURES
-            at = time.monotonic() - (time.time() - found.stat().st_mtime)
-            readings = json.loads(found.read_text(encoding="utf-8"))
+            figures_file = self.folder / host / FIGURES
+            at = time.monotonic() - (time.time() - figures_file.stat().st_mtime)
+            readings = json.loads(figures_file.read_text(encoding="utf-8"))
             if isinstance(readings, list) and all(isinstance(each, dict) for each in readings):
                 self._latest[host] = (at, readings)
 
@@ -105,12 +105,12 @@ class HostDevice:
 
     def sample(self) -> Mapping[str, float]:
         """Return the figures of the last second. Raises LookupError if the device no longer answers."""
-        found = self.watch.reading(self.device)
-        if found.get("lost"):
+        figures = self.watch.reading(self.device)
+        if figures.get("lost"):
             raise LookupError(self.device.title)
-        return {name: float(value) for name, value in dict(found.get("figures", {})).items()}
+        return {name: float(value) for name, value in dict(figures.get("figures", {})).items()}
 
     def use(self) -> DeviceUse:
         """Return who used the device in the last second."""
-        found = dict(self.watch.reading(self.device).get("use", {}))
-        return DeviceUse(**{**found, "processes": tuple(found.get("processes", ()))})
+        use_fields = dict(self.watch.reading(self.device).get("use", {}))
+        return DeviceUse(**{**use_fields, "processes": tuple(use_fields.get("processes", ()))})

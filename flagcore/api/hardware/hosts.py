@@ -64,16 +64,16 @@ def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
-    fresh = HostsLauncher(name=launcher.name, channel=launcher.channel)
+    own_launcher = HostsLauncher(name=launcher.name, channel=launcher.channel)
     argv = (sys.executable, "-m", PROGRAM, *files)
     try:
-        running = fresh.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
+        trial = own_launcher.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
     except LaunchError as error:
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
-    hello = running.connections[0].hello or {}
+    hello = trial.connections[0].hello or {}
     clock = float(hello["time"]) - time.time()
-    ended = running.wait(SECONDS + 30) or running.stop()
-    seen = HostReport(
+    ended = trial.wait(SECONDS + 30) or trial.stop()
+    host_report = HostReport(
         host=host,
         problem=ended.detail.partition(": ")[2] if ended.ended_by == "host" else "",
         python=str(hello["python"]),
@@ -81,13 +81,13 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         free_disk_bytes=int(hello["free_disk_bytes"]),
     )
     try:
-        found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        devices = tuple(Device(**{**each, "host": host}) for each in found["devices"])
-        versions, torch = dict(found["versions"]), found["torch"]
-        seen = replace(seen, devices=devices, versions=versions, files=dict(found["files"]))
-        return replace(seen, torch=None if torch is None else dict(torch))
+        figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
+        devices = tuple(Device(**{**each, "host": host}) for each in figures["devices"])
+        versions, torch = dict(figures["versions"]), figures["torch"]
+        host_report = replace(host_report, devices=devices, versions=versions, files=dict(figures["files"]))
+        return replace(host_report, torch=None if torch is None else dict(torch))
     except (OSError, ValueError, KeyError, TypeError):
-        return seen
+        return host_report
 
 
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
@@ -96,24 +96,24 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
     Raises SpecError for a file that cannot be read, UsageError for a launcher that starts nothing on hosts.
     """
     hosts, _slots = read_hosts(hostfile, file=str(hostfile))
-    found = plugins.launcher(launcher)
-    if not isinstance(found, HostsLauncher):
+    host_launcher = plugins.launcher(launcher)
+    if not isinstance(host_launcher, HostsLauncher):
         text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = inspect_hosts(found, found.hold(hosts))
+    reports = inspect_hosts(host_launcher, host_launcher.hold(hosts))
     warn(host_warnings(reports))
-    speeds = {each.host: each for each in _speeds(found, reports)}
+    speeds = {each.host: each for each in _speeds(host_launcher, reports)}
     return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
     """Return the speed of the hosts that can be used, none without torch, and warn of slow devices and networks."""
-    usable = [report for report in reports if not list(host_problems(report, reports))]
-    job = usable[0].torch if usable else None
-    if job is None or any(report.torch != job for report in usable):
+    usable_reports = [report for report in reports if not list(host_problems(report, reports))]
+    job = usable_reports[0].torch if usable_reports else None
+    if job is None or any(report.torch != job for report in usable_reports):
         return []
     try:
-        speeds = measure_speed(launcher, [report.host for report in usable], job)
+        speeds = measure_speed(launcher, [report.host for report in usable_reports], job)
     except LaunchError as error:
         warn([_("the hosts cannot be compared: {reason}", reason=error)])
         return []
@@ -157,15 +157,15 @@ def require_hosts(
     hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
-    unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
-    if len(unusable) > spares:
-        raise NoDevice("; ".join(unusable))
+    unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
+    if len(unusable_hosts) > spares:
+        raise NoDevice("; ".join(unusable_hosts))
     launcher.failures.update({host: MAX_LOSSES for host, lines in problems.items() if lines})
-    usable = [report for report in reports if not problems[report.host]]
-    launcher.reached.update(report.host for report in usable)
-    warn(_("{line}; it is not used", line=line) for line in unusable)
-    warn(host_warnings(usable))
-    return hosts, tuple(device for report in usable for device in report.devices or ())
+    usable_reports = [report for report in reports if not problems[report.host]]
+    launcher.reached.update(report.host for report in usable_reports)
+    warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
+    warn(host_warnings(usable_reports))
+    return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:

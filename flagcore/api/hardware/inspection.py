@@ -22,11 +22,11 @@ from flagcore.i18n import _
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the devices of this machine with what plugins know of their chips. Raises NoDevice if there is none."""
     with loaded_plugins(without) as loaded:
-        found = loaded.devices()
-        if not found:
+        detected = loaded.devices()
+        if not detected:
             names = ", ".join(plugin.name for plugin in loaded.plugins)
             raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
-        return [_device(loaded, device) for device in found]
+        return [_device(loaded, device) for device in detected]
 
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -54,8 +54,8 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "warnings": []}
     for failure in loaded.failures:
         if failure.name not in names:
-            known = {"name": failure.name, "distribution": failure.distribution}
-            records.append({**known, **empty, "problem": str(failure), "undetected": None})
+            identity = {"name": failure.name, "distribution": failure.distribution}
+            records.append({**identity, **empty, "problem": str(failure), "undetected": None})
     return records
 
 
@@ -96,8 +96,8 @@ def doctor() -> list[dict[str, Any]]:
 def _support() -> Iterator[dict[str, Any]]:
     """Yield one record per engine and kind of chip found here: whether the chip's plugin supports it."""
     with loaded_plugins(()) as loaded:
-        found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
-        for chip in found.values():
+        chips_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        for chip in chips_by_name.values():
             for engine in plugins.names(plugins.WORKLOADS):
                 answer, reason = loaded.engine_support(chip, engine), ""
                 with suppress(FlagError):
@@ -169,8 +169,8 @@ def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
 def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
     """Return a record of an installed distribution, not ok if it is missing or of another version than wanted."""
     try:
-        found = version(wanted.name)
+        installed = version(wanted.name)
     except PackageNotFoundError:
-        found = None
-    ok = found is not None and wanted.specifier.contains(found, prereleases=True)
-    return _part(wanted.name, purpose, found, f"pip install 'flagcore[{extra}]'", ok)
+        installed = None
+    ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
+    return _part(wanted.name, purpose, installed, f"pip install 'flagcore[{extra}]'", ok)

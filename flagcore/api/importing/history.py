@@ -82,8 +82,10 @@ def import_history(
         reasons = "; ".join(reader.notes[:5]) or _("it has none")
         raise UsageError(_("no row of {file} can be imported: {reasons}", file=path, reasons=reasons))
     folder = Path(run_dir) if run_dir else RUNS / name.stem
-    kept = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
-    return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs)
+    saved_trials = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
+    return ImportedTrials(
+        run_dir=folder, trials=saved_trials, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs
+    )
 
 
 def _save(
@@ -100,8 +102,8 @@ def _save(
 
     directory.open()
     try:
-        known = directory.identity()
-        url = known["fixed"].get("storage") if known else None
+        identity = directory.identity()
+        url = identity["fixed"].get("storage") if identity else None
         run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
@@ -111,12 +113,12 @@ def _save(
                 _("{folder} has the rows of {file}: use another --run-dir", folder=directory.path, file=source)
             )
         write_spec(directory.path, data, base)
-        kept = tuple(store.add(trial) for trial in trials)
+        saved_trials = tuple(store.add(trial) for trial in trials)
         if experience:
-            Experience.of_user().save(f"{run}-imported", problem.platform.task, kept)
+            Experience.of_user().save(f"{run}-imported", problem.platform.task, saved_trials)
     finally:
         directory.close()
-    return kept
+    return saved_trials
 
 
 class _Rows:
@@ -145,10 +147,10 @@ class _Rows:
                 continue
             self._seen[candidate] = row.line
             yield self._trial(row, candidate)
-        named = {knob for row in rows for knob in row.knobs}
-        absent = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in named]
-        if absent and self._seen:
-            self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent)))
+        knob_names = {knob for row in rows for knob in row.knobs}
+        absent_knobs = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in knob_names]
+        if absent_knobs and self._seen:
+            self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent_knobs)))
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
         """Return the candidate of a row. Raises UsageError for one that is not in the space."""
@@ -159,11 +161,13 @@ class _Rows:
             raise UsageError(_("its engine is {engine}, not {wanted}", engine=row.engine, wanted=task.spec.work.engine))
         if row.split:
             raise UsageError(_("the numbers of layers of its first or last stage are not knobs; see train.settings"))
-        own = {knob: value for knob, value in row.knobs.items() if knob in knobs}
-        values = {knob: value for knob, value in own.items() if value is not None or knobs[knob].neutral is None}
+        known_values = {knob: value for knob, value in row.knobs.items() if knob in knobs}
+        values = {
+            knob: value for knob, value in known_values.items() if value is not None or knobs[knob].neutral is None
+        }
         for knob, value in values.items():
-            listed = (*knobs[knob].values, knobs[knob].neutral, None)
-            if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in listed:
+            allowed_values = (*knobs[knob].values, knobs[knob].neutral, None)
+            if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in allowed_values:
                 raise UsageError(_("{knob} = {value} is not a size", knob=knob, value=value))
         try:
             columns = candidate_columns(task, self.workload, values)
@@ -235,7 +239,7 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
     if name not in figures:
         return None
     step = seconds(objective, figures[name])
-    missing = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
+    broken_limits = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
     return Measurement(
         step_times_s=(step,),
         step_time_s=step,
@@ -244,7 +248,7 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
         figures=figures,
         broken=tuple(
             f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
-            for each in missing
+            for each in broken_limits
         ),
     )
 
@@ -252,10 +256,10 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
 def _doubts(trials: list[Trial]) -> list[str]:
     """Return a line if what was measured is far from everything that is predicted."""
     ratios = [ratio for trial in trials if (ratio := measured_over(trial, "predicted"))]
-    middle = float(np.median(ratios)) if ratios else 1.0
-    if 1.0 / MAX_FACTOR < middle < MAX_FACTOR:
+    median_ratio = float(np.median(ratios)) if ratios else 1.0
+    if 1.0 / MAX_FACTOR < median_ratio < MAX_FACTOR:
         return []
-    return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=middle)]
+    return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=median_ratio)]
 
 
 def read_tree(

@@ -113,11 +113,11 @@ def _runs(task: Task) -> str:
     if train.command is not None:
         return _("as train.command runs it")
     if train.implementation in (None, "local"):
-        how = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+        method = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
     else:
         names = {"engine": train.engine, "implementation": train.implementation}
-        how = _("as {engine} runs it with the layers of {implementation}", **names)
-    return _("{how}; with train.settings", how=how) if train.settings else how
+        method = _("as {engine} runs it with the layers of {implementation}", **names)
+    return _("{how}; with train.settings", how=method) if train.settings else method
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
@@ -153,7 +153,7 @@ def plugin_notes(platform: Platform) -> tuple[str, ...]:
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     """Return a plugin's knob as plain data. `not_launched` gives the reason for each value that no trial can have."""
-    why = {value: no_launch_reason(task, knob, value) for value in knob.effects}
+    not_launched = {value: no_launch_reason(task, knob, value) for value in knob.effects}
     source = knob.source
     return {
         "knob": knob.name,
@@ -164,6 +164,6 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
         "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
-        "not_launched": {str(value): reason for value, reason in why.items() if reason},
+        "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,
     }

@@ -54,8 +54,8 @@ def estimate_jobs(
             for line, answer in zip(some, jobs.answers(some), strict=True):
                 name = _name(line)
                 if name in seen:
-                    again = f"an earlier record has the id {name}"
-                    answer = {**answer, "warnings": [*answer.get("warnings", ()), again]}
+                    duplicate_warning = f"an earlier record has the id {name}"
+                    answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
                 seen |= {name} if name is not None else set()
                 yield {"id": name, **answer}
 
@@ -136,8 +136,8 @@ class _Jobs:
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
-        bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
-        task, values, noted = require_job_records(workload).published(bare, job.candidate, job.notes)
+        plan_task = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
+        task, values, noted = require_job_records(workload).published(plan_task, job.candidate, job.notes)
         warnings: tuple[str, ...] = ()
         if isinstance(workload, KeyWarnings):
             settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
@@ -147,12 +147,12 @@ class _Jobs:
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
     def _ask(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
-        known = self._loaded.find_chip(chip)
-        assert known is not None
-        known = with_network(known, network)
-        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
-        made = costs(Cluster(groups=(group,)), self._loaded, engine)
-        return _Platform(group, made, self._loaded.engine_support(known, engine))
+        known_chip = self._loaded.find_chip(chip)
+        assert known_chip is not None
+        known_chip = with_network(known_chip, network)
+        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices)
+        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine)
+        return _Platform(group, group_costs, self._loaded.engine_support(known_chip, engine))
 
 
 def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
@@ -177,12 +177,14 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
 def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
     found: dict[str, KnobValue] = {}
-    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
-    for knob in named:
-        given = values.get(knob)
-        found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
-    here = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
-    return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")
+    rule_knobs = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
+    for knob in rule_knobs:
+        given_value = values.get(knob)
+        found[knob] = (
+            given_value if isinstance(given_value, (str, bool)) or knob not in columns else int(columns[knob][row])
+        )
+    values_text = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+    return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:

@@ -82,12 +82,12 @@ def probe(
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         devices, probed = side_by_side(problem.platform, here), []
         for number, each in enumerate(_chosen(problem, candidate, top)):
-            where = str((place / f"candidate-{number}").resolve())
-            probed.append(_probe(problem, workload, each, where, ranks, devices, on_rank))
+            job_folder = str((place / f"candidate-{number}").resolve())
+            probed.append(_probe(problem, workload, each, job_folder, ranks, devices, on_rank))
     if not any(each.measured or each.out_of_memory for each in probed):
-        last = probed[-1].ranks[-1]
-        why = f"{state_name(last.state.value)}: {last.reason}"
-        raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
+        last_rank = probed[-1].ranks[-1]
+        failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
+        raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=failure))
     return [_probed_record(problem, prober, each) for each in probed]
 
 
@@ -98,8 +98,8 @@ def _problem(
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem, workload)
-        typed = as_candidate(problem.space.axes, columns).as_dict()
-        problem, candidate = build_problem(replace(spec, baseline=typed), loaded, workload), "baseline"
+        given_values = as_candidate(problem.space.axes, columns).as_dict()
+        problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, workload), "baseline"
     require_launchable(problem, workload)
     warn_about_problem(problem, workload)
     return problem, candidate

@@ -58,15 +58,15 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
 
     def made() -> str:
         best = ending.plan.best.candidate if ending.plan.best else None
-        found = insight(ending.problem, workload, best)
-        write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
+        insight_data = insight(ending.problem, workload, best)
+        write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         rest: dict[str, Any] = {
             "folder": run_dir,
             "called": str(run_dir),
             "knobs": ending.plan.knobs,
             "labels": labels_of(workload),
         }
-        return as_html(page(RunData.redacted(data, found, _secrets(run_dir), **rest)))
+        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), **rest)))
 
     return _is_written(run_dir, made)
 
@@ -81,9 +81,9 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
     try:
         write(file, made())
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         command = f"flag report {run_dir}"
-        warn([_("{file} was not written ({reason}); try `{command}`", file=file, reason=why, command=command)])
+        warn([_("{file} was not written ({reason}); try `{command}`", file=file, reason=reason, command=command)])
         return False
     return True
 
@@ -92,32 +92,34 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder."""
     run = read_run(folder)
     home, found, notes = run_home(run), run.data, list[str]()
-    held = json_file(home / INSIGHT)
-    usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
-    more = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
-    if not found or not usable or more > 0:
+    saved_insight = json_file(home / INSIGHT)
+    insight_data = saved_insight if saved_insight.get("schema_version") == SCHEMA_VERSION else {}
+    new_trials = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
+    if not found or not insight_data or new_trials > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:
             raise RunError(
                 _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=why)
             )
         if understood is None:
-            notes.append(_("{count} more trials have ended since this result.", count=more) if more > 0 else "")
-            notes.append("" if usable else _("Details of predictions are omitted: {reason}", reason=why))
-        elif not found or more > 0:
+            notes.append(
+                _("{count} more trials have ended since this result.", count=new_trials) if new_trials > 0 else ""
+            )
+            notes.append("" if insight_data else _("Details of predictions are omitted: {reason}", reason=why))
+        elif not found or new_trials > 0:
             task, space = understood.task, understood.problem.space
             plan = summarize(task, space, understood.pruned, understood.search_state, "", understood.problem.knobs)
-            found, usable = result(plan, str(folder)), {}
+            found, insight_data = result(plan, str(folder)), {}
             notes.append(_("This run is in progress, or was killed: the report covers the trials that have ended."))
-        if understood is not None and not usable:
-            usable = _predicted_again(understood, found)
-            notes.append("" if usable else _(DIFFERENT))
+        if understood is not None and not insight_data:
+            insight_data = _predicted_again(understood, found)
+            notes.append("" if insight_data else _(DIFFERENT))
     shown_notes = tuple(filter(None, notes))
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
     rest: dict[str, Any] = {"folder": home, "called": str(folder), "notes": shown_notes}
-    return RunData.redacted(found, usable, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+    return RunData.redacted(found, insight_data, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:
@@ -132,10 +134,10 @@ def _secrets(folder: Path) -> tuple[str, ...]:
 def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
     """Return the snapshot of a run on this machine, or why there is none."""
     try:
-        found = load_snapshot(folder, None, without)
+        snapshot = load_snapshot(folder, None, without)
     except FlagError as error:
         return None, str(error)
-    return found, ""
+    return snapshot, ""
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:

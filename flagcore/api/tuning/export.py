@@ -66,11 +66,15 @@ class Outcome(Notebook):
 def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
     """Keep the translatable form of the stop reason of a finished run that was started again: trials have its text."""
     try:
-        before = json.loads(read_regular(run_dir / "result.json"))
+        earlier_result = json.loads(read_regular(run_dir / "result.json"))
     except (OSError, ValueError):
         return data
-    same = isinstance(before, dict) and before.get("stopped_because") == data["stopped_because"]
-    return {**data, "stopped_message": before["stopped_message"]} if same and "stopped_message" in before else data
+    same_reason = isinstance(earlier_result, dict) and earlier_result.get("stopped_because") == data["stopped_because"]
+    return (
+        {**data, "stopped_message": earlier_result["stopped_message"]}
+        if same_reason and "stopped_message" in earlier_result
+        else data
+    )
 
 
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
@@ -88,10 +92,10 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
             folder.mkdir(exist_ok=True)
             cannot = _save_launch(plan, problem, workload, run_dir)
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
-            fixed = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
-            write(run_dir / "best.yaml", as_yaml(fixed) + "\n", private=private)
-    wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
-    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
+            best_spec = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
+            write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=private)
+    run_best = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
+    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
 
 
 def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
@@ -156,9 +160,9 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
-        needed = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
+        launch_fields = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
         texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
-        return {"missing": "", **launch, **needed, **texts, "directory": str(launch["directory"])}
+        return {"missing": "", **launch, **launch_fields, **texts, "directory": str(launch["directory"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
         problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
@@ -183,10 +187,10 @@ def _require_startable(problem: Problem, workload: Workload, best: Candidate) ->
 
 def _as_json(launch: Launch, hidden: Hidden) -> str:
     """Return a launch as JSON; secrets that this shell has are only named."""
-    given = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
+    shown_environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
     needs = [name for name in hidden.inherited if name in launch.environment]
     return json.dumps(
-        {**asdict(launch), "environment": given, "needs": needs, "directory": directory(launch)}, indent=1
+        {**asdict(launch), "environment": shown_environment, "needs": needs, "directory": directory(launch)}, indent=1
     )
 
 
@@ -213,20 +217,20 @@ class Hidden:
     @classmethod
     def of(cls, launch: Launch) -> Hidden:
         """Return the secrets of `launch`, as this shell has them or not."""
-        named = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
-        inherited = [name for name, value in named.items() if os.environ.get(name) == value]
-        kept = {name: value for name, value in named.items() if name not in inherited}
-        mine = {value: name for name, value in os.environ.items() if is_secret(name) and value}
-        variables = {value: name for name, value in named.items()}
+        secret_variables = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
+        inherited = [name for name, value in secret_variables.items() if os.environ.get(name) == value]
+        saved_secrets = {name: value for name, value in secret_variables.items() if name not in inherited}
+        shell_secrets = {value: name for name, value in os.environ.items() if is_secret(name) and value}
+        variables = {value: name for name, value in secret_variables.items()}
         for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
-            if value in mine and mine[value] not in kept:
-                variables[value] = mine[value]
-                inherited.append(mine[value])
+            if value in shell_secrets and shell_secrets[value] not in saved_secrets:
+                variables[value] = shell_secrets[value]
+                inherited.append(shell_secrets[value])
             elif value not in variables:
                 variables[value] = f"FLAGCORE_SECRET_{number}"
-                kept[variables[value]] = value
-        found = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
-        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=kept, variables=found)
+                saved_secrets[variables[value]] = value
+        secret_arguments = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
+        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=saved_secrets, variables=secret_arguments)
 
     def __bool__(self) -> bool:
         return bool(self.inherited or self.kept)
@@ -234,8 +238,8 @@ class Hidden:
 
 def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
     """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
-    meeting = {} if launch.own_script else RENDEZVOUS
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in meeting.items()]
+    rendezvous = {} if launch.own_script else RENDEZVOUS
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
     exports += [
         f"export {name}={shlex.quote(value)}"
         for name, value in launch.environment.items()
@@ -266,9 +270,9 @@ def listing(plan: Plan, launch: Launch) -> str:
             lines[-1] += f" {shlex.quote(word)}"
         else:
             lines.append(shlex.quote(word))
-    given = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
     command = " \\\n  ".join(lines)
-    text = "\n".join([*given, command])
+    text = "\n".join([*exports, command])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 

@@ -52,7 +52,7 @@ def _volcano_hosts(name: str, count: int) -> list[str]:
 
 def _template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
     """Return the template of a pod. Devices exchange data through /dev/shm, which is 64 MB without a volume."""
-    given = [{"name": name, "value": value} for name, value in pods.environment.items()]
+    variables = [{"name": name, "value": value} for name, value in pods.environment.items()]
     secret = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}}
         for name, (where, key) in pods.secrets.items()
@@ -67,7 +67,7 @@ def _template(pods: Pods, command: str, restart: str, container: str = "flagcore
         "image": pods.image,
         "command": ["sh", "-c", command.replace("$$", "$$$$")],  # Kubernetes reads $$ as $
         "workingDir": pods.directory,
-        "env": given + secret,
+        "env": variables + secret,
         "resources": {"limits": dict(pods.limits)},
         "volumeMounts": mounts,
     }
@@ -88,8 +88,8 @@ def _jobset(pods: Pods) -> dict[str, Any]:
         return {"name": name, "replicas": 1, "template": template}
 
     jobs = [job(*group) for group in _groups(pods, "0", "$((JOB_COMPLETION_INDEX + 1))")]
-    done = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.first_ends else {}
-    spec = {"failurePolicy": {"maxRestarts": RESTARTS}, **done, "replicatedJobs": jobs}
+    success_policy = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.first_ends else {}
+    spec = {"failurePolicy": {"maxRestarts": RESTARTS}, **success_policy, "replicatedJobs": jobs}
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": pods.name}, "spec": spec}
 
 
@@ -119,8 +119,8 @@ def _volcano(pods: Pods) -> dict[str, Any]:
         restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
         template = _template(pods, command, restart)
         ends = name == FIRST and pods.first_ends
-        done = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends else {}
-        return {"name": name, "replicas": count, **done, "template": template}
+        completion_policy = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends else {}
+        return {"name": name, "replicas": count, **completion_policy, "template": template}
 
     spec = {
         "schedulerName": "volcano",

@@ -105,19 +105,21 @@ def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
         raise UsageError(_("the command of the best of {run} has a secret; give it in a variable", run=run))
     port, count = RENDEZVOUS["MASTER_PORT"], str(len(hosts))
     first = hosts[0] if len(hosts) > 1 else RENDEZVOUS["MASTER_ADDR"]
-    ours = {"NNODES": count, "MASTER_ADDR": first, "MASTER_PORT": port}
-    torchrun = {f"PET_{name}": value for name, value in ours.items()} if len(hosts) > 1 else {}
-    given = {**ours, **torchrun, **launch["environment"]}
-    fixed = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port, "{interface}": INTERFACE}
-    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {_words(launch['argv'], fixed)}"
-    hidden = [*launch["needs"], *(name for name in given if is_secret(name))]
+    rank_variables = {"NNODES": count, "MASTER_ADDR": first, "MASTER_PORT": port}
+    torchrun = {f"PET_{name}": value for name, value in rank_variables.items()} if len(hosts) > 1 else {}
+    environment = {**rank_variables, **torchrun, **launch["environment"]}
+    placeholders = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port, "{interface}": INTERFACE}
+    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {_words(launch['argv'], placeholders)}"
+    secret_names = [*launch["needs"], *(name for name in environment if is_secret(name))]
     return replace(
         common,
         first=command,
         others=command,
         directory=str(launch["directory"]),
-        environment={name: _filled(value, fixed) for name, value in given.items() if name not in hidden},
-        secrets={name: (f"{common.name}-secrets", name) for name in hidden},
+        environment={
+            name: _filled(value, placeholders) for name, value in environment.items() if name not in secret_names
+        },
+        secrets={name: (f"{common.name}-secrets", name) for name in secret_names},
     )
 
 

@@ -24,22 +24,22 @@ def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int
     `on_ready` is called with their URL once all of `launch.ready` answer 200. Raises UsageError if they cannot
     be started, or one of their ports is in use.
     """
-    taken = [url for url in launch.ready if _listens(url)]
-    if taken:
-        port = urlsplit(taken[0]).port
+    used_urls = [url for url in launch.ready if _listens(url)]
+    if used_urls:
+        port = urlsplit(used_urls[0]).port
         raise UsageError(_("port {port} is in use by another program", port=port))
     try:
-        running = start_for_users(launch, stdout, 2)
+        servers = start_for_users(launch, stdout, 2)
     except (LaunchError, OSError) as error:
         raise UsageError(str(error)) from None
-    reported = False
+    is_ready = False
     try:
-        while (ended := running.wait(PERIOD_SECONDS)) is None:
-            if not reported and _answer(launch.ready):
-                reported = True
+        while (ended := servers.wait(PERIOD_SECONDS)) is None:
+            if not is_ready and _answer(launch.ready):
+                is_ready = True
                 on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
     except BaseException:
-        running.stop()
+        servers.stop()
         raise
     return ended.code if ended.code >= 0 else 128 - ended.code
 

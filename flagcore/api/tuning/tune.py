@@ -143,26 +143,26 @@ class _EngineRun:
         """Return the files on every host that a command of the user may read: its own, and the model."""
         words, directory = self.spec.work.command or (), self.spec.work.directory or ""
         model = self.data.get("model")
-        named = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
-        return named + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
+        named_files = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
-        known = None if self.new else self.directory.identity()
-        if known is None:
+        identity = None if self.new else self.directory.identity()
+        if identity is None:
             return self.spec.baseline
-        fixed = known["fixed"]
-        if fixed.get("storage") != self.storage:
-            where = redact_text(fixed.get("storage") or "its own journal")
+        fixed_fields = identity["fixed"]
+        if fixed_fields.get("storage") != self.storage:
+            storage_text = redact_text(fixed_fields.get("storage") or "its own journal")
             raise RunError(
                 _(
                     "{folder} has its trials in {storage}: use the same --storage, or --new",
                     folder=self.directory.path,
-                    storage=where,
+                    storage=storage_text,
                 )
             )
-        same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
-        baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
+        same_spec = identity["task"].get("spec") == redact_data(with_fidelity(self.data))
+        baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
     def _dependencies(self, loaded: LoadedPlugins, on_event: OnEvent) -> Dependencies:
@@ -187,17 +187,17 @@ class _EngineRun:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
         if isinstance(self.workload, Installed):
             warn(self.workload.installation_notes(problem.platform))
-        fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
-        self.name = directory.claim(fixed_task(self.data, problem), fixed)
+        fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage}
+        self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if trials := store.trials():
-            done = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
+            finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
             text = ngettext(
                 "resuming {folder}: {count} trial done",
                 "resuming {folder}: {count} trials done",
-                done,
+                finished_count,
                 folder=directory.path,
             )
             warn([text + "; " + _("--new starts over")])
@@ -242,10 +242,14 @@ def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
     if plan.best is None and plan.fastest is not None:
         raise NothingFits(no_best(RunData(result=outcome.data, folder=run_dir, knobs=plan.knobs)))
     if plan.best is None:
-        last = plan.trials[-1] if plan.trials else None
-        logs = f" (logs in {(run_dir / last.log).parent})" if last else ""
-        why = f"; {_('trial')} {last.number}: {last.state.value}: {last.reason}{logs}" if last else ""
-        raise EveryTrialFailed(_("none of {count} trials gave a measurement", count=len(plan.trials)) + why)
+        last_trial = plan.trials[-1] if plan.trials else None
+        logs = f" (logs in {(run_dir / last_trial.log).parent})" if last_trial else ""
+        reason = (
+            f"; {_('trial')} {last_trial.number}: {last_trial.state.value}: {last_trial.reason}{logs}"
+            if last_trial
+            else ""
+        )
+        raise EveryTrialFailed(_("none of {count} trials gave a measurement", count=len(plan.trials)) + reason)
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
@@ -323,6 +327,6 @@ def _best_figure(data: Mapping[str, Any]) -> float:
     name = data["objective"]["name"]
     if best["number"] in medians:
         return float(medians[best["number"]][name])
-    measured = best["measured"]
-    figure = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
+    measurement = best["measured"]
+    figure = measurement["step_time_s"]["median"] if measurement else best["predicted"]["step_time_s"]["value"]
     return 1.0 / figure if is_rate(name) else float(figure)

@@ -25,11 +25,11 @@ def accuracy(run: RunData) -> Section | None:
 def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
     """Return the measured figure of a trial, and the predicted one with its interval."""
     key = "objective" if run.serves else "step_time_s"
-    predicted = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]
+    prediction = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]
     seconds = seconds_of(trial) if trial["measured"] else None
-    if seconds is None or None in predicted:
+    if seconds is None or None in prediction:
         return None
-    return (objective_value(run.objective, seconds) if run.serves else seconds, *(each or 0.0 for each in predicted))
+    return (objective_value(run.objective, seconds) if run.serves else seconds, *(each or 0.0 for each in prediction))
 
 
 def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...]]]) -> Chart:
@@ -103,8 +103,8 @@ def learning(run: RunData) -> Chart | None:
         figures = [objective_value(run.objective, each) for each in seconds] if run.serves else seconds
         shares = [percent(each - 1.0, signed=True) for each in (before, after)]
         rows.append([cell(trial["number"]), *map(cell, figures), *shares])
-    what = run.unit if run.serves else _("step s")
-    headings = [_("trial"), f"~{what}", _("~learned"), what, _("error"), _("after learning")]
+    heading = run.unit if run.serves else _("step s")
+    headings = [_("trial"), f"~{heading}", _("~learned"), heading, _("error"), _("after learning")]
     numbers = [str(trial["number"]) for trial, _, _ in pairs]
     return Chart(
         title=_("Learning during the run"),

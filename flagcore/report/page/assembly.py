@@ -23,7 +23,7 @@ from flagcore.report.page.trials import trials
 
 def page(run: RunData) -> Page:
     """Return the page of a run; empty sections are omitted."""
-    made = (
+    sections = (
         summary(run),
         funnel(run),
         progress(run),
@@ -47,7 +47,7 @@ def page(run: RunData) -> Page:
             how=_(NAMES["trials_made"][run.fidelity]),
             objective=run.unit,
         ),
-        sections=tuple(section for section in made if section is not None),
+        sections=tuple(section for section in sections if section is not None),
     )
 
 

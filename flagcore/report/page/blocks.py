@@ -107,8 +107,8 @@ def cell(value: Any, text: str | None = None) -> Cell:
 
 def highlighted(value: float | None, mark: str = "~") -> Cell:
     """Return a number as a cell after a mark: `~` is predicted or partly modelled; `-` for None."""
-    made = cell(value)
-    return made if value is None else Cell(mark + made.text, made.value)
+    highlighted_cell = cell(value)
+    return highlighted_cell if value is None else Cell(mark + highlighted_cell.text, highlighted_cell.value)
 
 
 def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:

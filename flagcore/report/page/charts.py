@@ -80,8 +80,8 @@ def spread_axis(values: Sequence[float]) -> dict[str, Any]:
     if not values or min(values) <= 0 or max(values) <= LOG_FROM * min(values):
         return {}
     ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
-    few = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
-    ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in few]
+    multiples = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in multiples]
     return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
 
 

@@ -49,12 +49,12 @@ def _limit(predicted: Record) -> _Limit:
 
 
 def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
-    predicted = best["predicted"]
+    prediction = best["predicted"]
     if not limit.name:
         return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
-    figure, step = float(lookup(predicted, limit.key) or 0.0), float(predicted["step_time_s"]["value"])
+    figure, step = float(lookup(prediction, limit.key) or 0.0), float(prediction["step_time_s"]["value"])
     if limit.name == "memory":
-        capacity = shown(predicted["memory"]["capacity_gib"])
+        capacity = shown(prediction["memory"]["capacity_gib"])
         return _(
             "Bottleneck: memory, ~{used} of {capacity} GiB in use (predicted).", used=shown(figure), capacity=capacity
         )
@@ -70,32 +70,32 @@ def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
 def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
     """Return the faster candidates that reduce the bottleneck and differ from the best in one knob."""
     step, own = (float(lookup(best["predicted"], key) or 0.0) for key in ("step_time_s.value", limit.key))
-    near = {
+    nearest = {
         _key(value["nearest"]["candidate"]): value["nearest"]
         for knob in run.insight.get("knobs") or []
         for value in knob["values"]
         if value["value"] != knob["best"]
     }
-    less = [
+    faster = [
         each
-        for each in near.values()
+        for each in nearest.values()
         if _changes_one_knob(each, run)
         and each["predicted"]["step_time_s"]["value"] < step
         and (number(lookup(each["predicted"], limit.key)) or own) < own
     ]
-    less.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
-    if not less:
+    faster.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
+    if not faster:
         return Text(_("No change of one knob is predicted to be faster and to fit."))
-    ran = {_key(trial["candidate"]): trial for trial in run.trials}
+    trials = {_key(trial["candidate"]): trial for trial in run.trials}
     rows = []
-    for each in less[:MAX_CHANGES]:
+    for each in faster[:MAX_CHANGES]:
         changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in each["differs"].items()]
         predicted, seconds = each["predicted"], float(each["predicted"]["step_time_s"]["value"])
         figures = [cell(number(lookup(predicted, limit.key)))] if limit.name else []
         figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
         figures.append(percent(seconds / step - 1.0, signed=True))
         used = cell(number(lookup(predicted, "memory.device_used_gib")))
-        rows.append([", ".join(changed), *figures, used, _ran(run, ran.get(_key(each["candidate"])))])
+        rows.append([", ".join(changed), *figures, used, _ran(run, trials.get(_key(each["candidate"])))])
     own_heading = [limit.heading] if limit.name else []
     seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
     return table(
@@ -115,16 +115,16 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
 
 def _changes_one_knob(change: Record, run: RunData) -> bool:
     """Return whether a candidate differs in one knob, and in others only where they detail that one."""
-    differs = change["differs"]
-    return sum(knob_of(knob, run.knobs).part_of not in differs for knob in differs) == 1
+    changed_knobs = change["differs"]
+    return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
 
 
 def _ran(run: RunData, trial: Record | None) -> Cell:
     if trial is None:
         return Cell(_("untried"))
-    measured = run.figure(trial)
-    text = shown(measured) if measured is not None else state_name(trial["state"])
-    return Cell(f"{text} ({_('trial')} {trial['number']})", measured, f"#trial-{trial['number']}")
+    measurement = run.figure(trial)
+    text = shown(measurement) if measurement is not None else state_name(trial["state"])
+    return Cell(f"{text} ({_('trial')} {trial['number']})", measurement, f"#trial-{trial['number']}")
 
 
 def _key(candidate: Record) -> str:
@@ -150,9 +150,11 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
     figure = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure, _("candidates that fit"), _("fastest")]
     ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
-    every = [*marks[True], *marks[False]]
-    hover = {"text": [text for *_, text in every], "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
-    values = points(_("value of the knob"), 0, [over for _, over, _ in every], [name for name, *_ in every], **hover)
+    all_marks = [*marks[True], *marks[False]]
+    hover = {"text": [text for *_, text in all_marks], "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
+    values = points(
+        _("value of the knob"), 0, [over for _, over, _ in all_marks], [name for name, *_ in all_marks], **hover
+    )
     best = points(_("value of the best"), 1, [over for _, over, _ in marks[True]], [name for name, *_ in marks[True]])
     return Chart(
         title=_("Influence of each knob (predicted)"),

@@ -72,8 +72,12 @@ def result_text(result: Record, knobs: Knobs) -> str:
     ending = stopped(run)
     parts = [text for block in summary(run).blocks if block not in ending for text in _plain_text(block)]
     if run.all_trials:
-        failed = [trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best]
-        reasons = [_("trial {number}: {reason}", number=trial["number"], reason=trial["reason"]) for trial in failed]
+        failed_trials = [
+            trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best
+        ]
+        reasons = [
+            _("trial {number}: {reason}", number=trial["number"], reason=trial["reason"]) for trial in failed_trials
+        ]
         parts.append("\n".join([_plain_table(trial_table(run)), *reasons]))
     parts += [text for block in (front_table(run), learning(run)) for text in _plain_text(block)]
     parts.append("\n".join([funnel(Counts(**result["counts"]), run.fidelity), *repeats_text(lost_repeats(result))]))

@@ -99,8 +99,8 @@ class RunData:
     @property
     def all_trials(self) -> Sequence[Record]:
         """Probes, trials and repeats in their order."""
-        every = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
-        return sorted(every, key=lambda trial: int(trial["number"]))
+        all_records = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
+        return sorted(all_records, key=lambda trial: int(trial["number"]))
 
     @property
     def limits(self) -> Mapping[str, float]:
@@ -122,16 +122,18 @@ class RunData:
 
     def runs(self, trial: Record) -> list[Record]:
         """Return a trial and its repeats."""
-        same = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
-        return [trial, *(each for each in same if each["number"] != trial["number"])]
+        same_candidate = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
+        return [trial, *(each for each in same_candidate if each["number"] != trial["number"])]
 
     def broken_limits(self, trial: Record) -> str:
         """Return the limits that a trial, or else its repeats, exceeded; empty without any."""
-        found = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
-        if own := found.pop(trial["number"]):
+        by_trial = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
+        if own := by_trial.pop(trial["number"]):
             return own
-        again = [_("trial {number}: {reason}", number=number, reason=why) for number, why in found.items() if why]
-        return _("exceeded when repeated ({runs})", runs=", ".join(again)) if again else ""
+        repeat_texts = [
+            _("trial {number}: {reason}", number=number, reason=why) for number, why in by_trial.items() if why
+        ]
+        return _("exceeded when repeated ({runs})", runs=", ".join(repeat_texts)) if repeat_texts else ""
 
     @property
     def nearest(self) -> Record | None:

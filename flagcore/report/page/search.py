@@ -94,9 +94,9 @@ def _progress_traces(course: _Course) -> Iterator[dict[str, Any]]:
             x, y, numbers = zip(*of_kind, strict=True)
             yield points(names[kind], series, x, y, text=list(numbers))
     if course.failed:
-        low = min(y for of_kind in course.ran.values() for _, y, _ in of_kind)
+        lowest = min(y for of_kind in course.ran.values() for _, y, _ in of_kind)
         seconds, numbers = zip(*course.failed, strict=True)
-        yield points(_("not measured"), 4, seconds, [low] * len(seconds), text=list(numbers))
+        yield points(_("not measured"), 4, seconds, [lowest] * len(seconds), text=list(numbers))
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
@@ -134,7 +134,7 @@ def _chart(
     drawn = [(name, count) for _, name, count in removed if count]
     names = [start[0], *(name for name, _ in drawn), end[0]]
     counts = [count for _, count in drawn]
-    left = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
+    offsets = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
     text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
     labels = {"text": text, "textposition": "outside", "cliponaxis": False}
     lines = max(label(name).count("<br>") + 1 for name in names)
@@ -146,7 +146,7 @@ def _chart(
         title=title,
         summary=summary,
         traces=(
-            bars(_("left"), 0, [*left, end[1]], names),
+            bars(_("left"), 0, [*offsets, end[1]], names),
             bars(_("removed"), 1, [0, *counts, 0], names, **labels),
         ),
         layout=rows_layout(

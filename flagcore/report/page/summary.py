@@ -117,8 +117,8 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
         yield _("80% interval"), Cell(_("{low} to {high}", low=low, high=high))
     for each in lookup(run.result, "noise.medians") or []:
         if each["trial"] == best["number"]:
-            middle = each[run.objective]
-            yield _("Median of its runs"), Cell(objective_text(run, middle), middle)
+            median = each[run.objective]
+            yield _("Median of its runs"), Cell(objective_text(run, median), median)
     used = measured.get("device_used_gib", lookup(best["predicted"], "memory.device_used_gib"))
     if used is not None:
         approximate = "" if "device_used_gib" in measured else "~"
@@ -158,35 +158,35 @@ def _gain(run: RunData, best: Record) -> Cell:
         if baseline["measured"] and baseline["state"] != "stopped":
             return Cell(_("unknown: no whole steps of both were measured (baseline: {baseline})", baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and lookup(baseline["predicted"], "memory.fits") is False
-        state = _("predicted not to fit") if does_not_fit else state_name(baseline["state"])
-        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state))
+        state_text = _("predicted not to fit") if does_not_fit else state_name(baseline["state"])
+        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
     if best["candidate"] == baseline["candidate"]:
-        predicted = run.fidelity == ESTIMATE
+        is_predicted = run.fidelity == ESTIMATE
         text = _("this is the baseline: no candidate is predicted to be faster")
-        return Cell(text if predicted else _("this is the baseline: no trial was faster"), gain)
+        return Cell(text if is_predicted else _("this is the baseline: no trial was faster"), gain)
     return Cell(_("{gain} (baseline: {baseline})", gain=gain_cell(run, gain).text, baseline=values), gain)
 
 
 def _load_of(run: RunData, best: Record) -> str:
     """Return the load of the figures of the best; empty for training, and if it has one load point."""
     name, points = figure_name(run.objective), points_of(best)
-    own = lookup(best, f"measured.figures.{name}")
-    loads = [load_text(point) for point in points if lookup(point, name) == own]
+    best_figures = lookup(best, f"measured.figures.{name}")
+    loads = [load_text(point) for point in points if lookup(point, name) == best_figures]
     return loads[0] if len(points) > 1 and loads else ""
 
 
 def _without_limits(run: RunData, best: Record) -> str:
     """Return the figures of the fastest load point of all trials, and the limits that it exceeded."""
     name = figure_name(run.objective)
-    free = [
+    unlimited = [
         (seconds(run.objective, float(value)), trial, point)
         for trial in run.trials
         for point in points_of(trial)
         if (value := lookup(point, name))
     ]
-    own = float(lookup(best, "measured.step_time_s.median"))
-    step, trial, point = min(free, key=lambda each: each[0], default=(own, best, {}))
-    if own <= step:
+    best_s = float(lookup(best, "measured.step_time_s.median"))
+    step, trial, point = min(unlimited, key=lambda each: each[0], default=(best_s, best, {}))
+    if best_s <= step:
         return _("no trial was better")
     over = [
         f"{key} = {shown(lookup(point, key))} s" for key, most in run.limits.items() if (lookup(point, key) or 0) > most
@@ -212,8 +212,8 @@ def _doubts(run: RunData, best: Record) -> Iterator[Block]:
         if trial["number"] in numbers
     ]
     if rivals:
-        more = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
-        names = "; ".join([*rivals[:MAX_RIVALS], *more])
+        remainder = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
+        names = "; ".join([*rivals[:MAX_RIVALS], *remainder])
         yield Text(_("The best is not significantly faster than {trials}.", trials=names))
     for text in filter(None, (drift_text(noise), cold_start_text(noise))):
         yield Text(text, warning=True)

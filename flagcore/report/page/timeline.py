@@ -73,18 +73,18 @@ def _blocks(passes: Passes) -> tuple[Block, ...]:
 
 def _timeline(passes: Passes, number: int) -> Chart:
     drawn, count = simulate(passes, number), len(passes.forward_s)
-    counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
-    played = simulate(passes, counted) if counted != number else drawn
-    step, paired = step_seconds(passes, played), any(each.lane for each in drawn)
-    seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
+    simulated_count = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
+    simulation = simulate(passes, simulated_count) if simulated_count != number else drawn
+    step, paired = step_seconds(passes, simulation), any(each.lane for each in drawn)
+    by_kind = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
         _bars(passes, series, kind, of_kind, len(drawn), paired)
-        for series, (kind, of_kind) in enumerate(seen.items())
+        for series, (kind, of_kind) in enumerate(by_kind.items())
         if of_kind
     ]
-    data = _seconds(passes, counted, played, step)
+    data = _seconds(passes, simulated_count, simulation, step)
     idle = max(float(row[-1].value or 0.0) for row in data.rows)
-    summary = [*_idle(passes, counted, idle), *_durations(passes, counted, step)]
+    summary = [*_idle(passes, simulated_count, idle), *_durations(passes, simulated_count, step)]
     if number < passes.microbatches:
         summary.append(_("Shown: a step of {count} micro-batches.", count=number))
     if paired:
@@ -119,9 +119,9 @@ def _bars(
     )
     if paired:
         trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
-    numbered = among <= MAX_NUMBERED
-    trace["marker"] |= {"line": {"width": 1 if numbered else 0, "color": "#ffffff"}}
-    if numbered:
+    has_numbers = among <= MAX_NUMBERED
+    trace["marker"] |= {"line": {"width": 1 if has_numbers else 0, "color": "#ffffff"}}
+    if has_numbers:
         two_parts, count = _has_two_parts(passes), len(passes.forward_s)
         numbers = [f"{each.microbatch}{'′' * (two_parts and each.part >= count)}" for each in of_kind]
         trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
@@ -162,17 +162,17 @@ def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), 
         columns = {
             name: [(one + two) / 2.0 for one, two in zip(s, s[::-1], strict=True)] for name, s in columns.items()
         }
-    busy = [counted * (forward + backward) for forward, backward in zip(*list(columns.values())[:2], strict=True)]
+    busy_s = [counted * (forward + backward) for forward, backward in zip(*list(columns.values())[:2], strict=True)]
     if played:
-        busy = [0.0] * len(busy)
+        busy_s = [0.0] * len(busy_s)
         for each in played:
-            busy[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
-    columns[_("~busy, s")] = busy
+            busy_s[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
+    columns[_("~busy, s")] = busy_s
     if played:
-        columns[_("~idle, s")] = [step - each for each in busy]
+        columns[_("~idle, s")] = [step - each for each in busy_s]
     rows: list[list[Any]] = [[cell(r), *map(cell, row)] for r, row in enumerate(zip(*columns.values(), strict=True))]
     if played:
-        rows = [[*row, percent((step - each) / step)] for row, each in zip(rows, busy, strict=True)]
+        rows = [[*row, percent((step - each) / step)] for row, each in zip(rows, busy_s, strict=True)]
     return table(
         _(
             "Seconds per micro-batch, and busy over {micro_batches}; a message takes {seconds} s",

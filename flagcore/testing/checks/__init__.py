@@ -25,8 +25,8 @@ from flagcore.testing.kit import Check
 
 def _checks(module: ModuleType) -> tuple[Check, ...]:
     """Return the checks of a module: the public functions that it defines, and those in its CHECKS."""
-    own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-    return (*(each for each in own if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
+    own_functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+    return (*(each for each in own_functions if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
 
 
 MODULES = (

@@ -21,10 +21,10 @@ Supported = tuple[str, Chip, str, EngineSupport]
 def _supports(plugin: Subject) -> list[Supported]:
     """Return each answer after the words that begin a message about it, the chip and the engine."""
     plugin.implements("flagcore_engine_support")
-    found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
+    supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
     answered = [
         (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
-        for chip, engine, answer in found
+        for chip, engine, answer in supports
         if not answer.reason.startswith("no plugin supports")
     ]
     if not answered:
@@ -70,8 +70,8 @@ def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answ
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
 def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for axis in workload(engine).axes(task_on(chip)) if engine == "megatron" else ():
-        gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
-        if set(axis.values) <= gone:
+        refused_values = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
+        if set(axis.values) <= refused_values:
             yield f"{where}: every value of {axis.knob} is refused"
 
 
@@ -99,10 +99,10 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
 
 def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     plugin.implements("flagcore_knobs")
-    found = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
-    if not found:
+    knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
+    if not knobs:
         raise Skip("the plugin adds no knobs")
-    return found
+    return knobs
 
 
 @check("add a sentence for `flag explain`", each=_knobs)

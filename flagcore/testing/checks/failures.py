@@ -50,11 +50,17 @@ def failure_examples_match(plugin: Subject) -> Problems:
         _ready(plugin)
     for place, each in enumerate(failures):
         engines = {*each.engines}
-        alike = [other for other in failures if not engines or not other.engines or engines & {*other.engines}]
-        first = next((other for other in alike if re.search(other.pattern, each.example)), None)
+        same_engines = [
+            other_match
+            for other_match in failures
+            if not engines or not other_match.engines or engines & {*other_match.engines}
+        ]
+        first = next(
+            (other_match for other_match in same_engines if re.search(other_match.pattern, each.example)), None
+        )
         if first is not each:
-            other = f"the earlier pattern {first.pattern!r} does" if first else "none does"
-            yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}"
+            other_match = f"the earlier pattern {first.pattern!r} does" if first else "none does"
+            yield f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other_match}"
 
 
 @check("correct the pattern or the order of the patterns")
@@ -67,8 +73,8 @@ def log_examples_match(plugin: Subject) -> Problems:
     for line, state in plugin.examples:
         first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
         if first is None or first.state is not state:
-            found = f"as {first.state.value}" if first else "by no pattern"
-            yield f"flagcore_failure_patterns: {line!r} is matched {found}, not as {state.value}"
+            matched_text = f"as {first.state.value}" if first else "by no pattern"
+            yield f"flagcore_failure_patterns: {line!r} is matched {matched_text}, not as {state.value}"
 
 
 @check("match more of the failure's text")
@@ -81,8 +87,8 @@ def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
 
 
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
-    found = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
-    return tuple(dict.fromkeys(found))
+    patterns = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
+    return tuple(dict.fromkeys(patterns))
 
 
 def _slow(plugin: Subject) -> str:
@@ -94,8 +100,8 @@ def _slow(plugin: Subject) -> str:
         try:
             subprocess.run(argv, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired as error:
-            printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            return str(json.loads(printed.splitlines()[-1]) if printed else patterns[0])
+            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            return str(json.loads(output.splitlines()[-1]) if output else patterns[0])
         return ""
 
     return plugin.once("slow pattern", tried)

@@ -31,8 +31,8 @@ def imports_only_public_modules(plugin: Subject) -> Problems:
         for name, line in _imports(path):
             root, _, inner = name.partition(".")
             room = inner.partition(".")[0]
-            other = root.startswith("flagcore_") and root != plugin.package
-            if other or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
+            is_other_plugin = root.startswith("flagcore_") and root != plugin.package
+            if is_other_plugin or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
                 yield f"{path.name}:{line} imports {name}"
 
 

@@ -60,8 +60,8 @@ def narrow_formats_are_not_slower(chip: Chip) -> Problems:
 @check("give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes", each=chips)
 def fp16_and_bf16_peaks_are_similar(chip: Chip) -> Problems:
     peaks = chip.dense_flops_per_second
-    explained = "emulated" in chip.notes or "half the rate" in chip.notes
-    if "bf16" in peaks and "fp16" in peaks and not explained:
+    has_explanation = "emulated" in chip.notes or "half the rate" in chip.notes
+    if "bf16" in peaks and "fp16" in peaks and not has_explanation:
         ratio = peaks["bf16"].value / peaks["fp16"].value
         if not ALIKE[0] <= ratio <= ALIKE[1]:
             yield f"{chip.name}: bf16 is {ratio:g} times fp16"

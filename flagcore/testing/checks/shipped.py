@@ -42,9 +42,9 @@ def quirks_are_used(plugin: Subject) -> Problems:
     if plugin.failed("flagcore_engine_support"):
         raise Skip("flagcore_engine_support gives no usable answer")
     for chip, engine in plugin.pairs():
-        refused = plugin.loaded.engine_support(chip, engine).refused
+        refused_values = plugin.loaded.engine_support(chip, engine).refused
         for quirk in applying(plugin.quirks.refused, chip, engine, None, kind_of(engine)):
-            if quirk not in refused:
+            if quirk not in refused_values:
                 yield f"flagcore_engine_support: {chip.name} lacks {quirk.name} of quirks.yaml"
 
 
@@ -66,27 +66,27 @@ def maturity_names_known_chips(plugin: Subject) -> Problems:
 
 @check("list every chip there, under run_on_hardware, checked_on_transcripts or from_documents")
 def maturity_covers_all_chips(plugin: Subject) -> Problems:
-    covered = _chips_of(plugin, "facts of the chips")
+    covered_chips = _chips_of(plugin, "facts of the chips")
     for chip in plugin.own_chips():
-        if chip.name.casefold() not in covered:
+        if chip.name.casefold() not in covered_chips:
             yield f"maturity.yaml: {chip.name} is missing in 'facts of the chips'"
 
 
 @check("name each file of tests/smi once under checked_on_transcripts")
 def maturity_names_existing_transcripts(plugin: Subject) -> Problems:
-    named = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
-    for name in sorted({each.name for each in plugin.transcripts} ^ named):
-        where = "is missing, but maturity.yaml names it" if name in named else "is not named in maturity.yaml"
-        yield f"tests/smi/{name} {where}"
+    named_files = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
+    for name in sorted({each.name for each in plugin.transcripts} ^ named_files):
+        problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
+        yield f"tests/smi/{name} {problem}"
 
 
 @check("add the kernel times there, with software and date")
 def measured_kernels_are_claimed(plugin: Subject) -> Problems:
     run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
-    measured = _folders_with(plugin, "provenance.yaml")
-    if not measured:
+    measured_folders = _folders_with(plugin, "provenance.yaml")
+    if not measured_folders:
         raise Skip("there are no measured kernels")
-    for name in sorted(measured - run):
+    for name in sorted(measured_folders - run):
         yield f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
 
 
@@ -99,8 +99,8 @@ def claimed_costs_are_shipped(plugin: Subject) -> Problems:
         ("kernel times", "curve.yaml or kernels.jsonl", _chips_of(plugin, "kernel times"), kernels),
     ):
         for name in sorted(claimed ^ shipped):
-            missing = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-            yield f"maturity.yaml {missing}: costs/{name} and {file} disagree"
+            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+            yield f"maturity.yaml {problem}: costs/{name} and {file} disagree"
 
 
 @check()

@@ -28,13 +28,13 @@ Record = dict[str, Any]
 
 @check("import it inside the hook that needs it, or run it in another process (vendorkit.machine)")
 def import_loads_no_framework(plugin: Subject) -> Problems:
-    what = f"{plugin.package}: import {plugin.hooks_module}"
+    import_text = f"{plugin.package}: import {plugin.hooks_module}"
     for record in _imported(plugin):
         if record["raised"]:
-            message = f"{what} fails in a new process: {record['raised']}"
+            message = f"{import_text} fails in a new process: {record['raised']}"
             yield Problem(message, "import everything that the module uses")
         if record["drivers"]:
-            yield f"{what} loads {', '.join(record['drivers'])}"
+            yield f"{import_text} loads {', '.join(record['drivers'])}"
         for path in map(Path, record["files"]):
             for name, line in _at_import(ast.parse(path.read_text("utf-8")).body):
                 if name in DRIVERS and name not in record["drivers"]:  # it is not installed here
@@ -43,14 +43,14 @@ def import_loads_no_framework(plugin: Subject) -> Problems:
 
 @check("change no state of the process; do slow work, start threads and log in the hook that needs it")
 def import_has_no_side_effects(plugin: Subject) -> Problems:
-    what = f"{plugin.package}: import {plugin.hooks_module}"
+    import_text = f"{plugin.package}: import {plugin.hooks_module}"
     for record in _imported(plugin):
         if record["printed"]:
-            yield f"{what} prints {record['printed'][:60]!r}"
+            yield f"{import_text} prints {record['printed'][:60]!r}"
         if not record["drivers"]:
             if record["seconds"] > IMPORT_SECONDS:
-                yield f"{what} takes {record['seconds']:.1f} s"
-            yield from (f"{what} changes the {each}" for each in record["changed"])
+                yield f"{import_text} takes {record['seconds']:.1f} s"
+            yield from (f"{import_text} changes the {each}" for each in record["changed"])
 
 
 @check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
@@ -104,11 +104,14 @@ def _asked(plugin: Subject) -> tuple[list[Record], str]:
         here, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
         for folder in (here, home, scratch):
             folder.mkdir()
-        before = _files(package)
-        printed = _run(plugin, here, {"HOME": str(home), "TMPDIR": str(scratch)})
-        left = [*_files(here), *(name for name in _files(home) if not name.startswith(".")), *_files(scratch)]
-        plugin.memory["files"] = [*left, *(f"{package.name}/{name}" for name in _files(package) - before)]
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+        files_before = _files(package)
+        output = _run(plugin, here, {"HOME": str(home), "TMPDIR": str(scratch)})
+        written_files = [*_files(here), *(name for name in _files(home) if not name.startswith(".")), *_files(scratch)]
+        plugin.memory["files"] = [
+            *written_files,
+            *(f"{package.name}/{name}" for name in _files(package) - files_before),
+        ]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
     ended = bool(lines) and "ends" in lines[-1]
     hanging = "" if ended else lines[-1].get("begins", "what follows") if lines else "its start"
     return [line for line in lines if "hook" in line], hanging
@@ -119,17 +122,17 @@ def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
     argv = [sys.executable, "-B", "-m", "flagcore.testing.hook_runner", plugin.entry, paths]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv, env={**environment, **more}, cwd=folder, capture_output=True, timeout=TOTAL_SECONDS, check=False
         )
-        return done.stdout.decode("utf-8", "replace")
+        return completed.stdout.decode("utf-8", "replace")
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode("utf-8", "replace")
 
 
 def _files(folder: Path) -> set[str]:
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(folder).as_posix() for path in found}
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in files}
 
 
 def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
