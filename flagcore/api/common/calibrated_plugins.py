@@ -1,4 +1,4 @@
-"""Chips and costs from the user's own calibrations, and chips that no plugin lists."""
+"""Chips and costs from the user's calibrations, and chips that no plugin lists."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CALIBRATED = "calibration"
 
 
 class CalibratedPlugins(LoadedPlugins):
-    """As `LoadedPlugins`, with the kernel and collective times of a chip from its calibration where there is one.
+    """`LoadedPlugins` with kernel and collective times from the calibration of a chip, if there is one.
 
-    `warn` is called with a line for each calibration that costs are made of, for one of fewer devices than a node
-    has, and for each file that cannot be read and is of another chip, once each.
+    `warn` is called once with a line for each calibration in use, for a calibration of fewer devices than a node has,
+    and for each unreadable file of another chip.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CalibratedPlugins(LoadedPlugins):
         self._support: dict[str, EngineSupport] = {}
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return the plugins' chips, and those that no plugin catalogues but that were calibrated."""
+        """Return the chips of the plugins, and the calibrated chips that no plugin lists."""
         if self._catalogue is None:
             catalogue = super()._known_chips()
             saved: tuple[tuple[Path, Calibration], ...] = ()
@@ -70,7 +70,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer; for a chip that is only in a calibration, what torch reported."""
+        """Return the answer of the plugins; for a chip that only a calibration has, the report of torch."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 
@@ -146,10 +146,9 @@ def ask_torch() -> TorchReport | None:
 
 
 def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-    """Return the chip of this machine that no plugin catalogues, how torch runs on it, and its devices; None if there
-    is none.
+    """Return the chip of this machine that no plugin lists, its engine support, and its devices; None if there is none.
 
-    Raises NoDevice for devices that a plugin lists but torch cannot use: nothing can be measured on them.
+    Raises NoDevice for devices that a plugin lists but torch cannot use, because nothing can be measured on them.
     """
     unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
     torch_report = ask_torch()
@@ -170,7 +169,7 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
 
 
 def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
-    """Return the facts that a calibration stores of a chip that no plugin lists, as plain data."""
+    """Return the facts of a chip that no plugin lists as plain data for its calibration."""
     return {
         "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
         "devices_per_node": chip.devices_per_node,
@@ -180,10 +179,10 @@ def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
 
 
 def chip_of(calibration: Calibration) -> Chip:
-    """Return an uncatalogued chip from its calibration.
+    """Return a chip that no plugin lists from its calibration.
 
-    Its rates are those of the largest kernels that were measured, over the share of a peak that such kernels reach
-    elsewhere: what the roofline needs where nothing was measured.
+    Its peak rates are estimated: the rate of the largest measured kernels over the share of the peak that such kernels
+    reach on other chips. The roofline uses them for kernels without a measurement.
     """
     facts = calibration.facts or {}
     source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
@@ -208,7 +207,7 @@ def chip_of(calibration: Calibration) -> Chip:
 
 
 def support_of(kind: str, backend: str, name: str) -> EngineSupport:
-    """Return how engines run on an uncatalogued chip: as torch reports, untested."""
+    """Return the engine support of a chip that no plugin lists: untested, with the backend that torch reports."""
     reason = f"no installed plugin lists {name}; torch calls it {kind}"
     return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
 

@@ -21,16 +21,15 @@ from flagcore.stages.build import canonical
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
 MOST = 80
-"""Letters of what was typed that a message repeats."""
+"""Maximum length of the input that a message repeats."""
 
 
 def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
-    """Return the columns of the candidate in `text`, and the knobs that it names: knob=value or knob value,
-    with commas or blanks between.
+    """Return the columns of the candidate in `text`, and the values of the knobs that it names.
 
-    A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, if that
-    has an effect with the named ones, else the engine's default; a data-parallel size is what the devices
-    leave. Raises UsageError.
+    The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may be used alone, or
+    after `no`. A missing knob has its only value in the space, if this has an effect with the named knobs, else the
+    engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
     """
     task, axes = problem.platform.task, problem.legality.axes
     given_values = _knob_values(text, axes, problem.knobs)
@@ -92,7 +91,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
 
 
 def _named(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
-    """Yield each knob that a text names: its words, whether it is switched off, its axis, and its value if any."""
+    """Yield the text, whether it is negated (`no`), the axis and the value of each knob that a text names."""
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
     for part in re.split(r"\s*,\s*", _from_json(text).strip()):
@@ -142,6 +141,6 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
 
 
 def values_of(axis: Axis) -> str:
-    """Return the space's value of a knob, the first of several."""
+    """Return the first value of a knob in the space."""
     value_list = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
     return _("the space has {values}", values=value_list + (", ..." if len(axis.values) > 12 else ""))

@@ -1,4 +1,4 @@
-"""The state of a spec or of a run's folder: predictions and, of a run, what was learned from its trials."""
+"""The state of a spec or of a run's folder: predictions and, for a run, the results of its trials."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from flagcore.store.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A problem and the state of its search; of a spec only predictions, and then `run` is None.
+    """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
 
-    `pruned` is what rules and trials removed, `context` what the search would see now.
+    `pruned` are the rows that rules and trials removed, `context` is the current input of the strategy.
     """
 
     where: Path
@@ -82,7 +82,7 @@ def build_problem_of_spec(
     *,
     plan: bool = False,
 ) -> tuple[Problem, Workload]:
-    """Return the problem that a spec poses, for another chip if one is named, or a `plan`. Raises a spec's errors."""
+    """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
     spec_given = read_spec(spec, chip, without, data)
     workload = plugins.workload_of(spec_given.work)
     with loaded_plugins(without) as loaded:
@@ -115,12 +115,12 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
 
 
 def run_home(run: Run) -> Path:
-    """Return the folder in which a run's trials are: that of the engine that won, where several were tuned."""
+    """Return the folder of a run's trials. With several engines, it is the folder of the best engine."""
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with the hardware and the baseline that it had, regardless of this machine."""
+    """Return the spec of a run with its saved hardware and baseline, independent of this machine."""
     spec = replace(spec, baseline=stored["fixed"].get("baseline"))
     hardware = stored["task"].get("hardware") or {}
     if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
@@ -130,7 +130,7 @@ def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
 
 
 def _require_known_values(run: Run, problem: Problem) -> None:
-    """Raise RunError for a trial with a value that its knob does not have here: the run is of another version."""
+    """Raise RunError if a trial has a value that its knob does not support: another version wrote the run."""
     for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
         values = trial.candidate.as_dict()
         for axis in problem.space.axes:
@@ -144,7 +144,7 @@ def _require_known_values(run: Run, problem: Problem) -> None:
 
 
 def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have the neutral value of each knob that did not exist when it was tuned."""
+    """Return a run whose candidates have the neutral value of each knob that is newer than the run."""
     neutral = {axis.knob: axis.neutral for axis in axes}
     trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
     if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
@@ -169,7 +169,7 @@ def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: S
 def read_spec(
     asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> Spec:
-    """Return a spec, for another chip if one is named. Raises SpecError, UsageError."""
+    """Return a spec, optionally for another chip. Raises SpecError, UsageError."""
     file, content = spec_data(asked, data)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:

@@ -1,4 +1,4 @@
-"""Specs as users pass them, the plugins that they need, and warnings: the log `flagcore`, by default on stderr."""
+"""Specs as users pass them, their plugins, and warnings to the logger `flagcore`, by default on stderr."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNNAMED = Path("spec")
 
 
 def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the file of a spec, and its content: `data` if there is any. Raises SpecError."""
+    """Return the file of a spec, and its content: `data`, if given. Raises SpecError."""
     if isinstance(spec, Mapping):
         return UNNAMED, dict(plain(spec, file=str(UNNAMED)))
     file = Path(spec)
@@ -51,7 +51,7 @@ RUNS = Path("runs")
 
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
-    """Return a spec's data with a fidelity, or without any."""
+    """Return a spec's data with this fidelity; None removes the fidelity."""
     tuner = data.get("auto_tuner") or {}
     given = tuner.get("control") or {}
     control = {key: value for key, value in given.items() if key != "fidelity"}
@@ -60,7 +60,7 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
+    """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
     resolved = dict(data)
     if isinstance(data.get("model"), str):
         resolved["model"] = str((base / data["model"]).resolve())
@@ -88,7 +88,7 @@ def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
 
 
 def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change when a run is resumed: spec, model, hardware, and how trials are started."""
+    """Return the properties that must not change when a run is resumed: spec, model, hardware, start of trials."""
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
@@ -104,9 +104,10 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
 
 
 def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Collection[str] | None = None) -> Knobs:
-    """Return the knobs of a spec's engine by name; none for an engine that is not installed here.
+    """Return the knobs of a spec's engine by name, empty if the engine is not installed.
 
-    Plugins are asked for `used` knobs that the engine lacks, those `without` some, or none of them for None.
+    For `used` knobs that the engine does not have, the plugins are called, except for those in `without`. None calls no
+    plugin.
     """
     engine, knobs = _engine_name(data), {}
     if engine is not None:
@@ -118,9 +119,9 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 
 
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
-    """Return the labels of the engine of a spec or job record; none for an engine that is not installed here.
+    """Return the labels of the engine of a spec or job record, empty if the engine is not installed.
 
-    The engine of a job record without one is the first that trains.
+    A job record without an engine has the first training engine.
     """
     installed = engines()
     with suppress(FlagError, KeyError, StopIteration):
@@ -130,7 +131,7 @@ def labels_of_spec(data: Mapping[str, Any]) -> Labels:
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
-    """Return the name of a spec's engine, of several the first; None without one."""
+    """Return the name of a spec's first engine; None without an engine."""
     sections = (data.get(kind) for kind in ("train", "serve"))
     engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
     engine = engine[0] if isinstance(engine, list) and engine else engine
@@ -142,7 +143,7 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins, with the user's calibrations, and warn at the end of each that failed."""
+    """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
     found = load_plugins(without)
     loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
     try:
@@ -152,9 +153,9 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that its engine lacks.
+    """Return plain data as a spec. Raises SpecError.
 
-    Raises SpecError.
+    Plugins are called for their knobs only if the space has a knob that the engine does not have.
     """
     train, tuner = data.get("train"), data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
@@ -181,9 +182,9 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:
-    """Return a training job for several nodes with the launcher of the allocation that flagcore runs in, if any.
+    """Return a training job for several nodes with the launcher of the current allocation, if there is one.
 
-    A command of the user may start all nodes itself, so that it needs the name of a launcher.
+    A job with a `train.command` is unchanged, because the command may start all nodes itself.
     """
     cluster, work = spec.cluster, spec.work
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
@@ -194,7 +195,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 
 
 def _with_hosts(spec: Spec) -> Spec:
-    """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
+    """Return a spec without hosts with those that its launcher finds. Raises SpecError if their number differs."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
     at_most = cluster.nodes + cluster.spares
     hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
@@ -217,7 +218,7 @@ def _with_hosts(spec: Spec) -> Spec:
 
 @contextmanager
 def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
-    """Add the errors of unknown chips to a SpecError. Without any, `discover` finds them."""
+    """Add the errors of unknown chips to a SpecError. For a valid spec, `discover` reports them."""
     try:
         yield
     except SpecError as error:
@@ -244,9 +245,9 @@ def _require_installed(named_object: Callable[[str], object], name: str, file: s
 
 
 def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
-    """Raise SpecError for what is wrong with a spec, which may have several engines.
+    """Raise SpecError for an invalid spec with one or several engines.
 
-    One of several that cannot be tuned is no error: it is skipped.
+    If at least one of several engines is valid, there is no error: the others are skipped.
     """
     several, failed = engines_of(data), list[SpecError]()
     if len(several) < 2:
@@ -264,9 +265,9 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
-    of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
-    nothing, and of flags that cannot be checked.
+    """Warn of engines that are untested on the chip, of environment variables that differ from those of plugins, of
+    sizes that a rule fixes to 1, of disabled pruning rules, of settings without effect, and of flags that cannot be
+    checked.
     """
     support, task = problem.platform.support, problem.platform.task
     engine, lines = task.spec.work.engine, list[object]()
@@ -283,7 +284,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
-    """Return that flags of an engine are not checked, if it is not installed here."""
+    """Return a warning that the flags of an engine are not checked, if the engine is not installed."""
     if not serve.engine_args or not isinstance(workload, InstalledVersion):
         return []
     try:
@@ -297,6 +298,6 @@ def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
 
 
 def warn(problems: Iterable[object]) -> None:
-    """Warn of each problem."""
+    """Log a warning for each problem."""
     for problem in problems:
         LOG.warning("%s", problem)

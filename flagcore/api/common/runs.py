@@ -30,14 +30,14 @@ RESULT, SPEC = "result.json", "spec.yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Run(Notebook):
-    """What a run's folder holds: finished, interrupted, or still going on.
+    """The content of a run's folder. The run may be finished, interrupted or in progress.
 
     `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
-    before it was written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best
-    and its rivals at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes,
-    as in `flagcore.domain.trial`. `gains` is best over baseline minus one, per round. `engines` are the runs of
-    each engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials
-    teach.
+    before writing it. `trials` has one trial per candidate in order of execution, `repeats` the runs of the baseline,
+    the best and its rivals at the end, `probes` the trials of a lower fidelity, `imported` the trials of another tool.
+    Units are seconds and bytes, as in `flagcore.domain.trial`. `gains` are best over baseline minus one, per round.
+    `engines` are the runs of each engine, if several were tuned; the other fields are then those of the best engine.
+    `search_state` is the state of the search after all trials.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Run(Notebook):
 
     @property
     def in_progress(self) -> bool:
-        """Whether the result lacks trials that have ended: the run is in progress, or was killed."""
+        """Whether ended trials are missing in the result: the run is in progress, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
         return not self.data or ended_trials(self) > count_trials(self.data)
@@ -79,8 +79,9 @@ class Run(Notebook):
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:
-        """A record a trial: its `number`, `candidate`, `state`, and its step in seconds as `predicted` before it ran,
-        as `believed` after the trials before it, and as `measured`; None where that is not known."""
+        """One record per trial: its `number`, `candidate`, `state`, and its step time in seconds as `predicted` before
+        all trials, as `believed` after earlier trials, and as `measured`; None if unknown.
+        """
         return tuple(_compared(trial) for trial in self.trials)
 
     def __repr__(self) -> str:
@@ -92,9 +93,9 @@ class Run(Notebook):
 
 
 def load_run(folder: Path | str) -> Run:
-    """Read a run's folder. Nothing is written, no plugin is asked, and it may still be tuned meanwhile.
+    """Read a run's folder, without writing to it or calling a plugin. The run may be in progress.
 
-    Raises RunError for a folder that holds no run, or one that cannot be read, or whose journal was cut or is gone.
+    Raises RunError for a folder without a run, with unreadable files, or with a truncated or missing journal.
     """
     run = read_run(Path(folder))
     for each in run.engines.values() or (run,):
@@ -137,7 +138,7 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
 
 
 def unreadable_error(file: Path, error: object) -> RunError:
-    """Return the error of a result that cannot be read."""
+    """Return the error for an unreadable result."""
     reason = getattr(error, "strerror", None) or repr(error)
     return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
 
@@ -168,12 +169,12 @@ def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
 
 
 def ended_trials(run: Run) -> int:
-    """Return how many trials have ended."""
+    """Return the number of trials that have ended."""
     return len(run.trials) + len(run.repeats) + len(run.probes)
 
 
 def count_trials(data: Mapping[str, Any]) -> int:
-    """Return how many trials a result has. Raises TypeError if it is not a result."""
+    """Return the number of trials in a result. Raises TypeError for other data."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 

@@ -32,13 +32,15 @@ from flagcore.stages.predict import predict_columns
 
 GIB = 2**30
 MOST = 300
-"""Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
+"""Maximum number of earlier measurements. The time of the model is cubic in this number."""
 MAX_LOG_RATIO = 3.0
-"""A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
+"""A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped."""
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> Past:
-    """Return the measurements of runs other than `run` on the chip of a problem; empty if the spec does not want it."""
+    """Return the measurements of earlier runs, except `run`, on the chip of a problem; empty if the spec disables
+    them.
+    """
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
         return Past.empty()
@@ -54,9 +56,11 @@ def past(
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> Past:
-    """Return observations from measured records of `chip`. A record that cannot be read or predicted is skipped, and so
-    is one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may
-    have."""
+    """Return observations from measured records of `chip`.
+
+    Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
+    the knobs of plugins that a record may have.
+    """
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     installed = engines()
     for record in islice(records, MOST):

@@ -1,4 +1,4 @@
-"""Report on one candidate: why it lost, and what would have to change."""
+"""Report on one candidate: its state with the reasons, and possible changes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from flagcore.strategies.learned import believed
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CandidateReport(Notebook):
-    """Report on one candidate, as plain data: GiB and seconds, knobs by name.
+    """Report on one candidate as plain data: GiB and seconds, knobs by name.
 
-    `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
-    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, with the numbers, and `rules` which
-    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` behind it). `predicted` is
-    None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
-    the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
-    predicted. `changes` have `differs`, `candidate`, `predicted`, `expected_s`, its `trial`, and whether that
-    `measured` it to its end, of what would be `allowed`, `faster` nearby, and `fastest` of all. `knobs` are those of
-    the task, which only the text uses.
+    `name` is the input. `typed` is the input as knobs if it is equivalent to another `candidate`, which is reported.
+    `state` is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, and `rules` lists the rules behind it
+    (`rule`, `says`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
+    candidate; `believed` is the prediction corrected by trials. `trials` are the trials of the candidate, `nearest` is
+    the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
+    else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
+    `fastest` is the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+    `knobs` are those of the task, which only the text uses.
     """
 
     name: str
@@ -80,8 +80,8 @@ def explain_candidate(
 ) -> CandidateReport:
     """Explain one candidate of a spec, or of a run's folder.
 
-    `candidate` is `best`, `baseline`, a number (of a trial of the run; of a spec the place in the list of `estimate`,
-    from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
+    `candidate` is `best`, `baseline`, a number (for a run the number of a trial, for a spec the position in the list of
+    `estimate`, from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
     """
     return candidate_report(load_snapshot(where, chip, without), candidate)
 
@@ -130,7 +130,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
 
 
 def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
-    """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
+    """Return the columns (one row) of the candidate with a name, and the knobs in the name. Raises UsageError."""
     candidate = _by_name(snapshot, name.strip().casefold())
     if candidate is None:
         return parse_candidate(name, snapshot.problem, snapshot.workload)
@@ -138,7 +138,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
-    """Return the candidate of a name; None for a list of knobs."""
+    """Return the candidate with a name; None if the name is a list of knobs."""
     run, order, where = snapshot.run, fastest(snapshot.problem), snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
@@ -184,9 +184,9 @@ def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
 
 
 def _expected(snapshot: Snapshot, row: int) -> float | None:
-    """Return the seconds of a step as measured, else as trials let us believe, else as predicted.
+    """Return the seconds of a step as measured, else as corrected by trials, else as predicted.
 
-    At least what a stopped trial had measured.
+    The time of a stopped trial is a lower bound.
     """
     candidate = snapshot.problem.space.candidate(row)
     speed = snapshot.search_state.speed_of(candidate)
@@ -198,7 +198,7 @@ def _expected(snapshot: Snapshot, row: int) -> float | None:
 
 
 def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -> float | None:
-    """Return the seconds of a step on the scale of the trials, None where no time is known."""
+    """Return the seconds of a step, scaled by measured over predicted times of the trials; None without a time."""
     if row is not None:
         time = float(scaled_times(snapshot)[row])
         return time if np.isfinite(time) else None

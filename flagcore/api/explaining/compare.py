@@ -1,4 +1,4 @@
-"""Two candidates, part by part: where they differ, what was predicted and measured, and what explains the gap."""
+"""Comparison of two candidates: knobs, predicted and measured figures, and the reasons of the gap."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
-"""Certainty of a comparison: all runs of one are faster, by more than their noise; not so; not both were measured,
-and trials of both their runs taught what to believe, or did not; no times."""
+"""Certainty of a comparison: all runs of one are faster by more than the noise; both were measured, but the runs
+overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
+missing.
+"""
 MOST_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(Notebook):
-    """Two candidates `a` and `b`, part by part, as plain data: seconds and GiB, each pair in this order.
+    """Comparison of two candidates `a` and `b` as plain data: seconds and GiB, each pair in this order.
 
-    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (what trials made of that; None
-    of one that ran), and `measured` (`step_time_s`: the median of
-    `runs` runs, `spread_s` of the steps within a run, `between_s` from the fastest run to the slowest one, None of a
-    single run, `noise` as a share, `device_used_gib` where it is known; None where nothing was measured).
-    `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
-    part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
-    of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
-    BELIEVED, PREDICTED, UNKNOWN. `because` gives the reasons in words. `knobs` are those
-    of both tasks, which only the text uses.
+    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by trials;
+    None if the candidate ran), and `measured`, None without a measurement. `measured` has `step_time_s` (the median of
+    `runs` runs), `spread_s` of the steps of a run, `between_s` (times of the fastest and the slowest run; None for a
+    single run), `noise` as a fraction, and `device_used_gib` if known. `differs` are the knobs that differ, `tasks` the
+    other differences of the two specs. `time`, `memory` and the `figures` of servers are predicted, by part; all are
+    empty if a candidate is illegal. `gap` is the time of `b` over the time of `a`, minus one, in training per token and
+    device. `sure` is its certainty: SURELY, PERHAPS, BELIEVED, PREDICTED or UNKNOWN. `because` is the explanation.
+    `knobs` are those of both tasks, which only the text uses.
     """
 
     a: Mapping[str, Any]
@@ -80,7 +81,7 @@ class _Side:
 
     @property
     def unit(self) -> float:
-        """What a step is divided by so that two tasks can be compared: tokens and device, or 1 for a server."""
+        """The tokens per device of a step, by which step times of two tasks are divided; 1 for a server."""
         spec = self.snapshot.task.spec
         if isinstance(spec.work, ServeSpec):
             return 1.0
@@ -124,11 +125,11 @@ class _Side:
 def compare(
     a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
 ) -> Comparison:
-    """Compare two candidates: `RUN:CANDIDATE`, or `RUN` for its best; a spec file may stand for RUN, and `b` may be
-    CANDIDATE alone, of the same.
+    """Compare two candidates.
 
-    With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` goes with specs.
-    Raises the errors of `flagcore.errors`.
+    A candidate is `RUN:CANDIDATE`, or `RUN` for its best; RUN may also be a spec file. `b` may be CANDIDATE alone, for
+    the same run. With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` requires
+    a spec. Raises the errors of `flagcore.errors`.
     """
     where, name = _place(a) if spec is None else (spec, a)
     there, other = _place(b, where) if spec is None else (spec, b)
@@ -140,7 +141,7 @@ def compare(
 
 
 def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
-    """Return where a candidate is, and which it is: of the run `of`, if there is one and no other is named."""
+    """Return the run or spec of a candidate, by default `of`, and the name of the candidate."""
     where, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(where).exists():
         return Path(where), name
@@ -179,7 +180,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
 
 
 def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
-    """Return how much longer `b` takes as a share, and how sure that is."""
+    """Return the time of `b` over the time of `a`, minus one, and its certainty."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and a.unit == b.unit == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
@@ -195,7 +196,7 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
 
 
 def _overlap(a: _Side, b: _Side) -> bool:
-    """Return whether some run of the slower one was as fast as some run of the faster one."""
+    """Return whether a run of the slower candidate was as fast as a run of the faster candidate."""
     first, second = ([step / side.unit for step in side.steps_s] for side in (a, b))
     return max(first) >= min(second) and max(second) >= min(first)
 
@@ -223,7 +224,7 @@ def _plain(record: Any) -> Any:
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the figures of two sides by name; one that only one of them has is 0 at the other."""
+    """Return the figures of two sides by name; a figure that one side does not have is 0."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 

@@ -42,7 +42,7 @@ LEGAL = {
 
 
 def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
-    """Return the rules that one candidate breaks as plain data, each with the values that it looked at."""
+    """Return the rules that one candidate breaks as plain data, each with the values that it uses."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
         {"rule": rule.name, "says": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
@@ -52,7 +52,7 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any
 
 
 def all_trials(snapshot: Snapshot) -> Sequence[Trial]:
-    """Return every trial of a run, repeats, probes and imported ones too, in order; none of a spec."""
+    """Return all trials of a run in order, including repeats, probes and imported trials; empty for a spec."""
     run = snapshot.run
     several = () if run is None else (*run.imported, *run.probes, *run.trials, *run.repeats)
     by_number = {trial.number: trial for trial in several}
@@ -110,7 +110,9 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
 
 
 def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
-    """Return how a trial ended: its measurement compared with the best, or why there is none."""
+    """Return a sentence about the end of a trial: its measurement compared with the best, or the reason of its
+    failure.
+    """
     trial_kind = _("probe") if trial.fidelity == PROBE else _("trial")
     role = "imported" if trial.source else trial.role.value
     line = f"{trial_kind} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
@@ -143,7 +145,7 @@ def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
 
 
 def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
-    """Return the seconds of a step of the best, and their text: the median if it ran more than once."""
+    """Return the step time of the best in seconds (the median of its runs), and its text."""
     runs = len(snapshot.search_state.runs_of(best.candidate))
     step = 1.0 / snapshot.search_state.speed_of(best.candidate)
     text = seconds_text(snapshot.task.spec.objective, step)
@@ -151,7 +153,7 @@ def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
 
 
 def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    """Return the median of several runs of a candidate and, if the best ran again too, whether it may be as fast."""
+    """Return a text with the median of a candidate's runs and, if the best has repeats, whether it may be as fast."""
     search_state = snapshot.search_state
     runs, best, lines = search_state.runs_of(candidate), search_state.best, []
     if len(runs) > 1:
@@ -166,7 +168,7 @@ def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
 
 
 def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    """Return how the best compares to the second of those that keep the limits, and to the baseline."""
+    """Return a comparison of the best with the second candidate within the limits, and with the baseline."""
     search_state = snapshot.search_state
     measured_trials = [
         trial for trial in search_state.trials if trial.state is TrialState.MEASURED and not trial.source
@@ -194,7 +196,7 @@ def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
 
 
 def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
-    """Return the rule of the stage `prune` that removed a row, none if none did."""
+    """Return the rule of the stage `prune` that removed a row; empty if no rule removed it."""
     code, pruned = int(snapshot.pruned.rule[row]), snapshot.pruned
     if not code:
         return []
@@ -238,10 +240,9 @@ def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
 class Explanation(Notebook):
     """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
 
-    `nothing_fits` reports, if no candidate is left before any trial, how close the closest came. `knobs` are those that
-    plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
-    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are numbers of candidates.
-    `fidelity` is that of a run's trials.
+    If no candidate fits, `nothing_fits` names the one that needs the least memory. `knobs` are the knobs that plugins
+    add to the engine, and `notes` their notes on engine and chip. `lost_repeats` are the repeats without a measurement
+    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials.
     """
 
     counts: Counts
@@ -292,7 +293,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
 
 def _saved_counts(run: Run) -> Counts | None:
-    """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
+    """Return the counts that a run saved at its end; None while it is in progress. Raises RunError."""
     if run.in_progress:
         return None
     try:

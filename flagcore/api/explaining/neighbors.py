@@ -1,4 +1,4 @@
-"""Neighbors of a candidate: distances of others, and the changes between them."""
+"""Neighbors of a candidate: distances to other candidates, and the differences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
 
 UNSET = 0.25
-"""A knob that one of two candidates leaves unset counts so much: it often follows from another one."""
+"""Distance of a knob that only one of two candidates sets. It is small, because such knobs often depend on others."""
 STEP = 1 / 64
-"""Twice the value of a knob is farther than once by so much: it only decides between equals."""
+"""Additional distance per factor of two in the value of a knob. It only orders candidates with equally many
+differences.
+"""
 NEAR = 2.75
-"""Candidates at this distance or less are near: two knobs, as where one size takes what another one leaves."""
+"""Maximum distance of a nearby candidate: two knobs, because the parallel sizes depend on each other."""
 CHUNK = 1 << 18
 
 
@@ -27,7 +29,7 @@ def differing(here: Mapping[str, KnobValue], there: Mapping[str, KnobValue]) -> 
 
 
 def distances(axes: Iterable[Axis], here: Columns, there: Columns) -> FloatArray:
-    """Return how far the rows of `there` are from the one row of `here`: about how many knobs differ."""
+    """Return the distances of the rows of `there` from the only row of `here`: about the number of differing knobs."""
     total = np.zeros(next(iter(there.values())).shape)
     for axis in axes:
         own, other = here[axis.knob], there[axis.knob]
@@ -39,8 +41,10 @@ def distances(axes: Iterable[Axis], here: Columns, there: Columns) -> FloatArray
 
 
 def allowed_rows(snapshot: Snapshot) -> IntArray:
-    """Return the rows that could be the best: measured, or no rule removed them, no trial of them failed, limits are
-    kept. What a trial taught later takes nothing from what was measured before."""
+    """Return the rows that could be the best: measured rows, and rows that no rule removed and no trial ruled out.
+
+    All keep the latency limits. A rule that follows from a later trial does not remove a measured row.
+    """
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
     keeps = predictions.keeps(snapshot.task.spec.limits)
     failed_trials = [
@@ -58,10 +62,10 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
 
 
 def scaled_times(snapshot: Snapshot) -> FloatArray:
-    """Return the seconds of a step of each row: measured where it was, else predicted, on the scale of the trials.
+    """Return the step time of each row in seconds: as measured, else the scaled prediction, else infinity.
 
-    That scale is the median of measured over predicted; without trials it is 1. The
-    times of a stopped trial are a lower bound. Infinite where nothing is known.
+    The scale is the median of measured over predicted; without trials it is 1. The time of a stopped trial is a lower
+    bound.
     """
     predicted_s = snapshot.problem.predictions.step_time_s
     times = np.nan_to_num(predicted_s * scale(snapshot), nan=np.inf)
@@ -75,7 +79,7 @@ def scaled_times(snapshot: Snapshot) -> FloatArray:
 
 
 def stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
-    """Return the seconds of a step that a candidate's trial had when it was stopped as slower, None without such."""
+    """Return the step time of a candidate's trial that was stopped early, in seconds; None without such a trial."""
     trial = snapshot.search_state.by_candidate.get(candidate)
     if trial is None or trial.state is not TrialState.STOPPED or trial.measurement is None:
         return None
@@ -83,7 +87,7 @@ def stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
 
 
 def scale(snapshot: Snapshot) -> float:
-    """Return the median of measured over predicted step times, 1 before any is measured."""
+    """Return the median of measured over predicted step times, 1 without a measurement."""
     predicted_s = snapshot.problem.predictions.step_time_s
     ratios = [
         trial.measurement.step_time_s / predicted_s[row]
@@ -94,10 +98,10 @@ def scale(snapshot: Snapshot) -> float:
 
 
 def changes(snapshot: Snapshot, columns: Columns, step_s: float | None, itself: int | None) -> dict[str, int]:
-    """Return rows to change a candidate to, by what that gives.
+    """Return rows that are alternatives to a candidate, by kind.
 
-    `allowed` is the smallest change to one that may be tried, `faster` the fastest one nearby that takes less than
-    `step_s` by `scaled_times`, and `fastest` that of all. `itself`, the candidate's own row, is in none.
+    `allowed` is the nearest row that may be tried, `faster` the fastest nearby row with a scaled time below `step_s`,
+    and `fastest` the fastest of all rows. `itself`, the candidate's own row, is excluded.
     """
     space, rows = snapshot.problem.space, allowed_rows(snapshot)
     rows = rows[rows != (-1 if itself is None else itself)]
@@ -116,7 +120,7 @@ def changes(snapshot: Snapshot, columns: Columns, step_s: float | None, itself: 
 
 
 def nearest_measured(snapshot: Snapshot, columns: Columns, candidate: Candidate) -> Trial | None:
-    """Return the measured trial of another candidate that is nearest; None if none was measured."""
+    """Return the nearest measured trial of another candidate; None without one."""
     other_trials = [
         trial
         for trial in snapshot.search_state.trials

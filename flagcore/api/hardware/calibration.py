@@ -32,10 +32,10 @@ from flagcore.stages.discover import best_chip
 PROGRAM = "flagcore.microbench"
 SECONDS = 90.0
 GRACE_SECONDS = 120.0
-"""Seconds for the start and the end of the program, in addition to the measurements."""
+"""Additional seconds for the start and the end of the program."""
 
 UNPUBLISHED = ("bf16", "fp16", "fp32")
-"""What is measured of a chip without published rates."""
+"""Precisions to measure on a chip without published rates."""
 
 
 def calibrate(
@@ -45,11 +45,11 @@ def calibrate(
     without: Collection[str] = (),
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Calibration, Path]:
-    """Measure kernels and collectives on this machine's devices in about `seconds`, and save the result.
+    """Measure kernels and collectives on this machine's devices for about `seconds`, and save the result.
 
     `devices` is the number of devices to use, by default all. Later predictions for the chip use the result. `on_start`
-    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if nothing
-    can be measured, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
+    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if there is
+    no usable device, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
     Interrupted.
     """
     if find_spec("torch") is None:
@@ -80,7 +80,7 @@ def calibrate(
 
 
 def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """Return what the program measures for a job. Raises RunError."""
+    """Run the program with a job and return its measurements. Raises RunError."""
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
         file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
@@ -119,10 +119,10 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def summary(calibration: Calibration) -> list[dict[str, Any]]:
-    """Return a record a kind of kernel: how many were measured, the best rate (a launch's time), the usual spread.
+    """Return one record per kind of kernel: the number of measurements, the best rate (for `launch` the time), the
+    spread.
 
-    The spread is the median over the kernels of what lies between the quartiles of a kernel's samples, in percent of
-    their median.
+    The spread is the median over the kernels of the interquartile range of the samples, in percent of their median.
     """
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in calibration.rows:
@@ -151,9 +151,8 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def forget(chip: str) -> list[str]:
-    """Delete the calibrations of `chip`, and what trials on it were measured at, and return their files.
-
-    Raises RunError, UsageError if there are none.
+    """Delete the calibrations and the experience of `chip`, and return their files. Raises RunError, UsageError without
+    files.
     """
     calibrations = Calibrations.of_user()
     deleted_files = (*calibrations.forget(chip), *Experience.of_user().forget(chip))
@@ -168,9 +167,9 @@ def forget(chip: str) -> list[str]:
 
 
 def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
-    """Return the chip to measure, how torch runs on it, its devices, and the engine that reports it.
+    """Return the chip to measure, its engine support, its devices, and the name of the engine.
 
-    One that no plugin catalogues takes precedence over a plain CPU.
+    A chip that no plugin lists takes precedence over a plain CPU.
     """
     detected = loaded.devices()
     known_chips = [chip for device in detected if (chip := loaded.find_chip(device.chip))]

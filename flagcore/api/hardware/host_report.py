@@ -1,6 +1,6 @@
 """Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.hardware.host_report FILE...`.
 
-With `watch` instead, it writes what telemetry shows of each device to `devices.json`, every second until it is ended.
+With `watch` instead, it writes the telemetry of each device to `devices.json` every second until it is ended.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from flagcore.plugins import LoadedPlugins
 FIGURES = "devices.json"
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
-"""Of a larger file, only its size and its beginning are hashed."""
+"""For larger files, only the size and the beginning are hashed."""
 
 
 def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
-    """Return the devices of this machine, the version of each package that an engine needs and that is here, and how
-    torch runs."""
+    """Return the devices of this machine, the versions of installed packages of engines, and torch's devices."""
     versions = {each["name"]: each["version"] for each in doctor() if each["version"]}
     return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
 
@@ -71,7 +70,7 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
 
 
 def reading(reader: Telemetry | None) -> dict[str, Any]:
-    """Return the figures of a device and who uses it; `lost` if it no longer answers, nothing if that is unknown."""
+    """Return the figures and the users of a device; `lost` if it does not respond, empty if unknown."""
     try:
         if reader is None:
             return {}

@@ -1,4 +1,4 @@
-"""Compares hosts before the first trial: one product on each device, and an all-reduce between neighbours."""
+"""Compares the speed of hosts: a matrix product on each device, and an all-reduce between neighbors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_LINK_RATIO = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpeed:
-    """Seconds of one product on each device of a host, and of its fastest all-reduce with a neighbour, if any."""
+    """Seconds of a matrix product on each device of a host, and of its fastest all-reduce with a neighbor, if any."""
 
     host: str
     products_s: tuple[float, ...]
@@ -33,7 +33,9 @@ class HostSpeed:
 
 
 def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[str, Any]) -> list[HostSpeed]:
-    """Return the speed of each host. `job` says how torch runs on them. Raises LaunchError if they cannot meet."""
+    """Return the speed of each host. `job` names the device type and the backend of torch. Raises LaunchError if the
+    hosts cannot connect.
+    """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
     variables = {"GLOO_SOCKET_IFNAME": "{interface}"} if job["backend"] == "gloo" else {}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:

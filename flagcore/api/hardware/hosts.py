@@ -1,4 +1,4 @@
-"""Looks at the hosts of a cluster before the first trial: reachable, equal, with the devices that the spec expects."""
+"""Checks the hosts of a cluster before the first trial: reachable, equal, and with the devices of the spec."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from flagcore.spec.convert import read_hosts
 
 PROGRAM = "flagcore.api.hardware.host_report"
 AT_ONCE = 64
-"""Hosts that are asked at the same time."""
+"""Maximum number of hosts to check at the same time."""
 SECONDS = 120.0
 MAX_CLOCK_SECONDS = 5.0
-"""A larger difference of clocks is reported: certificates and logs of distributed jobs depend on them."""
+"""Maximum difference of clocks without a warning. Certificates and logs of distributed jobs depend on clocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """What a host answered. `problem` is why it cannot be used, empty if it can. Its clock is ahead by `clock_s`.
+    """The report of a host. `problem` is the reason why it cannot be used, empty if it can.
 
-    Without flagcore on the host, `devices` and `versions` are None. `torch` is how torch runs there, None without it.
-    `files` are digests of files and folders, empty for missing ones.
+    Its clock is ahead by `clock_s`. Without flagcore on the host, `devices` and `versions` are None. `torch` has the
+    device type and the backend of torch, None without torch. `files` are digests of files and folders, empty for
+    missing ones.
     """
 
     host: str
@@ -58,7 +59,7 @@ class HostReport:
 
 
 def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = ()) -> list[HostReport]:
-    """Return what each host answers, in order. Hosts are asked in parallel, for `files`, too."""
+    """Return the report of each host, in order. Hosts are checked in parallel, including digests of `files`."""
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts))
 
@@ -91,9 +92,9 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
 
 
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
-    """Return one record per host of a host file: whether it can be used, or why not, and what it has.
+    """Return one record per host of a host file: its problem, if any, its devices, versions and speed.
 
-    Raises SpecError for a file that cannot be read, UsageError for a launcher that starts nothing on hosts.
+    Raises SpecError for an unreadable file, UsageError for a launcher without hosts.
     """
     hosts, _slots = read_hosts(hostfile, file=str(hostfile))
     host_launcher = plugins.launcher(launcher)
@@ -107,7 +108,7 @@ def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
-    """Return the speed of the hosts that can be used, none without torch, and warn of slow devices and networks."""
+    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks."""
     usable_reports = [report for report in reports if not list(host_problems(report, reports))]
     job = usable_reports[0].torch if usable_reports else None
     if job is None or any(report.torch != job for report in usable_reports):
@@ -147,10 +148,10 @@ def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
 def require_hosts(
     launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
-    """Hold hosts for this process. Return their names, and the devices of those that can be used, none if unknown.
+    """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
-    `files` must be the same on all. Up to `spares` hosts that cannot be used are left out, with a warning each. Raises
-    NoDevice with a line for each if there are more.
+    `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. Raises NoDevice
+    with a line per unusable host if there are more.
     """
     if not isinstance(launcher, HostsLauncher):
         return tuple(hosts), ()
@@ -191,7 +192,7 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
-    """Yield what is unusual about hosts that can be used."""
+    """Yield warnings about usable hosts."""
     for report in reports:
         if abs(report.clock_s) > MAX_CLOCK_SECONDS:
             yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")

@@ -20,7 +20,7 @@ from flagcore.i18n import _
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the devices of this machine with what plugins know of their chips. Raises NoDevice if there is none."""
+    """Return the devices of this machine with facts about their chips. Raises NoDevice without a device."""
     with loaded_plugins(without) as loaded:
         detected = loaded.devices()
         if not detected:
@@ -30,7 +30,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record a plugin, loaded or failed, with its chips and the reason of every failure."""
+    """Return one record per plugin, loaded or failed, with its chips and the reasons of failures."""
     loaded = plugins.load_plugins(without)
     undetected = loaded.undetected()
     chips = loaded.chips()
@@ -60,15 +60,15 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per chip of the plugins, with aliases and facts; None for unknown ones."""
+    """Return one record per chip of the plugins, with aliases and facts; unknown facts are None."""
     with loaded_plugins(without) as loaded:
         return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
 
 
 def doctor() -> list[dict[str, Any]]:
-    """Return one record per thing that flagcore may need: what for, its version or None, and the fix.
+    """Return one record per requirement: its purpose, its version or None, and the fix.
 
-    `ok` is true, false, or "untested" for an engine that never ran, or not on the chip.
+    `ok` is true, false, or "untested" for an engine that was never tested, or not on the chip.
     """
     records = [
         _part("flagcore", _("the tuner"), __version__, ""),
@@ -156,13 +156,13 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
 
 
 def _part(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
-    """Return a record of `doctor`; by default all is well if a version was found."""
+    """Return a record of `doctor`; by default it is ok if a version was found."""
     ok = found is not None if ok is None else ok
     return {"name": name, "for": purpose, "version": found, "ok": ok, "mend": "" if ok else fix}
 
 
 def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
-    """Return a record of `doctor` of which nothing is missing as untested, if there is a reason."""
+    """Return a record of `doctor` that is ok as untested, if there is a reason."""
     return {**part, "ok": _("untested"), "mend": reason} if part["ok"] and reason else part
 
 

@@ -32,14 +32,14 @@ from flagcore.stages.predict import record
 from flagcore.store.directory import RunDirectory
 
 MAX_FACTOR = 20.0
-"""A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
+"""Maximum factor between the measured and the predicted times (median) without a warning about units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTrials:
-    """The trials that were added to a run's folder, and notes on rows that were left out or are doubtful.
-
-    `knobs` are those of the task."""
+    """The trials that were added to a run's folder, and notes on skipped and implausible rows. `knobs` are those of the
+    task.
+    """
 
     run_dir: Path
     trials: tuple[Trial, ...]
@@ -134,7 +134,7 @@ class _Rows:
         self._figures: dict[tuple[float, ...], int] = {}
 
     def trials(self, rows: tuple[HistoryRow, ...]) -> Iterator[Trial]:
-        """Yield a trial for each row that can be taken."""
+        """Yield a trial for each valid row."""
         knobs = {axis.knob: axis for axis in self.problem.space.axes}
         unknown = [each for each in dict.fromkeys(knob for row in rows for knob in row.knobs) if each not in knobs]
         if unknown:
@@ -226,7 +226,7 @@ def _trained(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
 def _served(task: Task, row: HistoryRow) -> Measurement | None:
     """Return the measurement of a server row, None without a figure of the objective.
 
-    Tokens of answers are those of all without the prompts, where all prompts of the load have one length.
+    Output tokens are derived from all tokens if all prompts of the load have the same length.
     """
     objective, figures, serve = task.spec.objective, dict(row.figures), task.spec.serve
     devices = task.cluster.devices
@@ -254,7 +254,7 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
 
 
 def _doubts(trials: list[Trial]) -> list[str]:
-    """Return a line if what was measured is far from everything that is predicted."""
+    """Return a warning if all measured times are far from the predictions."""
     ratios = [ratio for trial in trials if (ratio := measured_over(trial, "predicted"))]
     median_ratio = float(np.median(ratios)) if ratios else 1.0
     if 1.0 / MAX_FACTOR < median_ratio < MAX_FACTOR:
@@ -273,10 +273,7 @@ def read_tree(
 
 
 def check_tree(found: ImportedSpec) -> None:
-    """Raise SpecError, in the words of the other tuner, if an imported spec is invalid.
-
-    The model may be on another machine.
-    """
+    """Raise SpecError with the keys of the other tuner if an imported spec is invalid. The model may be missing."""
     try:
         validate_engines(found.data, file=Path(found.file), base=Path())
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""Predict without running: the candidates of a spec, where they went, and what plugins add to the engine."""
+"""Predictions without trials: the candidates of a spec, counts by outcome, and the knobs of plugins."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from flagcore.trial_plan import time_of_search
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Notebook):
-    """The best predicted candidates of a spec, and where all others went.
+    """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
-    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` the
-    implementation and settings of a plan that the spec does not name, `notes` what plugins say of engine and chip.
-    `search` is how long `flag tune` may take. `knobs` are those of the task, `labels` the engine's.
+    `number` of a candidate is its position, from 1. `model` has the weights of the model by part. `untimed` is the
+    number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of the trials,
+    `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine and chip.
+    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
+    engine.
     """
 
     chip: str
@@ -73,10 +74,10 @@ def estimate(
     without: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Estimate:
-    """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
+    """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
-    `chip` names a chip to plan for instead of the spec's, `data` is the content of the file if it was imported. Raises
-    the errors of `flagcore.errors`.
+    `chip` replaces the chip of the spec, `data` is the content of the file if it was imported. Raises the errors of
+    `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     require_candidate(problem)
@@ -121,7 +122,7 @@ def _runs(task: Task) -> str:
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
-    """Return the implementation and the settings that a plan assumes, nothing if it assumes none."""
+    """Return the implementation and the settings that a plan assumes; empty if it assumes none."""
     work = task.spec.work
     if isinstance(work, ServeSpec) or not work.assumed:
         return {}
@@ -129,13 +130,13 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return the counts of combinations by outcome before anything ran."""
+    """Return the counts of combinations by outcome before any trial."""
     nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
     return count(problem.space, problem.pruned, nothing)
 
 
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
-    """Return candidates with their predictions and, by component, what their worst stages hold."""
+    """Return candidates with their predictions and the memory of their worst stages by component."""
     space, platform = problem.space, problem.platform
     records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
     candidates = [space.candidate(int(row)) for row in rows]

@@ -1,4 +1,4 @@
-"""Predict job records, those of one task together."""
+"""Predictions of job records, in groups with the same task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flagcore.stages.predict import model_table, rank_record
 AT_ONCE = 1024
 
 OFF = (None, False, 0, 1)
-"""Values of a knob that go without saying."""
+"""Values of knobs that messages omit."""
 
 Answer = dict[str, Any]
 Line = Mapping[str, Any] | SpecError
@@ -43,10 +43,10 @@ Line = Mapping[str, Any] | SpecError
 def estimate_jobs(
     lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE, with_model: bool = False
 ) -> Iterator[Answer]:
-    """Predict job records, in order. A bad record, or the error of a line, gives a status and a reason.
+    """Yield the prediction of each job record, in order; for an invalid record or line a status and a reason.
 
-    `at_once` lines are read before the first of them is answered. With `with_model`, answers have the weights of
-    their models by parts and the candidates, too.
+    Records are predicted in batches of `at_once` lines. With `with_model`, predictions also have the weights of the
+    model by part and the candidate.
     """
     with loaded_plugins(without) as loaded:
         jobs, rest, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
@@ -61,7 +61,7 @@ def estimate_jobs(
 
 
 def _name(line: object) -> str | None:
-    """Return the id of a job record as text that can be printed."""
+    """Return the id of a job record as printable text."""
     name = line.get("id") if isinstance(line, Mapping) else None
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
@@ -81,7 +81,7 @@ class _Platform(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One job, ready to be predicted. `noted` are the settings that the notes of its source mention."""
+    """One valid job. `noted` are the settings that the notes of its source mention."""
 
     place: int
     task: Task
@@ -93,14 +93,14 @@ class _Row(NamedTuple):
 
 
 class _Jobs:
-    """Predicts jobs. Plugins are asked once per cluster."""
+    """Predicts jobs. Hooks are called once per cluster."""
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
         self._platform = lru_cache(maxsize=None)(self._ask)
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
-        """Return status and figures of each line."""
+        """Return the status and the figures of each line."""
         answers: dict[int, Answer] = {}
         groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
         for place, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Probe candidates: one device of this machine plays single ranks of worlds of any size."""
+"""Probe candidates: one device of this machine runs single ranks of jobs of any size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from flagcore.trial_plan import limit_of, predicted_trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed(Notebook):
-    """A candidate: what was predicted, what was probed, and the prediction that both together give, as plain data."""
+    """A probed candidate as plain data: the prediction, the probed ranks, and the combination of both."""
 
     candidate: Mapping[str, Any]
     predicted: Mapping[str, Any]
@@ -59,11 +59,11 @@ def probe(
 ) -> list[Probed]:
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
-    `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
-    without it the `top` fastest predicted are probed. `ranks` are global ones; by default the most informative. The
-    probes of a candidate take at most `seconds` in all (default: `control.max_time_per_task`, or derived from the
-    prediction). `folder` receives their jobs and logs; by default they are not saved. Raises the errors of
-    `flagcore.errors`; EveryTrialFailed if no rank gave a result.
+    `candidate` is a position in the list of the fastest predicted candidates, from 1, `baseline`, or knobs as
+    `name=value,...`; by default the `top` fastest predicted candidates are probed. `ranks` are global ranks, by default
+    the most informative. All probes of a candidate take at most `seconds` (default: `control.max_time_per_task`, or
+    derived from the prediction). `folder` is for jobs and logs; by default they are not saved. Raises the errors of
+    `flagcore.errors`; EveryTrialFailed if no rank has a result.
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
@@ -94,7 +94,7 @@ def probe(
 def _problem(
     spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
 ) -> tuple[Problem, str | None]:
-    """Return the problem of a spec and the name of the candidate in it: knobs with values become the baseline."""
+    """Return the problem of a spec and the name of the candidate in it; knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem, workload)

@@ -1,4 +1,4 @@
-"""The page of a run: written when a tune ends, or later from its folder."""
+"""The report page of a run, written at the end of `flag tune`, or later from its folder."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
 DIFFERENT = N_("This machine predicts the best differently than the run did: details of its prediction are omitted.")
 SAME = 1e-6
-"""Two predictions of one candidate are the same if they differ by less, as a share."""
+"""Maximum relative difference between equal predictions of a candidate."""
 
 
 def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] = ()) -> str:
-    """Return the page of the run in a folder, as `html` or `markdown`. Nothing is written.
+    """Return the page of the run in a folder, as `html` or `markdown`, without writing it.
 
-    What result.json lacks is in insight.json; where that is missing, it is predicted anew, and left out where this
-    machine predicts something else. A run that was killed, or is in progress, is read from its journal. `without`
-    names plugins to leave out of that. Raises RunError if the folder has no run that can be read.
+    The predictions are in insight.json. If it is missing, they are made again, and omitted if they differ from those of
+    the run. A run that was killed, or is in progress, is read from its journal. `without` names plugins to disable.
+    Raises RunError if the folder has no readable run.
     """
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
@@ -51,10 +51,7 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
 
 
 def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
-    """Write the page of a run that has just ended, and what it needs to be written again.
-
-    Returns whether it was written; a failure is only a warning.
-    """
+    """Write the page and insight.json at the end of a run. Return whether this succeeded; a failure is a warning."""
 
     def made() -> str:
         best = ending.plan.best.candidate if ending.plan.best else None
@@ -123,7 +120,7 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:
-    """Return what a page must not show: secrets of this shell and of the run's spec."""
+    """Return the secrets of this shell and of the run's spec, which the page must not show."""
     try:
         spec = yaml.safe_load(read_regular(folder / SPEC))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -132,7 +129,7 @@ def _secrets(folder: Path) -> tuple[str, ...]:
 
 
 def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
-    """Return the snapshot of a run on this machine, or why there is none."""
+    """Return the snapshot of a run on this machine, or the reason why there is none."""
     try:
         snapshot = load_snapshot(folder, None, without)
     except FlagError as error:
@@ -141,7 +138,7 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current predictions, nothing if they differ from those of the run."""
+    """Return the current predictions; empty if they differ from those of the run."""
     problem, run = snapshot.problem, snapshot.run
     best = run.best.candidate if run and run.best else None
     if best is not None and found.get("best"):

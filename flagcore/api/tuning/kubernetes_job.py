@@ -17,11 +17,11 @@ RESTARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """The pods of a job. `first` and `others` are shell commands, which find their number in `{rank}`.
+    """The pods of a job. `first` and `others` are shell commands, in which `{rank}` is the number of the pod.
 
-    `limits` are the resources of each. `secrets` are variables by the name and key of their secret. `claim` is a
-    persistent volume claim, mounted at `mount`; empty for none. `first_ends` is whether the job is done with its first
-    pod; otherwise with all.
+    `limits` are the resources of each pod. `secrets` maps variables to the name and key of their secret. `claim` is a
+    persistent volume claim, mounted at `mount`; empty for none. `first_ends` is whether the job ends with its first
+    pod; otherwise it ends with all pods.
     """
 
     name: str
@@ -75,7 +75,7 @@ def _template(pods: Pods, command: str, restart: str, container: str = "flagcore
 
 
 def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int, str]]:
-    """Return name, size and command of the groups of pods that are there."""
+    """Return the name, the size and the command of each group of pods."""
     groups = [(FIRST, 1, pods.first.replace("{rank}", first_rank))]
     return groups + [(OTHERS, pods.count - 1, pods.others.replace("{rank}", other_rank))] * (pods.count > 1)
 
@@ -135,7 +135,7 @@ def _volcano(pods: Pods) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of job: how its manifest is made, and the names of its pods on the network, the first one first."""
+    """A kind of job: a function that returns its manifest, and one that returns the host names of its pods in order."""
 
     manifest: Callable[[Pods], dict[str, Any]]
     hosts: Callable[[str, int], list[str]]

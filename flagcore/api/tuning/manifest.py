@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a tune, and of the training that won one."""
+"""Kubernetes manifests of a tuning job, and of a training job with the best configuration of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from flagcore.launchers.kubernetes import HOSTS
 from flagcore.launchers.kubernetes import LAUNCHER as KUBERNETES
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""Names of jobs: the name of each pod, which is longer, is a label of DNS with at most 63 characters."""
+"""Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
+characters.
+"""
 INTERFACE = "eth0"
 """The network interface of a pod."""
 
@@ -36,10 +38,10 @@ def manifest(
     volume: str | None = None,
     without: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of a job that tunes a spec, or that trains with the best of a run, and what to do before.
+    """Return the manifest of a job that tunes a spec, or that trains with the best of a run, and notes for the user.
 
-    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and where it is mounted. Files have the
-    same paths in the image, or on the volume, as here. Raises the errors of `flagcore.errors`.
+    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and its mount point. All files must have
+    the same paths in the image or on the volume. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
     name = name or _name(place.stem)
@@ -59,12 +61,12 @@ def manifest(
 
 
 def _name(text: str) -> str:
-    """Return a text as the name of a job."""
+    """Return a valid name of a job from a text."""
     return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "-", text.lower()))[:40].rstrip("-") or "flagcore"
 
 
 def _limits(platform: Platform) -> Mapping[str, int]:
-    """Return the devices that a pod asks for. Raises UsageError if no plugin knows their name."""
+    """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
     groups, support = platform.task.cluster.groups, platform.support
     if len(groups) > 1:
         raise UsageError(_("a job for several kinds of chips is not supported: its pods are equal"))
@@ -78,7 +80,7 @@ def _limits(platform: Platform) -> Mapping[str, int]:
 
 
 def _tune(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
-    """Return the pods of a tune: the first one tunes, and the others join it."""
+    """Return the pods of a tuning job: the first pod tunes, and the others join it."""
     launcher = platform.task.spec.launcher
     if len(hosts) > 1 and launcher != KUBERNETES.name:
         problem = _("does not start trials in pods")
@@ -124,7 +126,7 @@ def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
 
 
 def _words(argv: Collection[str], fixed: Mapping[str, str]) -> str:
-    """Return a command for a shell, with the host's own values for its placeholders."""
+    """Return a command for a shell, in which variables of the pod replace the placeholders."""
     return " ".join(shell_quoted(_filled(word, fixed), {"{node_rank}": "NODE_RANK"}) for word in argv)
 
 

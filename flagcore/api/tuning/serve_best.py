@@ -19,10 +19,10 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
-    """Run servers to their end and return their exit status, 128 and the signal's number where one ended them.
+    """Run servers to their end and return their exit status, or 128 plus the number of the signal that ended them.
 
-    `on_ready` is called with their URL once all of `launch.ready` answer 200. Raises UsageError if they cannot
-    be started, or one of their ports is in use.
+    `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if they
+    cannot be started, or one of their ports is in use.
     """
     used_urls = [url for url in launch.ready if _listens(url)]
     if used_urls:

@@ -50,7 +50,7 @@ from flagcore.spec.serving import engines_of, only
 from flagcore.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
-"""The strategy that chooses candidates to probe before the first run."""
+"""Strategy for the probes before the first run."""
 
 
 def tune(
@@ -64,13 +64,13 @@ def tune(
     on_event: OnEvent | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Tune a spec, a file or its data, and save everything in `run_dir` (default: `runs/` and the file's name).
+    """Tune a spec (a file or its data) and save all files in `run_dir` (default: `runs/` and the name of the file).
 
-    An existing run is resumed; `new` moves it aside first. `without` names plugins to leave out, `storage` any optuna
-    storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec's; a
-    run may be resumed at a higher one. `on_event` is called when a trial starts and ends. `data` is the content of the
-    file if that was imported. A spec with several engines tunes one after the other, and the outcome is that of the
-    best. Raises the errors of `flagcore.errors`; the result is written if a trial has run.
+    An existing run is resumed; with `new` it is moved aside. `without` names plugins to disable, `storage` an Optuna
+    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec; a run may be
+    resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `data` is the content of the file
+    if it was imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
+    the errors of `flagcore.errors`; the result is written if a trial has run.
     """
     file, data = spec_data(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
@@ -114,7 +114,7 @@ class _EngineRun:
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
 
     def tune(self, on_event: OnEvent) -> Outcome:
-        """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
+        """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed without a measurement."""
         runs = self.spec.control.fidelity == RUN
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
@@ -133,14 +133,14 @@ class _EngineRun:
         return outcome
 
     def _require_hosts(self) -> tuple[Device, ...]:
-        """Hold the hosts of the spec and return their devices. Raises NoDevice."""
+        """Reserve the hosts of the spec and return their devices. Raises NoDevice."""
         cluster = self.spec.cluster
         hosts, devices = require_hosts(self.launcher, cluster.hosts, cluster.spares, self._files())
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices
 
     def _files(self) -> list[str]:
-        """Return the files on every host that a command of the user may read: its own, and the model."""
+        """Return the files that a `train.command` may read on every host: those in the command, and the model."""
         words, directory = self.spec.work.command or (), self.spec.work.directory or ""
         model = self.data.get("model")
         named_files = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
@@ -216,7 +216,7 @@ class _EngineRun:
 
 
 def _require_ready(workload: Workload, spec: Spec) -> None:
-    """Raise SpecError or NoDevice unless trials at the fidelity of `spec` can run here; an estimate always can."""
+    """Raise SpecError or NoDevice if trials at the fidelity of `spec` cannot run on this machine."""
     if spec.control.fidelity == RUN:
         workload.ready(spec)
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
@@ -253,7 +253,7 @@ def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
-"""Files of the best: copied from the folder of the winning engine."""
+"""Files of the best configuration, copied from the folder of the best engine."""
 
 
 def each_engine(
@@ -262,15 +262,16 @@ def each_engine(
     run_dir: Path,
     tune_one: Callable[[dict[str, Any], Path, Callable[[], None]], Any],
 ) -> Any:
-    """Tune `data` with each of `engines` in its own folder below `run_dir`, and return the outcome of the best.
+    """Tune `data` with each of `engines` in a folder below `run_dir`, and return the outcome of the best engine.
 
-    Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a warning;
-    if none can, the error of the first is raised. `tune_one` calls its last argument once a trial starts.
+    Each engine has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
+    warning; if no engine can be tuned, the error of the first is raised. `tune_one` calls its last argument when a
+    trial starts.
     """
     done: dict[str, Any] = {}
     failed: dict[str, FlagError] = {}
     skipped: dict[str, list[str]] = {}
-    """Engines that failed and are not warned of yet, by the error."""
+    """Failed engines by error, before a warning."""
 
     def warn_of_skipped() -> None:
         warn(f"{', '.join(skipped[text])}: {text}" for text in skipped)
@@ -321,7 +322,7 @@ def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
 
 
 def _best_figure(data: Mapping[str, Any]) -> float:
-    """Return the median seconds, or the rate, of a run's best."""
+    """Return the objective of a run's best: a median in seconds, or a rate."""
     best = data["best"]
     medians = {each["trial"]: each for each in data["noise"]["medians"]}
     name = data["objective"]["name"]
