@@ -18,7 +18,7 @@ CHIPS = ("A800-80GB", "C500", "C550", "BI-V150", "MLU370-X8", "H100-SXM")
 
 
 def winners() -> dict[str, api.Estimate]:
-    """Return the estimate on each chip with the fastest candidate alone."""
+    """Return the estimate on each chip with its fastest candidate only."""
     return {chip: api.estimate(SPEC, chip=chip, top=1) for chip in CHIPS}
 
 
@@ -30,7 +30,7 @@ def named(found: api.Estimate) -> str:
 
 
 def table(*rows: list[str]) -> list[str]:
-    """Return rows, of which the first is the heading, as a table."""
+    """Return rows as a table; the first row is the heading."""
     head, *others = (f"| {' | '.join(row)} |" for row in rows)
     return [head, "| --- " * len(rows[0]) + "|", *others, ""]
 
@@ -74,7 +74,7 @@ def of_others(found: dict[str, api.Estimate]) -> list[str]:
 
 
 def page(text: str) -> str:
-    """Return `text` with new tables, each between its marks."""
+    """Return `text` with new tables between the marks."""
     found, done = winners(), ""
     for lines in (of_winners(found), of_others(found)):
         before, _, rest = text.partition(MARKS[0])

@@ -11,7 +11,7 @@ from flagcore.cli.main import flag
 
 MARK = re.compile(r"^<!-- (flag(?: [\w-]+)*|common options) -->$", re.MULTILINE)
 COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name")
-"""Options that several commands share. They are described once."""
+"""Options of several commands, which the page describes once."""
 SHARED_FROM = ("tune", "estimate")
 """Commands whose help describes the shared options; the first one that has the option is used."""
 
@@ -65,7 +65,7 @@ def _context(command: click.Command, name: str) -> click.Context:
 
 
 def _records(command: click.Command, context: click.Context) -> dict[str, tuple[str, str]]:
-    """Return the options by their longest name: how they are spelled, and their help."""
+    """Return the spelling and the help of each option, by its longest name."""
     records = {}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)

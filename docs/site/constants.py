@@ -21,7 +21,7 @@ def listed(text: str) -> list[tuple[str, str]]:
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with the module whose constants it may name, empty outside of such a list."""
+    """Yield each line with the module whose constants it may name; outside of such a list, the module is empty."""
     module = ""
     for line in text.splitlines(keepends=True):
         if found := FILE.match(line.rstrip()):

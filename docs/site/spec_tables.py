@@ -46,5 +46,5 @@ def _row(name: str, key: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _values(text: str) -> str:
-    """Return a description of values without the limits that only guard against typing errors."""
+    """Return a description of values without limits that only detect typing errors."""
     return re.sub(r"(text|a whole number from \d+) (?:of 1 )?to \d{3,}(?: characters)?", r"\1", text)

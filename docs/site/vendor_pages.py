@@ -157,7 +157,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
 
 
 def _works(support: EngineSupport) -> str:
-    """Return what is known of a kind of engine, with torch's names."""
+    """Return the support of a kind of engine, with torch's device type and backend."""
     reason = f": {support.reason}" if support.reason else ""
     return f"{STATUS[support.support]}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
 
@@ -172,7 +172,7 @@ def _engines(scope: Scope) -> str:
 
 
 def _scope(scope: Scope) -> tuple[str, str]:
-    """Return the engines, and the chips and releases."""
+    """Return the scope of an entry as text: engines, chips and releases."""
     chips = ", ".join([*(scope.chips or ("all chips",)), *([f"releases {scope.versions}"] if scope.versions else [])])
     return _engines(scope), chips
 
@@ -224,7 +224,7 @@ def _values(values: Iterable[object], above: int | None) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of markdown."""
+    """Return a Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     cells = [[" ".join(cell.split()).replace("|", "&#124;") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -160,7 +160,7 @@ def _estimate_spec(
 
 
 def _number(explain: str | None) -> int:
-    """Return the number of the candidate to explain, 0 for the baseline or none."""
+    """Return the number of the candidate to explain; 0 for the baseline, or without a candidate."""
     if explain in (None, "baseline"):
         return 0
     if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
@@ -187,7 +187,7 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
 
 
 def _is_pipe(file: str) -> bool:
-    """Return whether the writer of a stream may wait for each answer before it writes the next line."""
+    """Return whether a file is a pipe, whose writer may wait for each prediction before it writes the next line."""
     try:
         mode = os.fstat(0).st_mode if file == "-" else os.stat(file).st_mode
     except OSError:

@@ -14,7 +14,7 @@ HISTORY = "-history"
 
 
 class _Importers(click.Group):
-    """The commands NAME and NAME-history of each importer that is installed, looked up when they are used."""
+    """The commands NAME and NAME-history of each installed importer, looked up on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from flagcore.plugins import IMPORTERS, names

@@ -1,4 +1,4 @@
-"""The entry point `flag`: the group of commands, and how errors become messages and exit codes."""
+"""The entry point `flag`: the group of commands, and the conversion of errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return one command, None if there is none of that name."""
+        """Return the command with a name; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         return translated(getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command"))
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _configure_streams() -> None:
-    """Redirect closed streams to /dev/null, and print letters that the encoding lacks as escapes."""
+    """Redirect closed streams to /dev/null, and print characters outside of the encoding as escapes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -140,7 +140,7 @@ def _configure_streams() -> None:
 
 
 def _choose_language() -> None:
-    """Select the language of the environment; English where a stream cannot encode it."""
+    """Select the language of the environment; English if a stream cannot encode it."""
     requested = os.environ.get(VARIABLE, "")
     if not choose(requested):
         say(f"flag: {VARIABLE} = {requested!r} is not a supported language; use {' or '.join(LANGUAGES)}")

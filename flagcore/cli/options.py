@@ -25,7 +25,7 @@ FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats but tables are in English."""
+    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats except tables are in English."""
 
     @wraps(command)
     def with_language(*arguments: Any, **others: Any) -> Any:
@@ -56,7 +56,7 @@ def formats(command: F) -> F:
 
 
 def language_of(form: str) -> AbstractContextManager[None]:
-    """Return the context of an output format: tables are in the language of the user, all others in English."""
+    """Return the context of an output format: tables are in the language of the user, other formats in English."""
     return nullcontext() if form == "table" else in_english()
 
 
@@ -151,7 +151,7 @@ def print_notes(notes: Iterable[ImportNote]) -> None:
 
 
 def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = ", ") -> list[dict[str, Any]]:
-    """Return records whose list under `key` is one text, if the format has columns."""
+    """Return records with the list under `key` joined to one text, if the format has columns."""
     if form not in ("table", "csv"):
         return records
     return [{**record, key: separator.join(record[key])} for record in records]
@@ -178,7 +178,7 @@ def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mappi
 
 
 def show_record(record: Mapping[str, Any], form: str) -> None:
-    """Print one record with all its fields, as JSON an object and not a list."""
+    """Print one record with all its fields. As JSON it is an object, not a list."""
     if form == "json":
         click.echo(json.dumps(record, indent=2, ensure_ascii=False))
     else:
@@ -191,7 +191,7 @@ def show(text: str, form: str = "table") -> None:
 
 
 def _fitted(text: str) -> str:
-    """Wrap long lines to the width of the terminal; a path is never cut."""
+    """Wrap long lines to the width of the terminal; paths are not broken."""
     from flagcore.report.formats import WIDTH
 
     width = WIDTH.get()

@@ -1,12 +1,12 @@
-"""The agent: starts one trial on a host and mirrors its folder to flagcore. Imports only the standard library.
+"""The agent: starts one trial on a host and copies its folder to flagcore. Imports only the standard library.
 
 flagcore sends this file and the guard over the channel that starts it (ssh, srun): nothing is installed on the host,
-and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing
-arrives for `silence` seconds, the agent ends the trial and removes its folder. Linux and Python 3.9 or later.
+and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing arrives for
+`silence` seconds, the agent ends the trial and removes its folder. Linux and Python 3.9 or later.
 
-From flagcore: `{"order": {...}}`, `{"sweep": MARKER}`, `{"stop": true}`, `{}` as a heartbeat. To flagcore:
-`{"hello": {...}}`, `{"started": PID}`, `{"left": PROCESSES}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`,
-`{"exit": {...}}`, `{"problem": TEXT}`, `{}`.
+From flagcore: `{"order": {...}}`, `{"sweep": MARKER}`, `{"stop": true}`, `{}` as a heartbeat. To flagcore: `{"hello":
+{...}}`, `{"started": PID}`, `{"left": PROCESSES}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`,
+`{"problem": TEXT}`, `{}`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BEAT_SECONDS = 2.0
 MIRROR_SECONDS = 0.3
 PIECE_BYTES = 48 * 1024
 MAX_PENDING_BYTES = 4 << 20
-"""No file is read while more than this waits to be sent."""
+"""No file is read while the queue of messages is longer."""
 MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
 SIOCGIFADDR = 0x8915
@@ -71,12 +71,12 @@ def free_port() -> int:
 
 
 class Mirror:
-    """Sends what is new in the files of a folder."""
+    """Sends the new content of the files of a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.sent: dict[str, tuple[int, int, int]] = {}
-        """By file: its inode, the time of its last change, and the bytes that were sent."""
+        """By file: its inode, the time of its last change, and the number of bytes that were sent."""
 
     def pieces(self, most: int) -> list[dict[str, Any]]:
         """Return messages with at most about `most` bytes of new content."""
@@ -91,7 +91,7 @@ class Mirror:
         return found
 
     def skip(self, path: str) -> None:
-        """Send nothing of a file that is there until it changes."""
+        """Do not send an existing file until it changes."""
         status = os.lstat(path)
         self.sent[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
 
@@ -128,7 +128,7 @@ class Agent:
         self.connected = self.ended = False
 
     def run(self) -> None:
-        """Serve until the channel closes, falls silent, or all of the trial is sent."""
+        """Run until the channel closes, no message arrives for too long, or all data of the ended trial is sent."""
         os.set_blocking(0, False)
         os.set_blocking(1, False)
         space = os.statvfs(self.home)
@@ -160,7 +160,7 @@ class Agent:
                 self.write(closed=bool(event & (select.POLLERR | select.POLLHUP)))
 
     def read(self) -> None:
-        """Take what flagcore sent; at its end the channel is closed."""
+        """Read data from flagcore; at the end of the stream the channel is closed."""
         try:
             data = os.read(0, 1 << 16)
         except BlockingIOError:
@@ -172,7 +172,7 @@ class Agent:
             self.connected = False
 
     def write(self, *, closed: bool) -> None:
-        """Send what waits, as much as the channel takes."""
+        """Write queued data, as much as the channel accepts."""
         try:
             del self.outgoing[: os.write(1, self.outgoing[: 1 << 16])]
         except BlockingIOError:
@@ -182,7 +182,7 @@ class Agent:
         self.connected = self.connected and not closed
 
     def take(self, data: bytes) -> None:
-        """Follow each complete line."""
+        """Execute each complete line."""
         self.received += data
         *lines, self.received = self.received.split(b"\n")
         for line in lines:
@@ -195,7 +195,7 @@ class Agent:
                 self.trial.request_stop()
 
     def work(self) -> None:
-        """Notice silence and the end of the trial, send a heartbeat and what is new in its folder."""
+        """Check for silence and the end of the trial, send a heartbeat and new content of its folder."""
         now = time.monotonic()
         if now - self.input_at > self.silence:
             self.connected = False
@@ -221,7 +221,8 @@ class Agent:
     def start(self, order: dict[str, Any]) -> None:
         """Start the trial of an order, or report why it cannot be started.
 
-        In its words, `{folder}` is the trial's folder here, and `{interface}` the network interface to the first host.
+        In its arguments, `{folder}` is the trial's folder on this host, and `{interface}` the network interface to the
+        first host.
         """
         replacements = {"{interface}": interface_to(order["master_addr"]), order["folder"]: self.folder}
 
@@ -254,8 +255,8 @@ class Agent:
 def main(home: str, received: bytes, silence: float) -> None:
     """Run the agent in a private folder, which is removed at the end.
 
-    SIGTERM is the warning of a scheduler that takes the host away: to flagcore the host is lost, whatever the program
-    does on the signal.
+    A scheduler sends SIGTERM before it withdraws the host. For flagcore the host is then lost, even if the program
+    handles the signal.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     agent = Agent(home, received, silence)

@@ -1,10 +1,10 @@
-"""The guard: a small process between flagcore and one trial, so that no process of a trial is left over.
+"""The guard: a small process between flagcore and one trial. It ensures that no process of a trial survives.
 
 `guarded.py` runs this file as a script, `template.py` calls its `main` in a fork. It imports only the standard library
 and starts in about 20 ms. The guard starts the trial in its own session, enforces its limits and reports how it ended.
-It is a child subreaper (prctl(2)): orphaned descendants become its children, so none can escape by opening a session,
-and none is left when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, however flagcore
-dies. Linux only.
+It is a child subreaper (prctl(2)): orphaned descendants become its children, even in a new session, so the trial has
+ended when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, for example because
+flagcore was killed. Linux only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NEVER = float("inf")
 
 Become = Callable[[list[bytes], dict[bytes, bytes]], None]
-"""Turns a process into a trial with these words and variables. It closes descriptors above 2 and does not return."""
+"""Turns a process into a trial with these arguments and variables. It closes descriptors above 2 and does not return.
+"""
 
 
 def write_json(path: str, record: object) -> None:
@@ -56,7 +57,7 @@ def read_proc(pid: int, name: str) -> bytes:
 
 
 def family(pid: int) -> tuple[int, int, int, bool] | None:
-    """Return parent, process group, session and whether it is a zombie; None if it is gone (proc_pid_stat(5))."""
+    """Return parent, process group, session and whether it is a zombie; None if it ended (proc_pid_stat(5))."""
     fields = read_proc(pid, "stat").rpartition(b")")[2].split()
     return (int(fields[1]), int(fields[2]), int(fields[3]), fields[0] == b"Z") if fields else None
 
@@ -104,7 +105,9 @@ class Tree:
         self.pace = Throttle(1.0)
 
     def scan(self) -> None:
-        """Find new descendants. `settled` are those of the last scan: a vfork(2) child shows its parent's memory."""
+        """Find new descendants. `settled` are those of the last scan, because a vfork(2) child shows its parent's
+        memory.
+        """
         started = time.process_time()
         present_pids = all_processes()
         self.members &= present_pids
@@ -141,9 +144,9 @@ class Memory:
     """The memory of the tree in bytes: anonymous and shared pages and swap, without file caches.
 
     The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but counts a shared page once per
-    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read now and then,
-    and whenever the limit seems exceeded, and what is counted twice is subtracted from the sum. `relatives` are other
-    processes that share pages with the tree: their parts of them are the tree's, too.
+    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read rarely, and
+    when the sum exceeds the limit; the difference is subtracted from later sums. `relatives` are other processes that
+    share pages with the tree; their share of these pages counts for the tree.
     """
 
     def __init__(self, relatives: tuple[int, ...] = ()) -> None:
@@ -196,7 +199,7 @@ class Disk:
         self.pace = Throttle(5.0)
 
     def problem(self) -> str | None:
-        """Return `disk` if the folder exceeds the limit, `full_disk` if little disk space is free."""
+        """Return `disk` if the folder exceeds the limit, `full_disk` if too little disk space is free, else None."""
         started = time.process_time()
         used, free_bytes = self._used(), NEVER
         with contextlib.suppress(OSError):
@@ -255,7 +258,7 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes, 
 
 
 class Trial:
-    """A started trial, and when its processes get SIGTERM and SIGKILL. Without a time limit none is checked."""
+    """A started trial, and the times at which its processes get SIGTERM and SIGKILL."""
 
     def __init__(self, first: int, folder: str, timeout: float, memory_limit: float, disk_limit: int) -> None:
         self.first, self.started_at = first, time.monotonic()
@@ -326,7 +329,7 @@ class Trial:
 
 
 def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
-    """Wait until no process of the trial is left, or SIGKILL had no effect for too long."""
+    """Wait until all processes of the trial have ended, or SIGKILL had no effect for too long."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(signals, select.POLLIN)
@@ -354,7 +357,7 @@ def signals_as_bytes() -> int:
 
 
 def begin(control: int, become: Become) -> Trial | None:
-    """Read an order and start its trial; None if flagcore died before sending all of it. Raises OSError."""
+    """Read an order and start its trial; None if the order is incomplete because flagcore died. Raises OSError."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
         raise OSError("this system has no child subreaper (prctl), without which processes could be left behind")
     order = b""
@@ -369,7 +372,7 @@ def begin(control: int, become: Become) -> Trial | None:
 
 
 def main(control: int, report: int, parent: int, *, become: Become = execute) -> None:
-    """Take an order from `control`, watch its trial, write two lines to `report`: how it started and how it ended."""
+    """Read an order from `control`, watch its trial, and write two lines to `report`: at the start and at the end."""
     for descriptor in (control, report):
         os.set_inheritable(descriptor, False)
     signals = signals_as_bytes()

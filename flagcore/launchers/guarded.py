@@ -1,4 +1,4 @@
-"""Starts a trial through a guard process that ends it in any case. Imports only the standard library.
+"""Starts a trial under a guard process, which ensures its end. Imports only the standard library.
 
 The local launcher uses it in flagcore, and the agent on other hosts, where flagcore is not installed.
 """
@@ -26,7 +26,7 @@ LONGEST_WAIT_SECONDS = 86400.0
 
 
 class Limits(NamedTuple):
-    """The limits of a trial: seconds, the bytes of its processes (None: no limit), and the bytes of its folder."""
+    """The limits of a trial: seconds, bytes of memory of its processes (None: no limit), and bytes of its folder."""
 
     seconds: float
     memory_bytes: int | None
@@ -66,7 +66,7 @@ class Guarded:
         return self._report
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """Wait at most `seconds` and return the verdict, None while the trial runs."""
+        """Wait at most `seconds` and return the verdict; None if the trial still runs."""
         if self._verdict is None:
             with contextlib.suppress(TimeoutError):
                 line = self._read_line(seconds)
@@ -114,7 +114,7 @@ class Guarded:
             raise OSError(f"cannot start {program!r}: {problem}")
 
     def _read_line(self, seconds: float) -> bytes:
-        """Return the guard's next line, empty if it died without one. Raises TimeoutError."""
+        """Return the guard's next line, empty if the guard died. Raises TimeoutError."""
         deadline = time.monotonic() + min(max(seconds, 0.0), LONGEST_WAIT_SECONDS)
         poll = select.poll()
         poll.register(self._report, select.POLLIN)
@@ -129,7 +129,7 @@ class Guarded:
         return line
 
     def _end_without_guard(self) -> dict[str, Any]:
-        """End the processes that a killed guard left: those of the trial's session, and those with the marker."""
+        """End the remaining processes of a killed guard: those in the trial's session, and those with the marker."""
         sweep(self._marker, self.pid)
         seconds = time.monotonic() - self._started_at
         ended = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
@@ -139,7 +139,7 @@ class Guarded:
 
 
 def sweep(marker: str, session: int = 0) -> int:
-    """Kill all processes with a marker, and those of a session. Return how many are left."""
+    """Kill all processes with a marker, and those of a session. Return the number of remaining processes."""
     deadline = time.monotonic() + guard.GIVE_UP_SECONDS
     while (left := _marked(marker, session)) and time.monotonic() < deadline:
         for pid in left:
@@ -182,8 +182,8 @@ def start(
 ) -> Guarded:
     """Start `argv` under a guard, in `directory`, and wait until it runs.
 
-    The environment is this process's with `environment` on top, which has a MARKER. `exit.json` in `folder` will
-    record how it ended. Raises OSError if it cannot be started.
+    The environment is the one of this process, updated with `environment`, which has a MARKER. The guard writes the
+    verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
     order = _encode_order(argv, environment, directory, folder, limits)
     try:
@@ -229,7 +229,7 @@ def _encode(text: str, what: str) -> bytes:
 def _connect(spawn: Spawn, folder: str, marker: str) -> Guarded:
     """Start a guard with a pipe in each direction. Raises OSError.
 
-    No other process inherits flagcore's ends: a pipe that another trial held open would not close when flagcore dies.
+    No other process inherits flagcore's ends of the pipes. Otherwise a pipe would stay open after flagcore's death.
     """
     pipes: list[int] = []
     try:

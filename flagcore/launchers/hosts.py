@@ -1,4 +1,4 @@
-"""Starts a trial on several hosts: an agent on each, the first failure ends all, a lost host ends the trial."""
+"""Starts a trial on several hosts, with an agent on each. The first failure and a lost host end the trial."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
 
 HOSTS = "hosts"
-"""In a trial's folder: a folder of each host, with its files and logs."""
+"""Subfolder of a trial's folder with one folder per host, for its files and logs."""
 MAX_LOSSES = 2
 LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
 CLOSE_SECONDS = 2.0
 PAUSE_SECONDS = 25e-6
-"""Per host, between two looks at the messages of a running trial: thousands of heartbeats are then read together."""
+"""Pause per host between two reads of messages, so that thousands of heartbeats are read together."""
 OTHER_FILES = 64
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
-"""Variables of this shell that a trial has on every host, because no login shell sets them there."""
+"""Variables of this shell that are copied to every host, because no login shell sets them there."""
 
 
 @dataclass(kw_only=True)
@@ -39,9 +39,9 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named, if `at_hand` is true several. `hold` takes hosts
-    for this process alone, if others may use them, waits until they are there, and returns their names; it raises
-    FlagError if it cannot. `fix` is what to do if there are no hosts.
+    `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `at_hand` returns whether there are
+    several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises FlagError on
+    failure. `fix` is the advice in the message if there are no hosts.
     """
 
     name: str
@@ -51,19 +51,19 @@ class HostsLauncher:
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     fix: str = "name them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
-    """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
+    """Hosts that ran a trial. A later connection failure means that the host is lost, not that the spec is wrong."""
     lost: dict[str, str] = field(default_factory=dict)
-    """The markers of trials in which hosts were lost, by host: processes may be left there."""
+    """By lost host: the marker of the trial whose processes may still run there."""
     failures: Counter[str] = field(default_factory=Counter)
-    """How often each host was lost."""
+    """Number of losses of each host."""
     ended_at: float = -math.inf
-    """When the last trial ended, on the monotonic clock."""
+    """End of the last trial on the monotonic clock."""
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return `count` of `hosts`: the first ones, except that others replace those that were lost more often.
+        """Return the first `count` of `hosts`; further hosts replace those that were lost more often.
 
-        A host that was lost MAX_LOSSES times is left out if there are others to choose from. Raises LaunchError if too
-        few are left.
+        A host that was lost MAX_LOSSES times is excluded unless all hosts are needed. Raises LaunchError if too few
+        remain.
         """
         if len(hosts) <= count:
             return tuple(hosts)
@@ -83,11 +83,11 @@ class HostsLauncher:
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
 
-        In the words and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}` and
-        `{interface}` are replaced for each host. The files of its folder are sent to every host, and what the first
-        host writes is mirrored there, with the logs of all; `hosts/NAME` has those of the others. A host that answered
-        before and no longer does ends the trial at once. Raises LaunchError if another cannot be reached, or if one
-        cannot start the program.
+        In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}` and
+        `{interface}` are replaced for each host. The files of the trial's folder are sent to every host. The files of
+        the first host and the logs of all are copied back to it; `hosts/NAME` has the files of the others. If a host
+        that ran a trial before cannot be reached, the trial ends at once. Raises LaunchError if another host cannot be
+        reached, or if a host cannot start the program.
         """
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
@@ -139,9 +139,9 @@ class HostsRunning:
         ]
 
     def begin(self) -> None:
-        """Wait for all agents, give each its order, and wait until the program runs everywhere.
+        """Wait for all agents, send each its order, and wait until the program runs on all hosts.
 
-        What a lost trial left is ended first. Raises HostLost, or LaunchError if a host cannot start the program.
+        Processes of a lost trial are ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
         lost_markers = self.launcher.lost
         self._until(lambda each: each.hello is not None, "does not answer")
@@ -194,14 +194,14 @@ class HostsRunning:
         return self._exit
 
     def _over(self) -> bool:
-        """Whether all hosts are done, or one failed or was lost."""
+        """Whether the trial has ended on all hosts, or a host failed or was lost."""
         failed = any(each.problem or (each.exit and _failed(each.exit)) for each in self.connections)
         return failed or not any(each.open for each in self.connections)
 
     def end(self, *, asked: bool = False) -> None:
-        """End the trial on all hosts that still run it, and note how it ended.
+        """End the trial on all hosts that still run it, and set its exit record.
 
-        A host that turns out to be lost is the reason, even if the program failed on another one before.
+        A lost host is the reason, even if the program failed on another host before.
         """
         lost_connection = next((each for each in self.connections if each.problem), None)
         failed_connection = next((each for each in self.connections if each.exit and _failed(each.exit)), None)
@@ -246,7 +246,7 @@ class HostsRunning:
         )
 
     def _step(self, seconds: float) -> None:
-        """Exchange messages for at most `seconds`, and write what arrived."""
+        """Exchange messages for at most `seconds`, and write received files."""
         poll = select.poll()
         by_descriptor: dict[int, Connection] = {}
         for each in self.connections:
@@ -266,7 +266,7 @@ class HostsRunning:
             self._write(each, rank)
 
     def _write(self, connection: Connection, rank: int) -> None:
-        """Write what a host reported about its files."""
+        """Write the new content of a host's files."""
         news, connection.news = connection.news, []
         for name, at, data in news:
             in_trial_folder = rank == 0 and name not in LOGS
@@ -290,7 +290,7 @@ class HostsRunning:
                 file.write(whole + newline)
 
     def close(self) -> None:
-        """Close all channels, on which the agents end what still runs. Hosts that did not confirm that are noted."""
+        """Close all channels; the agents then end the trial. Hosts that did not confirm its end count as lost."""
         for each in self.connections:
             if each.exit is None and each.hello is not None:
                 self.launcher.lost[each.host] = self.launch.environment[MARKER]
@@ -306,7 +306,7 @@ def _failed(ended: Mapping[str, object]) -> bool:
 
 
 def _allow_files(more: int) -> None:
-    """Raise this process's limit of open files if it is too low for `more`. Raises LaunchError if that is forbidden."""
+    """Raise the limit of open files if it is too low for `more` files. Raises LaunchError above the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
     if resource.RLIM_INFINITY != soft < needed_files:
@@ -325,7 +325,7 @@ def _files(folder: str) -> dict[str, str]:
 
 
 def _order(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for one host. The agent replaces the trial's folder by its own."""
+    """Return the order for one host. The agent replaces the trial's folder by a folder on its host."""
 
     def filled(text: str) -> str:
         for name, value in values.items():

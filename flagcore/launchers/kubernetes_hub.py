@@ -1,4 +1,4 @@
-"""The hub of the kubernetes launcher: accepts connections from the pods of a job, and gives each trial its own."""
+"""The hub of the kubernetes launcher: accepts connections from the pods of a job, one for each trial."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flagcore.launchers.hub import both, serve
 from flagcore.launchers.join import CONNECT_SECONDS, keep_alive, proof, token
 
 JOIN_SECONDS = 50.0
-"""How long a channel waits for a pod to join again."""
+"""Maximum time until a pod joins again for the next trial."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Pods:
-    """The pods that joined and are free, by their names."""
+    """The connections of pods that joined and have no trial, by name."""
 
     def __init__(self) -> None:
         self.free: dict[str, Stream] = {}
@@ -46,7 +46,7 @@ class Pods:
         return {}
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a pod that knows the secret; what else connects is closed."""
+        """Accept a pod that proves the secret; close other connections."""
         try:
             name = await asyncio.wait_for(self._check(reader, writer), CONNECT_SECONDS)
         except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
@@ -95,7 +95,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(path: str) -> None:
-    """Be the hub at a socket."""
+    """Run the hub at a socket."""
     pods = Pods()
     await serve(path, pods.answer, pods.connect)
 

@@ -1,4 +1,4 @@
-"""The local launcher starts a trial on this machine, through a guard process that ends it in any case."""
+"""The local launcher starts a trial on this machine, under a guard process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flagcore.launchers.template import NO_FOLDER, Template
 
 LOG = logging.getLogger("flagcore")
 OF_ONE_TRIAL = (MARKER, "MASTER_PORT")
-"""Variables that differ from trial to trial, and that no module reads when it is imported."""
+"""Variables that differ between trials, and that no module reads on import."""
 
 
 def free_port() -> int:
@@ -55,7 +55,7 @@ class LocalRunning:
         return self._exit(self._running.stop())
 
     def _exit(self, verdict: Mapping[str, Any]) -> Exit:
-        """Return how the trial ended. Unless that was well, or as requested, nothing else comes from its template."""
+        """Return the exit record of the trial. After a failure, its template is closed."""
         ended = Exit(**verdict, warm=self._template is not None)
         if self._template and ended.ended_by != "request" and (ended.code or ended.ended_by):
             self._template.close()
@@ -63,9 +63,9 @@ class LocalRunning:
 
 
 class LocalLauncher:
-    """Starts trials on this machine, several at once if asked.
+    """Starts trials on this machine, also several at once.
 
-    One whose program may be forked comes from a template if that is idle. The template is kept for trials with the same
+    A trial with `Launch.warm` is forked from a template if it is idle. The template is kept for trials with the same
     program, environment, cores and control group, until one of them fails.
     """
 
@@ -74,14 +74,14 @@ class LocalLauncher:
     def __init__(self) -> None:
         self._template: Template | None = None
         self._template_of: object = None
-        """What the template was started for; without a template, what has none."""
+        """Program, environment, cores and control group of the template, or of a failed attempt to start one."""
 
     def start(self, launch: Launch) -> LocalRunning:
-        """Start `launch` in its own session.
+        """Start `launch` in a new session.
 
-        Its environment is flagcore's with `launch.environment` on top, and MASTER_ADDR and a free MASTER_PORT unless
-        given. `launch.json` records the launch without secrets, `exit.json` how it ended. Raises LaunchError if it
-        cannot be started.
+        Its environment is flagcore's, updated with `launch.environment`, and with MASTER_ADDR and a free MASTER_PORT
+        unless these are set. `launch.json` records the launch without secrets, `exit.json` its end. Raises LaunchError
+        if the trial cannot be started.
         """
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **launch.environment}
         if "MASTER_PORT" not in environment:
@@ -111,7 +111,7 @@ class LocalLauncher:
             self._template = self._template_of = None
 
     def _template_for(self, launch: Launch, environment: Mapping[str, str], directory: str) -> Template | None:
-        """Return an idle template for `launch`; None if there can be none now."""
+        """Return an idle template for `launch`; None if the trial has to start cold."""
         if not launch.warm or launch.argv[:2] != (sys.executable, "-m") or (self._template and self._template.busy):
             return None
         template_environment = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
@@ -131,9 +131,9 @@ LAUNCHER: Launcher = LocalLauncher()
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` for users: without limits or files, its output goes to two descriptors.
+    """Start `launch` without limits or files; its output goes to two descriptors, and it ends with this process.
 
-    It ends with this process. Raises LaunchError if it cannot be started.
+    Raises LaunchError if it cannot be started.
     """
     unlimited_launch = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: secrets.token_hex(8), **launch.environment}

@@ -8,11 +8,11 @@ import socket
 import sys
 
 REASON = b"\0"
-"""Precedes the reason why a hub closes a channel; the messages themselves are lines of JSON."""
+"""Marks the reason why a hub closes a channel; other messages are lines of JSON."""
 
 
 def main(path: str, host: str) -> int:
-    """Pass everything on until one side closes. A reason goes to stderr."""
+    """Copy data in both directions until one side closes. A reason goes to stderr."""
     with socket.socket(socket.AF_UNIX) as hub:
         hub.connect(path)
         hub.sendall(os.fsencode(host) + b"\n")

@@ -1,4 +1,4 @@
-"""The slurm launcher: agents are steps of the allocation that flagcore runs in."""
+"""The slurm launcher: agents are steps of the current allocation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def channel(host: str) -> list[str]:
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
+    """Return the hosts of this allocation; empty outside of an allocation. Raises LaunchError if Slurm does not list
+    them.
+    """
     nodelist = os.environ.get("SLURM_JOB_NODELIST")
     if not nodelist:
         return ()

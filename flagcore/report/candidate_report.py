@@ -25,7 +25,7 @@ from flagcore.report.text import (
 )
 
 SAME = 1e-9
-"""The largest relative difference of equal figures."""
+"""Maximum relative difference of equal figures."""
 
 
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
@@ -45,7 +45,7 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def _title(name: str) -> str:
-    """Return the name of a candidate (a trial, a rank of the prediction, best, baseline) at the start of a line."""
+    """Return the name of a candidate (trial, position in the prediction, best, baseline) for the start of a line."""
     kind, _space, number = name.partition(" ")
     if number.isdecimal():
         return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)

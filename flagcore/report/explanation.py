@@ -1,4 +1,4 @@
-"""A prediction in detail as text: the model, the memory of its fullest stage, and the parts of its time."""
+"""A prediction in detail as text: the model, the memory of the worst stage, and the parts of the time."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from flagcore.stages import predict
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
-"""The peak minus the components: temporaries such as those of the optimizer or, if negative, what is freed by then."""
+"""The peak minus the components: temporary memory, or a negative value if memory is freed before the peak."""
 
 MIN_SHOWN = 0.0005
-"""The least part of the memory of a device that is shown, in GiB."""
+"""Minimum size of a displayed part of the memory, in GiB."""
 
 
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
 
 
 def part_name(part: str) -> str:
-    """Return the name of a part of a step, or of a request."""
+    """Return the displayed name of a part of a step, or of a request."""
     return NAMES["parts"].get(part) or predict.part_name(part)
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
-    """Return a prediction with the parts of its model, memory and time as text, with the names of its engine."""
+    """Return a prediction as text: parts of the model, of the memory and of the time, with the labels of the engine."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
@@ -98,10 +98,10 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
-    """Return the memory of the fullest stage by component, and its totals.
+    """Return the memory of the worst stage by component, and its totals.
 
-    Components add up to static memory and activations, which need not coexist. `OTHER` is the difference to the peak,
-    so that the total adds up to the peak.
+    Components add up to static memory and activations, which need not exist at the same time. `OTHER` is the difference
+    to the peak.
     """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
@@ -205,7 +205,7 @@ def time_text(record: Mapping[str, Any]) -> str:
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the knobs of plugins: values, effects, and why a value cannot be launched."""
+    """Return the knobs of plugins: values, effects, and the reasons why values cannot be launched."""
     if not knobs:
         return ""
     rows = []

@@ -1,4 +1,4 @@
-"""Records as table, JSON, JSON lines, YAML or CSV: the same data, only tables round."""
+"""Records as table, JSON, JSON lines, YAML or CSV. Only tables round values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flagcore.i18n.width import left, pieces, right, wrapped
 BETWEEN = "  "
 """Separator of two columns of a table."""
 MIN_TEXT, MAX_WORD = 16, 40
-"""The narrowest column of wrapped text, and the longest word that is not broken, in characters."""
+"""Minimum width of a column of wrapped text, and maximum length of an unbroken word, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
-"""The width that tables must fit, None for no limit."""
+"""Maximum width of tables; None for no limit."""
 
 
 WORDS = ("status", "maturity.word", "peak_source")
@@ -71,7 +71,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
-    """Return a table of width `most`, or wider where its numbers need it."""
+    """Return a table of width `most`, or wider if its numbers need more."""
     widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
     if most is not None:
         widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
@@ -113,7 +113,7 @@ def fitted(width: int | None) -> Iterator[None]:
 
 
 def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
-    """Return the minimum width of each column: numbers uncut, text down to `MIN_TEXT` and its longest word."""
+    """Return the minimum width of each column: complete numbers, text with at least `MIN_TEXT` and its longest word."""
     min_widths = []
     for place, heading in enumerate(headings):
         longest_word = _longest_word(heading)
@@ -176,12 +176,12 @@ def _is_figure(cell: str) -> bool:
 
 
 class Notebook:
-    """A result that a notebook shows as its one-line `repr` with its text below."""
+    """A result that a notebook shows as its one-line `repr`, followed by its text."""
 
     __slots__: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Return its fields but for the knobs, which only the text uses."""
+        """Return all fields except the knobs, which only the text uses."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "knobs"}
 
     def _repr_html_(self) -> str:

@@ -59,7 +59,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
 
 
 def _side_by_side(found: Interference) -> dict[str, Any]:
-    """Return whether trials ran side by side, and how much longer one took then, as a share of its time alone."""
+    """Return whether trials ran side by side, and the slowdown as a share of the time alone."""
     return {**asdict(found), "quiet": found.quiet, "text": found.text, "message": found.text.record}
 
 

@@ -1,4 +1,4 @@
-"""Candidates, states of trials, the funnel and metrics of serving as text."""
+"""Text of candidates, states of trials, counts of combinations and serving metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flagcore.report.formats import lookup, shown
 from flagcore.report.names import NAMES
 
 Removed: TypeAlias = "tuple[str, str, int]"
-"""A stage of the funnel: its rule or nothing, its text, and how many it removed."""
+"""A stage of the search space: its rule or an empty text, its name, and the number of candidates that it removed."""
 
 
 def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
@@ -38,7 +38,7 @@ def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], l
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
-    """Return how many combinations each rule eliminated, a line per rule; states of trials once any ran."""
+    """Return the number of combinations that each rule eliminated, one line per rule, and the states of trials."""
     illegal, states = ([(f"  {name}", -number) for _, name, number in some] for some in funnel_stages(counts, fidelity))
     rows = [(_("combinations"), counts.combinations), *illegal, (_("candidates"), counts.candidates), *states]
     rows.append((_("untried"), counts.untried))
@@ -51,13 +51,15 @@ def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def lost_repeats(result: Mapping[str, Any]) -> dict[int, str]:
-    """Return the states of the repeats of a result that gave no measurement, by number."""
+    """Return the states of a result's repeats without a measurement, by number."""
     repeats = result.get("repeats") or ()
     return {each["number"]: each["state"] for each in repeats if each["state"] != TrialState.MEASURED.value}
 
 
 def drift_text(noise: Mapping[str, Any]) -> str:
-    """Return a warning that the machine got faster or slower during the run (`noise` of a result), or nothing."""
+    """Return a warning that the machine became faster or slower during the run (`noise` of a result), or an empty
+    text.
+    """
     if not noise.get("drifted") or noise.get("drift") is None:
         return ""
     return _(
@@ -68,7 +70,9 @@ def drift_text(noise: Mapping[str, Any]) -> str:
 
 
 def cold_start_text(noise: Mapping[str, Any]) -> str:
-    """Return a warning that a cold trial ran faster or slower than warm ones (`noise` of a result), or nothing."""
+    """Return a warning that a cold trial ran faster or slower than warm trials (`noise` of a result), or an empty
+    text.
+    """
     if not noise.get("cold_start_differs"):
         return ""
     return _(
@@ -79,7 +83,7 @@ def cold_start_text(noise: Mapping[str, Any]) -> str:
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
-    """Return a note on repeats without a measurement, which the funnel does not count; none without any."""
+    """Return a note on repeats without a measurement, which are not part of the counts, or an empty text."""
     states = [_("trial {number} {state}", number=number, state=state_name(state)) for number, state in lost.items()]
     if not states:
         return []
@@ -94,14 +98,14 @@ def repeats_text(lost: Mapping[int, str]) -> list[str]:
 
 
 def state_name(state: str, fidelity: str = RUN) -> str:
-    """Return the name of a state of trials of one fidelity."""
+    """Return the displayed name of a state of trials at a fidelity."""
     if fidelity == PROBE and state == TrialState.MEASURED.value:
         return _("probed")
     return _(state.replace("_", " "))
 
 
 def search_time_text(time: SearchTime) -> str:
-    """Return how long a search may take."""
+    """Return a text with the upper bound for the time of a search."""
     text = _("At most {trials} trials and {repeats} repeats", trials=time.trials, repeats=time.repeats)
     if time.steps_s is not None:
         text += ", " + _("~{time} of steps", time=duration_text(time.steps_s))
@@ -109,7 +113,7 @@ def search_time_text(time: SearchTime) -> str:
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
-    """Return what a plan assumes, its implementation first."""
+    """Return the assumed implementation and settings of a plan as text."""
     implementation, *settings = assumed.items()
     settings_texts = [name if value is True else f"{name}={value}" for name, value in settings]
     return _(
@@ -120,12 +124,12 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
 
 
 def scaled_text(seconds: float) -> str:
-    """Return what a step was scaled from."""
+    """Return the measured time from which a step was scaled, as text."""
     return _("scaled from {seconds} s of a shortened step", seconds=shown(seconds))
 
 
 def duration_text(seconds: float) -> str:
-    """Return seconds in seconds, minutes or hours."""
+    """Return a duration as text in seconds, minutes or hours."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -171,12 +175,12 @@ def value_text(value: object) -> str:
 
 
 def stop_reason(result: Mapping[str, Any]) -> str:
-    """Return why the run of a result.json stopped, in the selected language; empty if it has not."""
+    """Return why the run of a result.json stopped, in the selected language; empty while it is in progress."""
     return from_record(result.get("stopped_because") or "", result.get("stopped_message"))
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:
-    """Return the knob of a name, a bare one for a name that no installed engine or plugin has."""
+    """Return the knob with a name; for an unknown name, a knob without further fields."""
     return knobs.get(name) or Knob(name=name)
 
 
@@ -186,7 +190,7 @@ def details(flag: str, knobs: Knobs) -> list[str]:
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Return the layers of each pipeline stage as text, equal neighbours once."""
+    """Return the layers of each pipeline stage as text; equal neighbors are joined."""
     runs = [(count, len(list(equal))) for count, equal in groupby(layers)]
     return ", ".join(f"{number} x {count}" if number > 1 else str(count) for count, number in runs)
 
@@ -202,7 +206,7 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
-    """Return headings and keys of the knobs that differ between records or are not neutral, and of all sizes."""
+    """Return headings and keys of knobs that differ between records or are not neutral, and of all sizes."""
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
     shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
@@ -216,12 +220,12 @@ def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
 
 
 def _is_set(knob: Knob, value: object) -> bool:
-    """Return whether a value is not the neutral one; False is that of a knob without any."""
+    """Return whether a value is not neutral. Without a neutral value, None and False are neutral."""
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
 FEWEST = {"p99": 100, "p90": 10}
-"""The least number of requests for which a percentile is not their maximum."""
+"""Minimum number of requests for which a percentile is not their maximum."""
 SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
 
@@ -291,7 +295,7 @@ def load_text(point: Mapping[str, Any]) -> str:
 
 
 def at_load(text: str, load: str) -> str:
-    """Return a figure with the load that it was measured at, if there are several."""
+    """Return a figure with the load of its measurement, if there are several load points."""
     return _("{value} at {load}", value=text, load=load) if load else text
 
 

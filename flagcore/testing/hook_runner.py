@@ -1,4 +1,4 @@
-"""Imports a plugin and calls its hooks in a separate process, and reports side effects.
+"""Imports a plugin and calls its hooks in a separate process; reports side effects.
 
 `python -m flagcore.testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
 `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
@@ -73,7 +73,7 @@ def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]
 
 
 def _observe(call: Callable[[], object]) -> dict[str, object]:
-    """Make a call and return its side effects."""
+    """Call a function and return its side effects."""
     state, threads = process_state(), threading.active_count()
     error_text, start = "", time.monotonic()
     with _captured_output() as file:
@@ -93,7 +93,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
 
 
 def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each hook with the arguments that the core gives it, once for each chip and each engine."""
+    """Yield each hook with the arguments of the core, once per chip and engine."""
     yield "flagcore_chips", {}
     yield "flagcore_devices", {}
     yield "flagcore_maturity", {}
@@ -114,7 +114,7 @@ def _frozen(arguments: Mapping[str, object]) -> dict[str, bytes]:
 
 @contextmanager
 def _captured_output() -> Iterator[IO[bytes]]:
-    """Take what is written to stdout and stderr meanwhile, by Python or below it."""
+    """Capture the output to stdout and stderr within this context, also of native code and child processes."""
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         sys.stderr.flush()

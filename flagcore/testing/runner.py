@@ -1,4 +1,4 @@
-"""Runs the conformance kit on plugins, each in a separate process: a crash there is a failed check."""
+"""Runs the conformance kit on plugins, each in a separate process. A crash of the process is a failed check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flagcore.testing.package import read_source
 SECONDS = 600.0
 """Time limit of all checks of one plugin."""
 CHECK_SECONDS = 90.0
-"""Time limit of one check: far more than any takes that waits for a tool."""
+"""Time limit of one check, far above the time of checks that wait for a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Checked:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The counts, and the failures with what to do."""
+        """The counts, and the failures with their fixes."""
         failures = [{key: result[key] for key in ("check", "message", "fix")} for result in self.of("failed")]
         counts = {state: len(self.of(state)) for state in ("passed", "failed", "skipped")}
         return {"name": self.name, "version": self.version, **counts, "failures": failures}
@@ -56,9 +56,9 @@ class _Target:
 
 
 def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
-    """Check plugins by their name or by the folder of their pyproject.toml; without any, all that are installed.
+    """Check plugins by name or by the folder of their pyproject.toml; without targets, all installed plugins.
 
-    A pyproject.toml that names no plugin is a failed check. Raises UsageError for what is neither.
+    A pyproject.toml without a plugin is a failed check. Raises UsageError for other targets.
     """
     targets_found = [each for target in targets or sorted(installed(plugins.GROUP).points) for each in _found(target)]
     at_once = max(1, min(4, os.cpu_count() or 1))
@@ -106,7 +106,7 @@ def _checked(targets: Sequence[_Target]) -> list[Checked]:
 
 
 def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
-    """Return the results, and a failure of the check in which the process ended or hung."""
+    """Return the results, and a failure for the check during which the process ended or hung."""
     exceeded = _exceeded(report, process)
     records = _read(report)
     results = [record for record in records if "state" in record]
@@ -126,7 +126,7 @@ def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> 
 
 
 def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
-    """Wait for the process. Return the limit in seconds that it exceeded, for all checks or for one, if any."""
+    """Wait for the process. Return the exceeded time limit in seconds (of all checks or of one check), if any."""
     start = last_output = time.monotonic()
     size = 0
     while True:

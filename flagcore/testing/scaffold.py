@@ -1,4 +1,4 @@
-"""Starts a plugin for a new vendor: a whole distribution from the template of `flagcore.vendorkit`."""
+"""Creates a plugin for a new vendor: a complete distribution from the template of `flagcore.vendorkit`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = ".tmpl"
 
 
 def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None, directory: str = ".") -> Path:
-    """Write `directory`/flagcore-NAME and return it. Raises UsageError for a name that cannot be one, or is taken."""
+    """Write `directory`/flagcore-NAME and return it. Raises UsageError for an invalid or existing name."""
     _check_name(name)
     vendor, chip = vendor or name.capitalize(), chip or f"{name[0].upper()}1"
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*", vendor, re.ASCII):

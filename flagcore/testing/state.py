@@ -19,12 +19,12 @@ import numpy as np
 
 
 def process_state() -> dict[str, object]:
-    """Return all of it, by its name in messages; values are only for comparison with each other."""
+    """Return the state by its name in messages. The values are only for comparisons."""
     return {what: read() for what, read in PARTS.items()}
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return what changed, with the names of environment variables."""
+    """Return the names of changed parts of the state, with the names of changed environment variables."""
     changed_names = [what for what in before if before[what] != after[what]]
     return [
         f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in changed_names

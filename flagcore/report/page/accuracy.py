@@ -23,7 +23,7 @@ def accuracy(run: RunData) -> Section | None:
 
 
 def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """Return the measured figure of a trial, and the predicted one with its interval."""
+    """Return the measured figure of a trial, and the predicted figure with its interval."""
     key = "objective" if run.serves else "step_time_s"
     prediction = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]
     seconds = seconds_of(trial) if trial["measured"] else None

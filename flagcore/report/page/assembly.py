@@ -1,4 +1,4 @@
-"""The sections of a report page in their order, and its last ones: environment and facts of chips."""
+"""The sections of a report page in order, including environment and facts of chips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bottleneck of the best configuration, and the knobs that would help."""
+"""The bottleneck of the best configuration, and changes that reduce it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flagcore.report.page.run import Record, RunData, number
 from flagcore.report.text import knob_of, state_name, value_text, values_text
 
 MAX_CHANGES = 8
-"""The most changes to list."""
+"""Maximum number of listed changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The bottleneck of a candidate: its name, the key of its figure in a prediction, and the heading of a column."""
+    """The bottleneck of a candidate: its name, the key of its figure in a prediction, and its column heading."""
 
     name: str
     key: str
@@ -28,7 +28,7 @@ class _Limit:
 
 
 def improvements(run: RunData) -> Section | None:
-    """Return the bottleneck of the best and changes that reduce it; None without a best or its predicted time."""
+    """Return the bottleneck of the best and changes that reduce it; None without a best or a predicted time."""
     if run.best is None or lookup(run.best["predicted"], "step_time_s.value") is None:
         return None
     limit, knobs = _limit(run.best["predicted"]), run.insight.get("knobs") or []
@@ -114,7 +114,7 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
 
 
 def _changes_one_knob(change: Record, run: RunData) -> bool:
-    """Return whether a candidate differs in one knob, and in others only where they detail that one."""
+    """Return whether a candidate differs in one knob only, or also in knobs that detail this knob."""
     changed_knobs = change["differs"]
     return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
 
@@ -132,7 +132,7 @@ def _key(candidate: Record) -> str:
 
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
-    """Return, for each value of each knob, how much slower the fastest predicted candidate with it is."""
+    """Return, for each value of each knob, the slowdown of the fastest predicted candidate with this value."""
     least = min(_seconds(value) for knob in knobs for value in knob["values"])
     spans = [(knob, [_seconds(value) / least - 1.0 for value in knob["values"]]) for knob in knobs]
     spans.sort(key=lambda span: -max(span[1]))
@@ -180,7 +180,7 @@ def _seconds(value: Record) -> float:
 
 
 def _ranges(run: RunData, spans: Sequence[tuple[Record, Sequence[float]]]) -> dict[str, Any]:
-    """Return a line per knob from its least to its largest figure."""
+    """Return a line per knob from its smallest to its largest figure."""
     x = [each for _, slower in spans for each in (min(slower), max(slower), None)]
     names = [knob_of(str(knob["knob"]), run.knobs).title for knob, _ in spans]
     y = [each for name in names for each in (name, name, None)]

@@ -1,5 +1,8 @@
-"""The data of a report that is not in result.json. It needs the predictions of the whole space, which are available at
-the end of a run, but not later, on another machine, or with other plugins."""
+"""The data of a report that is not in result.json.
+
+It needs the predictions of the whole space. They are available at the end of a run, but not on another machine or with
+other plugins.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ CHUNK = 1 << 16
 
 @dataclass(slots=True)
 class _Value:
-    """The fastest row with a value of a knob, and the fastest of those that differ least from the best."""
+    """The fastest row with a value of a knob, and the fastest of the rows that are nearest to the best."""
 
     count: int = 0
     fastest: tuple[float, int] = (np.inf, -1)
@@ -125,10 +128,11 @@ class _Value:
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
-    """Return for each knob with several values what each value costs, among candidates predicted to fit.
+    """Return two candidates for each value of each knob with several values, among candidates that are predicted to
+    fit.
 
-    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of those in which the fewest
-    knobs differ from row `best`. Candidates without a predicted time are ignored.
+    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of the candidates that differ
+    from row `best` in the fewest knobs. Candidates without a predicted time are ignored.
     """
     space, own = problem.space, {knob: int(code[0]) for knob, code in problem.space.columns(np.array([best])).items()}
     knobs: dict[str, dict[int, _Value]] = {knob: {} for knob in own}

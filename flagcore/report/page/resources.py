@@ -17,12 +17,12 @@ from flagcore.report.page.run import Record, RunData, number
 
 LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
-"""The key of a level in a measurement, where it is another."""
+"""Keys of levels that have another name in a measurement."""
 GIB = 2**30
 
 
 def memory(run: RunData) -> Section | None:
-    """Return the memory of a device of each stage of the best; None without a best."""
+    """Return the memory of one device per stage of the best; None without a best."""
     if run.best is None:
         return None
     prediction = run.best["predicted"].get("memory") or {}
@@ -95,7 +95,7 @@ def _components(stages: Sequence[Record], labels: Labels) -> Table:
 
 
 def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
-    """Return the memory of the fullest device: allocated, reserved, in use, capacity."""
+    """Return the memory of the device with the highest use: allocated, reserved, in use, capacity."""
     if not predicted:
         return Text(_("There is no prediction of memory."))
     measurement = best["measured"] or {}
@@ -111,7 +111,7 @@ def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
-    """Return the largest measured figures of the ranks of each stage; ranks are in the order of stages."""
+    """Return the maximum of the measured figures over the ranks of each stage; ranks are in the order of stages."""
     found: list[dict[str, float]] = [{} for _ in range(count)]
     ranks = run.metrics(run.best).get("ranks") if run.best and run.best["measured"] else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:
@@ -188,7 +188,7 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
 
 
 def _measured(run: RunData, trial: Record) -> list[Any]:
-    """Return the medians of the measured parts of a step, over the steps after warm-up; empty without them."""
+    """Return the medians of the measured parts of a step after the warm-up; empty without a measurement."""
     count, steps = lookup(trial, "measured.step_time_s.n"), run.metrics(trial).get("steps")
     if not count or not isinstance(steps, list) or trial["fidelity"] != "run" or not run.labels.measured_parts:
         return []

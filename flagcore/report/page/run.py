@@ -24,9 +24,9 @@ from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
-"""The most lines, and bytes, of the end of a log."""
+"""Maximum number of lines, and of bytes, of the end of a log."""
 MAX_FILE = 1 << 20
-"""The most bytes of a file that is shown."""
+"""Maximum size of a displayed file in bytes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 Record = Mapping[str, Any]
@@ -36,9 +36,9 @@ Record = Mapping[str, Any]
 class RunData:
     """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
 
-    `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings
-    that come first. `secrets` are values that must not be shown. `knobs` are those of the task,
-    `labels` those of its engine.
+    `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings at
+    the top of the page. `secrets` are values that must not be shown. `knobs` are those of the task, `labels` those of
+    its engine.
     """
 
     result: Record
@@ -52,7 +52,7 @@ class RunData:
 
     @classmethod
     def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:
-        """Return a run with its secrets removed: pages are shared."""
+        """Return a run without its secrets, because users share reports."""
         data = {"result": redact_data(result, secrets), "insight": redact_data(insight, secrets)}
         return cls(**data, secrets=tuple(secrets), **rest)
 
@@ -126,7 +126,7 @@ class RunData:
         return [trial, *(each for each in same_candidate if each["number"] != trial["number"])]
 
     def broken_limits(self, trial: Record) -> str:
-        """Return the limits that a trial, or else its repeats, exceeded; empty without any."""
+        """Return the limits that a trial, or else its repeats, exceeded; empty if none."""
         by_trial = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
         if own := by_trial.pop(trial["number"]):
             return own
@@ -137,7 +137,7 @@ class RunData:
 
     @property
     def nearest(self) -> Record | None:
-        """The trial nearest to the limits if none is within them: by the median of its runs, of two the worse."""
+        """The trial nearest to the limits if none meets them, by the median of its runs (of two runs, the worse)."""
         if self.best is not None or not self.limits:
             return None
         ranked = []
@@ -203,7 +203,7 @@ def configuration(run: RunData, trial: Record) -> str:
 
 
 def seconds_of(trial: Record) -> float | None:
-    """Return the measured step time of a trial, of an estimate the predicted one."""
+    """Return the measured step time of a trial; for an estimate, the predicted step time."""
     key = "predicted.step_time_s.value" if trial["state"] == "predicted" else "measured.step_time_s.median"
     return number(lookup(trial, key))
 
@@ -234,7 +234,7 @@ def tail(file: Path) -> str:
 
 
 def text_file(file: Path, secrets: Collection[str] = ()) -> str:
-    """Return a text file without `secrets` and what looks like one; empty if it is missing or too large."""
+    """Return a text file without `secrets` and texts in the form of secrets; empty if it is missing or too large."""
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
@@ -243,7 +243,7 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
 
 
 def json_file(file: Path) -> Record:
-    """Return the object in a JSON file, an empty one if it cannot be read."""
+    """Return the object in a JSON file; empty if it cannot be read."""
     try:
         data = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""How the rules reduced the search space, and the course of the search."""
+"""The reduction of the search space by rules, and the progress of the search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flagcore.report.text import Removed, funnel_stages, lost_repeats, repeats_t
 
 
 def progress(run: RunData) -> Section | None:
-    """Return the best so far over time; None if nothing ran."""
+    """Return the best so far over time; None without trials."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
     course = _course(run)

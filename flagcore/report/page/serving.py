@@ -51,7 +51,7 @@ _Point = tuple[Record, Record, float, float]
 
 
 def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
-    """Yield output tokens per second against a latency, a marker per load point."""
+    """Yield traces of output tokens per second against a latency, with one marker per load point."""
     measured: list[_Point] = [
         (trial, point, x, y)
         for trial in run.trials
@@ -125,9 +125,9 @@ def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A trial of the best or of the baseline, or a repeat of it (`again`).
+    """A trial of the best or the baseline, or a repeat (`again`).
 
-    `values` are ascending quantiles of a latency in seconds, a list for each time the load ran.
+    `values` are ascending quantiles of a latency in seconds, one list per repetition of the load.
     """
 
     who: str
@@ -155,7 +155,7 @@ def _distributions(run: RunData) -> Iterator[Block]:
 
 
 def _trials(run: RunData) -> Iterator[tuple[str, bool, Record]]:
-    """Yield the best, or else the trial nearest to the limits, and the baseline, each followed by its repeats."""
+    """Yield the best (or else the trial nearest to the limits) and the baseline, each followed by its repeats."""
     first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
     for who, trial in (first, (_("baseline"), run.baseline)):
         is_other_trial = (
@@ -166,7 +166,7 @@ def _trials(run: RunData) -> Iterator[tuple[str, bool, Record]]:
 
 
 def _runs(run: RunData, latency: str) -> Iterator[_Run]:
-    """Yield the saved quantiles of the load point that decided for the best."""
+    """Yield the saved quantiles of the load point by which the best was rated."""
     place = _deciding_point(run.best or run.nearest)
     for who, again, trial in _trials(run):
         if place < len(points_of(trial)):
@@ -175,7 +175,7 @@ def _runs(run: RunData, latency: str) -> Iterator[_Run]:
 
 
 def _deciding_point(best: Record | None) -> int:
-    """Return the index of the load point whose figures are those of the measurement."""
+    """Return the index of the load point with the figures of the measurement."""
     figures = lookup(best or {}, "measured.figures") or {}
     keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
     matches = (all(point.get(key) == figures.get(key) for key in keys) for point in (points_of(best) if best else ()))

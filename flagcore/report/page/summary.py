@@ -1,4 +1,4 @@
-"""The summary: the best configuration, its speedup and uncertainty, and how to start it."""
+"""The summary: the best configuration, its speedup with the uncertainty, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from flagcore.report.text import (
 )
 
 MAX_RIVALS = 5
-"""The most candidates to list that do not differ significantly from the best."""
+"""Maximum number of listed candidates that do not differ significantly from the best."""
 
 
 def summary(run: RunData) -> Section:
-    """Return the first section."""
+    """Return the section of the summary."""
     blocks: list[Block] = [Text(note, warning=True) for note in run.notes]
     best = run.best
     if best is None:
@@ -59,7 +59,7 @@ def summary(run: RunData) -> Section:
 
 
 def stopped(run: RunData) -> list[Text]:
-    """Return why the run stopped; nothing while it is in progress."""
+    """Return why the run stopped; empty while it is in progress."""
     because = stop_reason(run.result)
     return [Text(_("Stopped: {reason}.", reason=because))] if because else []
 
@@ -168,7 +168,7 @@ def _gain(run: RunData, best: Record) -> Cell:
 
 
 def _load_of(run: RunData, best: Record) -> str:
-    """Return the load of the figures of the best; empty for training, and if it has one load point."""
+    """Return the load at which the best was rated; empty for training, and if it has one load point."""
     name, points = figure_name(run.objective), points_of(best)
     best_figures = lookup(best, f"measured.figures.{name}")
     loads = [load_text(point) for point in points if lookup(point, name) == best_figures]
@@ -176,7 +176,7 @@ def _load_of(run: RunData, best: Record) -> str:
 
 
 def _without_limits(run: RunData, best: Record) -> str:
-    """Return the figures of the fastest load point of all trials, and the limits that it exceeded."""
+    """Return the figures of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
     unlimited = [
         (seconds(run.objective, float(value)), trial, point)

@@ -1,4 +1,4 @@
-"""The pipeline schedule as a timeline: which device runs which pass of which micro-batch, and when."""
+"""The pipeline schedule as a timeline: the passes of micro-batches on each device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flagcore.report.page.run import RunData
 
 KINDS = NAMES["passes"]
 MAX_PASSES = 4200
-"""The most passes in a timeline: more are indistinguishable, and slow in browsers."""
+"""Maximum number of passes in a timeline: more are indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
-"""The most passes to simulate for the idle time of stages; a longer step is represented by the drawn part."""
+"""Maximum number of passes to simulate for the idle time of stages; the drawn part represents longer steps."""
 MAX_NUMBERED = 300
-"""The most passes that have an outline and the number of their micro-batch."""
+"""Maximum number of passes for outlines and numbers of micro-batches."""
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
@@ -41,8 +41,9 @@ def pipeline(run: RunData) -> Section | None:
 
 
 def fewest(passes: Passes, most: int) -> int | None:
-    """Return how many micro-batches show the start, the middle and the end of a step; None if that needs more than
-    `most` passes."""
+    """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
+    `most` passes.
+    """
     count = len(passes.forward_s)
     number = min(passes.microbatches, max(2 * count, 8))
     if passes.virtual > 1:
@@ -141,7 +142,7 @@ def _idle(passes: Passes, counted: int, idle: float) -> list[str]:
 
 
 def _durations(passes: Passes, counted: int, step: float) -> list[str]:
-    """Return the simulated duration of a step, and that of the engine's formula."""
+    """Return the simulated duration of a step, and the duration by the engine's formula."""
     if counted < passes.microbatches:
         return []
     formula = shown(passes.predicted_s)

@@ -1,4 +1,4 @@
-"""A sortable table of every trial, and the end of its logs."""
+"""A sortable table of all trials, and the ends of their logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trials(run: RunData) -> Section:
 
 
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
-    """Return a row per trial; the `whole` table has durations and reasons, and no empty columns."""
+    """Return a table with one row per trial; the `whole` table has durations and reasons, and omits empty columns."""
     if run.serves:
         figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
     else:

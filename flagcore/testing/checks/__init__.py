@@ -1,4 +1,4 @@
-"""All that every plugin keeps to: one function a check, by subject. A check's name is true of a good plugin."""
+"""The checks of the kit, by subject: one function per check. The name of a check is true for a valid plugin."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ MODULES = (
     *(trials, detection, shipped, packaging),
 )
 CHECKS: tuple[Check, ...] = tuple(check for each in MODULES for check in _checks(each))
-"""The kit, in the order in which it is run. The first checks whether the plugin loads."""
+"""The checks in order of execution. The first checks whether the plugin loads."""

@@ -46,7 +46,7 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "pruning_rules_are_valid": lambda plugin: [(task,) for task in plugin.tasks()],
 }
-"""The arguments with which each check asks its hook."""
+"""The arguments of the hook in each check."""
 
 
 def _made(name: str) -> Check:

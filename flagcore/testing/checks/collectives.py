@@ -1,4 +1,4 @@
-"""Topologies and collectives: the levels over which devices communicate, time, and the share of the compute."""
+"""Topologies and collectives: communication levels, times, and the share of compute that collectives use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory models, kernel times, and the files that these are from."""
+"""Memory models, kernel times, and their files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.testing.examples import group_of
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 
 LEAST_BYTES = 2**20
-"""Less is a figure in MiB or GiB."""
+"""Minimum number of bytes; a smaller figure is in MiB or GiB."""
 IDLE_SHARE = 0.25
 """Maximum share of a device's memory for context, libraries and collective buffers."""
 

@@ -1,5 +1,6 @@
-"""Detection of devices: with the tool, without it, with a broken one, and from transcripts. Fake tools are
-executables."""
+"""Detection of devices: with the tool, without it, with a broken tool, and from transcripts. Fake tools are
+executables.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def _tools(plugin: Subject) -> tuple[str, ...]:
 
 
 def _extra(plugin: Subject, script: str, when: str) -> Problems:
-    """Yield a device that is found where the tools run `script`, which prints nothing about this vendor's devices."""
+    """Yield each device that is found although the tools run `script`, which prints no devices of this vendor."""
     own_devices = fakes.without_tools(plugin)
     devices = fakes.devices(plugin, dict.fromkeys(_tools(plugin), script), when)
     if more := [device for device in devices if device not in own_devices]:
@@ -149,9 +150,9 @@ def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
 
 
 PIECES = 36
-"""Truncated and garbled variants of all transcripts together; each has at least six."""
+"""Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
 SLOW_SECONDS = 1.0
-"""A detection that takes this long is tried on fewer variants."""
+"""For a slower detection, fewer variants are tried."""
 
 
 @check()
@@ -230,7 +231,7 @@ def _whole(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], in
 def _tried(
     plugin: Subject, transcript: Transcript, texts: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[str, tuple[Device, ...]]]:
-    """Yield the devices that are found in each text, after words for the text. Raises BadPlugin."""
+    """Yield a description of each text, and the devices that are found in it. Raises BadPlugin."""
     for how, text in texts:
         location = f"{FOLDER / transcript.name}, {how}"
         yield location, fakes.devices(plugin, {transcript.tool: fakes.prints(text)}, location)

@@ -1,4 +1,4 @@
-"""Engines: whether and how they run, which values do not work, and knobs that the plugin adds."""
+"""Engines: support, rejected values, and knobs of the plugin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Supported = tuple[str, Chip, str, EngineSupport]
 
 
 def _supports(plugin: Subject) -> list[Supported]:
-    """Return each answer after the words that begin a message about it, the chip and the engine."""
+    """Return the start of messages, the chip, the engine and the answer for each chip and engine."""
     plugin.implements("flagcore_engine_support")
     supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
     answered = [
@@ -82,7 +82,7 @@ def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answ
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
-    """Return whether a knob, a key of the job or a setting of an engine can have these values."""
+    """Return whether these values are valid for a knob, a key of the job or a setting of an engine."""
     where, _, name = key.rpartition(".")
     if key == "precision":
         return set(values) <= set(PRECISIONS)

@@ -96,7 +96,7 @@ def several_nodes_keep_single_node_variables(plugin: Subject) -> Problems:
 
 
 def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
-    """Return the names of another plugin's vendor; none if its devices are plain CPUs."""
+    """Return the names of another plugin's vendor; empty if its devices are plain CPUs."""
     is_cpu = plugin.others.engine_support(chip, "megatron").device_type == "cpu"
     return () if is_cpu else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
 

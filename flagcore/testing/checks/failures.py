@@ -92,7 +92,7 @@ def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
 
 
 def _slow(plugin: Subject) -> str:
-    """Return the first slow pattern, tried in another process; empty if there is none."""
+    """Return the first slow pattern, tried in a separate process; empty if there is none."""
 
     def tried() -> str:
         patterns = [pattern.pattern for pattern in _patterns(plugin)]
@@ -108,6 +108,6 @@ def _slow(plugin: Subject) -> str:
 
 
 def _ready(plugin: Subject) -> None:
-    """Raise Skip where a pattern takes too long to be tried."""
+    """Raise Skip if a pattern is too slow to be tried."""
     if _slow(plugin):
         raise Skip("a pattern takes too long to be tried on lines")

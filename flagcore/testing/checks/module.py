@@ -1,4 +1,4 @@
-"""The plugin itself: that it loads, what it imports, and that its answers are reproducible."""
+"""The module of the plugin: loading, imports, and reproducible answers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
 
 
 def _stable(chip: Chip) -> object:
-    """Return the values that must not change; figures, such as this machine's clock, may."""
+    """Return the values that must not change between calls. Figures, such as this machine's clock, may change."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
 
 

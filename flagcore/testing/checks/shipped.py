@@ -14,11 +14,11 @@ from flagcore.vendorkit.scope import Scope, applying
 from flagcore.vendorkit.variables import read_variables
 
 MARK = "TODO"
-"""Marks a placeholder in files of `flag plugins new`."""
+"""Mark of a placeholder in files of `flag plugins new`."""
 
 
 def _entries(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
-    """Yield each entry of a file that may be restricted, after words for its place."""
+    """Yield the location and the content of each entry that may be restricted to chips or engines."""
     quirks = read_quirks(plugin.package)
     for section in fields(quirks):
         for place, each in enumerate(getattr(quirks, section.name)):
@@ -126,12 +126,12 @@ def _claims(plugin: Subject) -> tuple[Claim, ...]:
 
 
 def _chips_of(plugin: Subject, *words: str) -> set[str]:
-    """Return the chips of the claims with one of some words, in small letters as the folders of their costs."""
+    """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
     claims = (claim for claim in _claims(plugin) if any(word in claim.what for word in words))
     return {name.casefold() for claim in claims for name in claim.chips}
 
 
 def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:
-    """Return the folders of costs that have a file, one that does not contain the text `without`."""
+    """Return the folders of costs with a file that does not contain the text `without`."""
     files = plugin.package_folder.glob(f"costs/*/{file}")
     return {path.parent.name for path in files if without not in path.read_text("utf-8")}

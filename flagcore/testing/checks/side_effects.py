@@ -16,11 +16,11 @@ from flagcore.testing.hook_runner import DRIVERS
 from flagcore.testing.kit import Problem, Problems, Subject, check
 
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
-"""Variables that the other process has."""
+"""Environment variables of the separate process."""
 IMPORT_SECONDS = 5.0
 """Time limit of the import, without flagcore's own imports."""
 SECONDS = 15.0
-"""Time limit of a hook; a command calls it once a chip."""
+"""Time limit of a hook. A command calls it once per chip."""
 TOTAL_SECONDS = 120.0
 """Time limit of all hooks together."""
 Record = dict[str, Any]
@@ -89,7 +89,7 @@ def hooks_write_no_files(plugin: Subject) -> Problems:
 
 
 def _imported(plugin: Subject) -> list[Record]:
-    """Return the record of the import; none if the import ended the process, which another check reports."""
+    """Return the record of the import; empty if the import ended the process, which another check reports."""
     return _records(plugin)[0][:1]
 
 
@@ -136,7 +136,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    """Yield the packages that are imported with the module, with their lines."""
+    """Yield the packages that the module imports on load, with their lines."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)

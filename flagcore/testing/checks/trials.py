@@ -1,4 +1,4 @@
-"""Trials: telemetry, candidates that are not worth one, and changes to a launch."""
+"""Trials: telemetry, pruning rules, and changes to a launch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "load_average": (0, 1e5),
     "throttled": (0, 1),
 }
-"""Range of each figure; a name ends in its unit."""
+"""Range of each figure; names end in the unit."""
 Sample = tuple[Device, Mapping[str, float]]
 
 
 def _samples(plugin: Subject) -> list[Sample]:
-    """Return a reading of each device of this machine, or else of the first transcript with known chips."""
+    """Return a reading of each device of this machine, or else of each device of the first transcript with known
+    chips.
+    """
     plugin.implements("flagcore_telemetry")
     samples = plugin.once("samples", lambda: _read(plugin))
     if not samples:
@@ -105,7 +107,7 @@ Ruled = tuple[PruningRule, Space, Predictions]
 
 
 def _rules(plugin: Subject) -> list[Ruled]:
-    """Return each rule with the candidates of the task that it is for."""
+    """Return each rule with the candidates of its task."""
     plugin.implements("flagcore_pruning_rules")
     return plugin.once("pruning rules", lambda: _ruled(plugin))
 
