@@ -62,7 +62,7 @@ def explain_command(
 
 @click.command("compare")
 @click.argument("two", nargs=-1, metavar="A B")
-@click.option("--spec", type=click.Path(), metavar="SPEC", help="Take A and B from this spec.")
+@click.option("--spec", type=click.Path(), metavar="SPEC", help="Compare two candidates of this spec.")
 @options.chip()
 @options.output
 @options.plugins

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 )
 @options.chip()
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
-@click.option("--explain", metavar="ID", help="Show one in detail: number in the list, baseline, or the id of a job.")
+@click.option(
+    "--explain", metavar="ID", help="Show one candidate in detail: number in the list, baseline, or the id of a job."
+)
 @options.output
 @options.plugins
 def estimate_command(
@@ -48,7 +50,7 @@ def estimate_command(
     if explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
-        raise click.UsageError(_("give either SPEC or --jobs FILE"))
+        raise click.UsageError(_("either SPEC or --jobs FILE is required"))
     if jobs is not None and chip is not None:
         raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
     if jobs is not None and _is_set("top"):

@@ -122,7 +122,7 @@ def tree(command: F) -> F:
 
     decorated: Any = with_source
     for add in (
-        click.option("--config-name", metavar="NAME", help="Top-level file of that config."),
+        click.option("--config-name", metavar="NAME", help="Top-level file of the config."),
         click.option("--config-path", metavar="DIR", help="Read a config of another tuner instead of SPEC."),
         click.argument("overrides", nargs=-1),
         click.argument("spec", required=False, type=click.Path(path_type=str)),

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     help="Candidate to probe: number in the list of `flag estimate`, baseline, or knobs as name=value,...",
 )
 @click.option(
-    "--top", type=click.IntRange(1), default=1, show_default=True, help="Probe the N fastest predicted.", metavar="N"
+    "--top",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Probe the N fastest predicted candidates.",
+    metavar="N",
 )
 @click.option(
     "--rank",
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     multiple=True,
     metavar="R",
-    help="Global rank to probe (repeatable) [default: the most informative].",
+    help="Global rank to probe (repeatable) [default: the most informative ranks].",
 )
 @options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(

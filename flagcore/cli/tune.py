@@ -85,8 +85,8 @@ def tune_command(
 def run_command(run: str) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
-    Training replaces this process: the built-in trial program trains `train_iters` steps on generated tokens; your
-    `train.command` is started without the flags that shorten a trial.
+    Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
+    command of Megatron-LM is printed, for you to complete.
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """

@@ -139,7 +139,7 @@ class Connection:
         self.last_input = time.monotonic()
         *lines, self.received = (self.received + data).split(b"\n")
         if len(self.received) > MAX_LINE_BYTES:
-            self.problem = "sent a line without end"
+            self.problem = "sent a line above the maximum length"
         for line in lines:
             if self.open:
                 self._take(line)

@@ -359,7 +359,7 @@ def signals_as_bytes() -> int:
 def begin(control: int, become: Become) -> Trial | None:
     """Read an order and start its trial; None if the order is incomplete because flagcore died. Raises OSError."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
-        raise OSError("this system has no child subreaper (prctl), without which processes could be left behind")
+        raise OSError("this system has no child subreaper (prctl), so processes of a trial could survive")
     order = b""
     size = int.from_bytes(os.read(control, 8), "little")
     while len(order) < size and (piece := os.read(control, size - len(order))):

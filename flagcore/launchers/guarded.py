@@ -107,7 +107,7 @@ class Guarded:
             message = json.loads(self._read_line(START_SECONDS) or b"{}")
         except TimeoutError:
             self._guard.kill()
-            message = {"problem": f"the guard process did not answer in {START_SECONDS:.0f} s"}
+            message = {"problem": f"the guard process did not respond within {START_SECONDS:.0f} s"}
         self.pid = message.get("first", 0)
         if not self.pid:
             problem = message.get("problem", f"the guard process died; see {self._folder}/stderr.log")

@@ -49,7 +49,7 @@ class HostsLauncher:
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
     at_hand: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
-    fix: str = "name them in cluster.hostfile"
+    fix: str = "list them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
     """Hosts that ran a trial. A later connection failure means that the host is lost, not that the spec is wrong."""
     lost: dict[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class HostsLauncher:
         usable_hosts = [host for host in hosts if self.failures[host] < MAX_LOSSES]
         if len(usable_hosts) < count:
             lost_hosts = ", ".join(host for host in hosts if host not in usable_hosts)
-            raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are left: {lost_hosts} cannot be used")
+            raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are usable: {lost_hosts} cannot be used")
         best = sorted(usable_hosts, key=lambda host: self.failures[host])[:count]
         replacements = iter([host for host in best if host not in hosts[:count]])
         return tuple(host if host in best else next(replacements) for host in hosts[:count])
@@ -144,7 +144,7 @@ class HostsRunning:
         Processes of a lost trial are ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
         lost_markers = self.launcher.lost
-        self._until(lambda each: each.hello is not None, "does not answer")
+        self._until(lambda each: each.hello is not None, "does not respond")
         for each in self.connections:
             if each.host in lost_markers:
                 each.send(sweep=lost_markers[each.host])
@@ -213,7 +213,7 @@ class HostsRunning:
             self._step(0.2)
         for each in running_hosts:
             if each.open:
-                each.problem = "does not end its part of the trial"
+                each.problem = "does not end its processes of the trial"
         lost_connection = lost_connection or next(
             (each for each in running_hosts if each.problem), None
         )  # the cause of what failed elsewhere
@@ -235,7 +235,7 @@ class HostsRunning:
             return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
         exit_record = (first.exit if first else None) or (ends[0] if ends else None)
         if exit_record is None:
-            return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host answered")
+            return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host responded")
         seconds = max(float(each["duration_s"]) for each in ends)
         ended_by = (
             "request" if asked and exit_record["ended_by"] is None and exit_record["code"] else exit_record["ended_by"]

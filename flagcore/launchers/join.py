@@ -30,7 +30,7 @@ def token() -> bytes:
     """Return the secret. Raises ValueError if it is missing or short."""
     secret = os.environ.get(TOKEN, "").strip()
     if len(secret) < MIN_TOKEN:
-        raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it by a Kubernetes Secret")
+        raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it with a Kubernetes Secret")
     return secret.encode()
 
 
@@ -85,7 +85,7 @@ def _joined(host: str, port: int, key: bytes, name: str) -> socket.socket:
         answer = {"host": name, "nonce": mine, "proof": proof(key, "host", theirs, mine, name)}
         connection.sendall(json.dumps(answer).encode() + b"\n")
         if not hmac.compare_digest(_line(connection), proof(key, "controller", mine, theirs, name)):
-            raise ValueError("the controller does not know the secret")
+            raise ValueError("the controller has another secret")
         connection.settimeout(None)
     except BaseException:
         connection.close()

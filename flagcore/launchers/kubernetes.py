@@ -31,7 +31,7 @@ def hold(hosts: Sequence[str]) -> tuple[str, ...]:
     names = [_name(host) for host in hosts if not _is_this(host)]
     port = os.environ.get(PORT_VARIABLE, str(PORT))
     if not port.isdecimal():
-        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not the number of a port; leave it out")
+        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not a port number; omit it or use a number")
     HUB.ask(JOIN_SECONDS + 10, names=names, port=int(port), seconds=JOIN_SECONDS)
     return tuple(hosts)
 

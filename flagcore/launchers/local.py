@@ -34,7 +34,7 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
     except OSError as error:
-        fix = "free some, or give MASTER_PORT in the trial's environment"
+        fix = "free a port, or set MASTER_PORT in the trial's environment"
         raise LaunchError(f"no free TCP port on 127.0.0.1: {error.strerror}; {fix}") from error
 
 

@@ -15,7 +15,7 @@ def channel(host: str) -> list[str]:
     """Return the command that starts an agent on `host` as a step. Raises LaunchError outside an allocation."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
-        raise LaunchError("not inside a Slurm allocation: run `flag tune` by salloc or sbatch")
+        raise LaunchError("not inside a Slurm allocation: run `flag tune` with salloc or sbatch")
     step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--input=all"]
     return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
 

@@ -80,7 +80,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
 def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
     predicted, objective = account["predicted"], account["objective"]
     if predicted is None:
-        yield _("Predicted: nothing, the engine would reject it.")
+        yield _("No prediction, because the engine would reject it.")
         return
     step = predicted.get("step_time_s")
     memory = predicted["memory"]
@@ -138,7 +138,7 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         names["faster"] = names["fastest"]
         del several["fastest"]
     if not several and account["state"] not in ("open", "ran"):
-        yield _("No change helps: no allowed candidate is left.")
+        yield _("No change is possible: no allowed candidate is left.")
     elif own is not None and not account["changes"].keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if several:

@@ -125,7 +125,7 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
     )
     return "\n".join(
         [
-            _("Memory of a device of pipeline stage {number} (fullest):", number=memory["worst_stage"]),
+            _("Memory of a device of pipeline stage {number} (highest):", number=memory["worst_stage"]),
             table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
             "",
             *([line] if line else []),

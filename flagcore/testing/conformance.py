@@ -50,4 +50,4 @@ class PluginConformance:
         if not devices:
             pytest.skip("no device of this vendor on this machine")
         for device in devices:
-            assert subject.loaded.find_chip(device.chip) is not None, f"no chip answers to {device.chip!r}"
+            assert subject.loaded.find_chip(device.chip) is not None, f"no chip has the name {device.chip!r}"

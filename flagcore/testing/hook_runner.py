@@ -88,7 +88,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
         output = file.read().decode("utf-8", "replace").strip()
     changes = changed(state, process_state())
     if threading.active_count() > threads:
-        changes.append("threads: one is left running")
+        changes.append("threads: a thread still runs")
     return {"seconds": seconds, "printed": output, "changed": changes, "raised": error_text}
 
 

@@ -330,7 +330,7 @@ def run(check: Check, subject: Subject) -> Result:
         reason = one_line(error)
         if isinstance(error, SpecError) and subject.is_reported(reason):
             return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
-        fix = fix_of(reason) or "the plugin raised this: correct it, or return None for what is unknown"
+        fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
         return Result(check=name, state="failed", message=reason, fix=fix)
     if not problems:
         return Result(check=name, state="passed")

@@ -115,12 +115,12 @@ def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> 
         current_check = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
         if exceeded:
             outcome = f"it took more than {exceeded:.0f} s"
-            fix = "let no hook wait without a limit of time, and no pattern repeat what repeats"
+            fix = "limit the time of every wait, and do not nest repetitions in patterns"
         else:
             status = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
             outcome = f"{status} ended the process"
-            fix = "ask native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
-        message = f"{each.name}: {outcome} during this check; the checks after it did not run"
+            fix = "call native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
+        message = f"{each.name}: {outcome} during this check; later checks did not run"
         results.append({"check": current_check, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
 

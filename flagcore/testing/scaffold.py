@@ -29,7 +29,7 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
         hint = f"; name it {word}" if word else ""
         raise UsageError(f"--chip {chip!r} must be one word of Latin letters, digits, '-', '.', '+' and '_'{hint}")
     if owner := plugins.load_plugins().owner(chip):
-        raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; give the name of yours")
+        raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; use the name of your chip")
     folder = Path(directory) / f"flagcore-{name}"
     if folder.exists():
         raise UsageError(f"{folder} exists already; give another NAME or --directory, or remove it")
@@ -57,15 +57,15 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]{,39}", name) or name.endswith("_") or keyword.iskeyword(name):
         raise UsageError(
-            f"NAME {name[:60]!r} must be at most 40 small letters, digits and '_', begin with a letter, "
+            f"NAME {name[:60]!r} must be at most 40 lower-case letters, digits and '_', begin with a letter, "
             "not end with '_', and be no keyword"
         )
     points = installed(plugins.GROUP).points
     if name in points:
         distribution = origin(points[name][0]).metadata["Name"]
-        raise UsageError(f"NAME {name!r} is a plugin that is installed already (from {distribution}); give another one")
+        raise UsageError(f"NAME {name!r} is an installed plugin (from {distribution}); use another name")
     if f"flagcore_{name}" in sys.modules or name in ("core", "testing"):
-        raise UsageError(f"NAME {name!r} is taken; give another one")
+        raise UsageError(f"NAME {name!r} is taken; use another name")
 
 
 def _rendered(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:

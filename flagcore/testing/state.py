@@ -74,7 +74,7 @@ PARTS: Mapping[str, Callable[[], object]] = {
     "time limit of sockets": socket.getdefaulttimeout,
     "mode of new files": _umask,
     "limit of recursion": sys.getrecursionlimit,
-    "processors of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+    "CPU affinity of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
     "garbage collector": gc.isenabled,
     "builtins": lambda: sorted(set(vars(builtins)) - {"_"}),
 }

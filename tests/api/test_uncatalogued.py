@@ -89,7 +89,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(SPEC))
-    with pytest.raises(NoDevice, match="is not known to any installed plugin"):
+    with pytest.raises(NoDevice, match="is not supported by any installed plugin"):
         api.estimate(spec)
     device = Device(index=0, chip="Weird 9000", memory_bytes=2 << 30)
     words = {"version": "2.10.0", "kind": "cpu", "backend": "gloo"}

@@ -129,7 +129,7 @@ def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) ->
     explanation = flag("explain", spec, "tp=2, mbs=1")
     assert explanation.code == 0
     assert "does_not_fit: " in explanation.out
-    assert explanation.out.endswith("No change helps: no allowed candidate is left.\n")
+    assert explanation.out.endswith("No change is possible: no allowed candidate is left.\n")
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
@@ -287,7 +287,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
     journal = project.run_dir / "journal.log"
     saved = journal.read_text()
     for name, old, new, message in (
-        ("recompute_method", "null", '"sometimes"', "is of another version"),
+        ("recompute_method", "null", '"sometimes"', "was written by another version"),
         ("recompute_method", "null", "NaN", "not a valid value"),
         ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
         ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is not a finite number"),

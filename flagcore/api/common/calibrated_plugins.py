@@ -158,7 +158,7 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
         return None
     name = Counter(device.chip for device in unknown_devices).most_common(1)[0][0]
     if torch_report is None:
-        problem = _("no installed plugin lists {chip}, and torch finds no accelerator here", chip=name)
+        problem = _("no installed plugin lists {chip}, and torch finds no accelerator on this machine", chip=name)
         raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
     same_chip = tuple(device for device in unknown_devices if device.chip == name)
     memory = min((device.memory_bytes for device in same_chip if device.memory_bytes), default=None)

@@ -86,7 +86,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
             raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
         given |= values
     if not given:
-        raise UsageError(_("{text!r} names no knob; {knobs}", text=text[:MOST], knobs=_knobs(axes, knobs)))
+        raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MOST], knobs=_knobs(axes, knobs)))
     return given
 
 

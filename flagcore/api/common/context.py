@@ -139,7 +139,7 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 axis.encode(value)
             except ValueError:
                 names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
-                text = _("{folder} is of another version: trial {number} has {knob} = {value}", **names)
+                text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
 
 

@@ -201,7 +201,7 @@ def _with_hosts(spec: Spec) -> Spec:
     hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         section = "serve" if isinstance(spec.work, ServeSpec) else "train"
-        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
+        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
         raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
@@ -233,7 +233,7 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
         if isinstance(name, str) and name != AUTO and not any(chip.has_name(name) for chip in chips):
-            problem, fix = _("is not known to any installed plugin"), unknown_chip_hint(name, chips)
+            problem, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
             yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
 
 

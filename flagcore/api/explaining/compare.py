@@ -156,7 +156,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
     specs = [side.snapshot.task.spec for side in (a, b)]
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
-        raise UsageError(_("{a} and {b} cannot be compared: one trains, the other serves", **places))
+        raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     gap, sure = _gap(a, b)
     both_predicted = a.report.predicted and b.report.predicted
     predictions = [(side.report.predicted if both_predicted else None) or {} for side in (a, b)]
@@ -239,7 +239,7 @@ def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         return illegal
     first, second = a.predicted_s, b.predicted_s
     if not first or not second:
-        return [_("the time of one or both is unknown")]
+        return [_("at least one time is unknown")]
     expected = second / b.unit / (first / a.unit) - 1.0
     lines = []
     if sure != PREDICTED:

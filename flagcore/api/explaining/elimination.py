@@ -34,8 +34,8 @@ RAN, OPEN = N_("ran"), N_("open")
 """States of a candidate: a rule of the engine forbids it; the spec does not list it; a rule removed it; it ran; it may
 be tried."""
 LEGAL = {
-    True: N_("it would be legal, and fit"),
-    False: N_("it would be legal, but not fit"),
+    True: N_("it would be legal, and would fit"),
+    False: N_("it would be legal, but would not fit"),
     None: N_("it would be legal; whether it would fit is unknown"),
 }
 """Text for a candidate outside the space, by whether it is predicted to fit."""

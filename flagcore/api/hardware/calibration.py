@@ -95,7 +95,7 @@ def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any
         try:
             found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunError(_("the measurement ended without a result: {reason}", reason=error)) from None
+            raise RunError(_("the measurement has no result: {reason}", reason=error)) from None
     return found
 
 

@@ -188,7 +188,7 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         if not content:
             yield _("{path} is missing", path=path)
         elif first.files.get(path) not in (content, ""):
-            yield _("{path} differs from that of {host}", path=path, host=first.host)
+            yield _("{path} differs from the one on {host}", path=path, host=first.host)
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
@@ -197,7 +197,7 @@ def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
         if abs(report.clock_s) > MAX_CLOCK_SECONDS:
             yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")
         if report.devices is None and not report.problem:
-            yield _("{host}: flagcore is not installed there, so its devices are not checked", host=report.host)
+            yield _("{host}: flagcore is not installed on this host, so its devices are not checked", host=report.host)
 
 
 def _names(report: HostReport) -> str:

@@ -64,10 +64,10 @@ def import_history(
     """
     path, (name, data) = Path(file), spec_data(spec)
     if len(engines_of(data)) > 1:
-        raise UsageError(_("{file} names several engines: give a spec of the one that was tuned", file=name))
+        raise UsageError(_("{file} names several engines: use a spec with the tuned engine only", file=name))
     tool = plugins.importer(importer)
     if not isinstance(tool, HistoryReader):
-        raise UsageError(_("{tool} has no history that can be imported", tool=tool.title))
+        raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
     problem, workload = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
@@ -160,7 +160,7 @@ class _Rows:
         if row.engine is not None and row.engine != task.spec.work.engine:
             raise UsageError(_("its engine is {engine}, not {wanted}", engine=row.engine, wanted=task.spec.work.engine))
         if row.split:
-            raise UsageError(_("the numbers of layers of its first or last stage are not knobs; see train.settings"))
+            raise UsageError(_("the layers of the first and the last stage are not knobs; see train.settings"))
         known_values = {knob: value for knob, value in row.knobs.items() if knob in knobs}
         values = {
             knob: value for knob, value in known_values.items() if value is not None or knobs[knob].neutral is None

@@ -87,7 +87,7 @@ def probe(
     if not any(each.measured or each.out_of_memory for each in probed):
         last_rank = probed[-1].ranks[-1]
         failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
-        raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=failure))
+        raise EveryTrialFailed(_("no rank has a result; the last one: {reason}", reason=failure))
     return [_probed_record(problem, prober, each) for each in probed]
 
 

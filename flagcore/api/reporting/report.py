@@ -32,7 +32,7 @@ from flagcore.store.directory import write
 
 REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
-DIFFERENT = N_("This machine predicts the best differently than the run did: details of its prediction are omitted.")
+DIFFERENT = N_("This machine predicts another time for the best than the run: details of the prediction are omitted.")
 SAME = 1e-6
 """Maximum relative difference between equal predictions of a candidate."""
 
@@ -100,14 +100,16 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
             )
         if understood is None:
             notes.append(
-                _("{count} more trials have ended since this result.", count=new_trials) if new_trials > 0 else ""
+                _("{count} more trials have ended since the result was written.", count=new_trials)
+                if new_trials > 0
+                else ""
             )
             notes.append("" if insight_data else _("Details of predictions are omitted: {reason}", reason=why))
         elif not found or new_trials > 0:
             task, space = understood.task, understood.problem.space
             plan = summarize(task, space, understood.pruned, understood.search_state, "", understood.problem.knobs)
             found, insight_data = result(plan, str(folder)), {}
-            notes.append(_("This run is in progress, or was killed: the report covers the trials that have ended."))
+            notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
         if understood is not None and not insight_data:
             insight_data = _predicted_again(understood, found)
             notes.append("" if insight_data else _(DIFFERENT))

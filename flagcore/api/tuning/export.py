@@ -149,7 +149,7 @@ def run_best(
         os.chdir(folder)
         program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
         text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
-        warn([_("the command of the best of {run}: add {missing}", run=run_dir, missing=missing) if missing else text])
+        warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
         os.execvpe(program, argv, {**defaults, **os.environ, **environment})
     except (OSError, ValueError, TypeError, IndexError) as error:
         names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
@@ -197,8 +197,8 @@ def _as_json(launch: Launch, hidden: Hidden) -> str:
 
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
-OWN_SCRIPT = "# Runs your script; the program that it starts has the best values in place of its own."
-FROZEN = "# What your script starts. Values that it computes, such as dates, ports and ranks, are those of the tuning."
+OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
+FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
 """File beside `launch.json`, readable by its owner only: the secrets of best.sh that this shell does not have."""
 
@@ -280,7 +280,7 @@ def listing(plan: Plan, launch: Launch) -> str:
 def secrets_script(hidden: Hidden) -> str:
     """Return a shell script that sets the secrets which this shell does not have."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
-    return "\n".join(["# Secrets of the best configuration: not to be handed on.", *lines]) + "\n"
+    return "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
 
 
 def shell_quoted(word: str, variables: Mapping[str, str]) -> str:

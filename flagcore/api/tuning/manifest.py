@@ -47,9 +47,9 @@ def manifest(
     name = name or _name(place.stem)
     claim, _colon, mount = (volume or "").partition(":")
     if not NAME.fullmatch(name):
-        raise UsageError(_("--name = {name!r}: give at most 40 small letters, digits and dashes", name=name))
+        raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
     if volume is not None and not (claim and mount.startswith("/")):
-        raise UsageError(_("--volume = {volume}: give CLAIM:PATH, such as data:/data", volume=volume))
+        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
     platform = load_snapshot(place, None, without).problem.platform
     limits, count = _limits(platform), platform.task.cluster.groups[0].nodes
     hosts = KINDS[kind].hosts(name, count)
@@ -69,12 +69,12 @@ def _limits(platform: Platform) -> Mapping[str, int]:
     """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
     groups, support = platform.task.cluster.groups, platform.support
     if len(groups) > 1:
-        raise UsageError(_("a job for several kinds of chips is not supported: its pods are equal"))
+        raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
     group: NodeGroup = groups[0]
     if support.shared_devices:
         return {"cpu": group.devices_per_node}
     if support.kubernetes is None:
-        raise UsageError(_("no installed plugin knows the Kubernetes resource of {chip}", chip=group.chip.name))
+        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
     each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
     return {support.kubernetes.name: -(-group.devices_per_node // each)}
 
@@ -99,12 +99,12 @@ def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
     """Return the pods of a training job: each runs the command of the best, with its own rank. Raises UsageError."""
     launch = saved_launch(run)
     if launch["ready"]:
-        raise UsageError(_("the best of {run} is a server, which is no job", run=run))
+        raise UsageError(_("the best of {run} is a server; only training jobs are supported", run=run))
     if launch["missing"]:
-        text = _("the command of the best of {run} lacks {missing}; give a complete train.command", run=run, **launch)
+        text = _("the command of the best of {run} lacks {missing}; set a complete train.command", run=run, **launch)
         raise UsageError(text)
     if secrets_in_arguments(launch["argv"]):
-        raise UsageError(_("the command of the best of {run} has a secret; give it in a variable", run=run))
+        raise UsageError(_("the command of the best of {run} contains a secret; pass it in a variable", run=run))
     port, count = RENDEZVOUS["MASTER_PORT"], str(len(hosts))
     first = hosts[0] if len(hosts) > 1 else RENDEZVOUS["MASTER_ADDR"]
     rank_variables = {"NNODES": count, "MASTER_ADDR": first, "MASTER_PORT": port}

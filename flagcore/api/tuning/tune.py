@@ -211,7 +211,7 @@ class _EngineRun:
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
-            warn([_("later runs will not learn from this one: {reason}", reason=error)])
+            warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
 
 
@@ -249,7 +249,7 @@ def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
             if last_trial
             else ""
         )
-        raise EveryTrialFailed(_("none of {count} trials gave a measurement", count=len(plan.trials)) + reason)
+        raise EveryTrialFailed(_("none of {count} trials has a measurement", count=len(plan.trials)) + reason)
 
 
 WINNERS = ("best", "best.sh", "best.yaml")

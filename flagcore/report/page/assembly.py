@@ -83,7 +83,9 @@ def chips(run: RunData) -> Section:
     """Return the facts of the chips behind the predictions, each with its source."""
     blocks: list[Block] = []
     if run.insight.get("kernels_guessed"):
-        text = _("The kernels of this chip are not measured: times are predicted from its peaks, with wider intervals.")
+        text = _(
+            "The kernels of this chip were not measured: times are predicted from its peak rates, with wider intervals."
+        )
         blocks.append(Text(text, warning=True))
     for chip in run.insight.get("chips") or []:
         rows = [_fact(fact) for fact in chip["facts"]]
@@ -102,7 +104,7 @@ def chips(run: RunData) -> Section:
         if chip.get("notes"):
             blocks.append(Text(str(chip["notes"])))
     if not blocks:
-        blocks.append(Text(_("This run has no facts of the chip.")))
+        blocks.append(Text(_("This run has no facts about the chip.")))
     return Section(anchor="chips", title=_("Chip facts and sources"), blocks=tuple(blocks))
 
 

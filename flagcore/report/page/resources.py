@@ -79,7 +79,9 @@ def _by_stage(stages: Sequence[Record], measured: Sequence[Mapping[str, float]],
     headings = [_("stage"), *(f"~{labels.components.get(part, part)}" for part in parts)]
     headings += [f"~{_(text)}" for text in LEVELS.values()]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    caption = _("GiB per device of each stage. Components need not coexist, so they may not add up to the peak")
+    caption = _(
+        "GiB per device of each stage. Components may exist at different times, so their sum may differ from the peak"
+    )
     return table(caption, headings, rows)
 
 
@@ -97,7 +99,7 @@ def _components(stages: Sequence[Record], labels: Labels) -> Table:
 def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
     """Return the memory of the device with the highest use: allocated, reserved, in use, capacity."""
     if not predicted:
-        return Text(_("There is no prediction of memory."))
+        return Text(_("The memory was not predicted."))
     measurement = best["measured"] or {}
     levels = {**LEVELS, "capacity_gib": N_("capacity")}
     rows = [
@@ -106,7 +108,7 @@ def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
     ]
     caption = _("Fullest device, GiB")
     if len(stages) > 1:
-        caption = _("Fullest device (stage {number}), GiB", number=predicted["worst_stage"])
+        caption = _("Device with the highest memory (stage {number}), GiB", number=predicted["worst_stage"])
     return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
 
 

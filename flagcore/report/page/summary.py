@@ -52,7 +52,7 @@ def summary(run: RunData) -> Section:
     for line, numbers in (run.result.get("slow_devices") or {}).items():
         trials = ", ".join(map(str, numbers))
         blocks.append(
-            Text(_("Slow device, which delays all others: {line} (trial {trials}).", line=line, trials=trials))
+            Text(_("Slow device, which delays all other devices: {line} (trial {trials}).", line=line, trials=trials))
         )
     blocks += [Text(_("Note: {note}.", note=note)) for note in run.result.get("notes") or ()]
     return Section(anchor="summary", title=_("Summary"), blocks=(*blocks, *stopped(run)))

@@ -127,7 +127,7 @@ def _limit(trial: Mapping[str, Any]) -> str | None:
 def _short(trial: Mapping[str, Any]) -> str | None:
     shortened = trial.get("shortened")
     return shortened and _(
-        "{part} of {whole} samples; x {scale} (80%: {low} to {high}) is a whole step, by the predictions",
+        "{part} of {whole} samples; predicted factor to a whole step: {scale} (80%: {low} to {high})",
         part=shortened["global_batch_size"],
         **{name: shown(shortened[name]) for name in ("whole", "scale", "low", "high")},
     )

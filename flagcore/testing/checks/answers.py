@@ -12,7 +12,7 @@ from flagcore.testing.examples import FOREIGN_CHIP, questions
 from flagcore.testing.kit import Check, Problems, Subject, check
 
 
-@check("return None unless chip.vendor is yours")
+@check("return None for chips of other vendors")
 def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
     for hook, arguments in questions(FOREIGN_CHIP):
         try:

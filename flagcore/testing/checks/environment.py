@@ -66,7 +66,7 @@ def variables_are_documented(plugin: Subject) -> Problems:
 @check("return the variables of environment.yaml there, as VendorPlugin does")
 def documented_variables_are_set(plugin: Subject) -> Problems:
     if plugin.failed("flagcore_environment"):
-        raise Skip("flagcore_environment gives no usable answer")
+        raise Skip("flagcore_environment has no valid answer")
     for chip, engine, variables in _environments(plugin):
         for each in _set_on(plugin, chip, engine):
             is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)

@@ -45,7 +45,7 @@ def failure_examples_match(plugin: Subject) -> Problems:
     if not failures:
         raise Skip("quirks.yaml has no failures")
     if plugin.failed("flagcore_failure_patterns"):
-        raise Skip("flagcore_failure_patterns gives no usable answer")
+        raise Skip("flagcore_failure_patterns has no valid answer")
     if plugin.chips:
         _ready(plugin)
     for place, each in enumerate(failures):

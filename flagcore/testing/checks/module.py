@@ -36,14 +36,14 @@ def imports_only_public_modules(plugin: Subject) -> Problems:
                 yield f"{path.name}:{line} imports {name}"
 
 
-@check("compute it from the arguments only")
+@check("compute the answer from the arguments only")
 def answers_are_reproducible(plugin: Subject) -> Problems:
     first, second = (
         _answers(plugin, loaded) for loaded in (plugin.loaded, LoadedPlugins.of({plugin.name: plugin.hooks}))
     )
     for hook, answer in first.items():
         if answer != second[hook]:
-            yield f"{hook} gives another answer the second time"
+            yield f"{hook} returns another answer on the second call"
 
 
 @check("use plain dicts and tuples")

@@ -71,7 +71,7 @@ def peaks_match_memory_bandwidth(chip: Chip) -> Problems:
     rate, (low, high) = chip.memory_bandwidth_bytes_per_second, OPERATIONS_PER_BYTE
     for name, peak in chip.dense_flops_per_second.items():
         if rate and name in ("bf16", "fp16") and not low <= peak.value / rate.value <= high:
-            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic"
+            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations per byte of memory traffic"
 
 
 @check("give bytes, not bits, that one device sends in one direction", each=chips)
@@ -167,7 +167,7 @@ def _peak_problem(chip: Chip, name: str) -> str:
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value
     if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
-        return f"is {peak / rate.value:.0f} operations a byte of memory traffic, more than any known chip"
+        return f"is {peak / rate.value:.0f} operations per byte of memory traffic, more than any known chip"
     if "fp32" in peaks and peak > OVER_FP32 * peaks["fp32"].value:
         return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than any known chip"
     for narrow in ("fp8", "int8"):

@@ -32,7 +32,7 @@ def entries_name_known_engines_and_chips(plugin: Subject, where: str, scope: Sco
     fix = f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml"
     unknown = {*scope.engines} - {*plugin.engines} | {*scope.chips} - {chip.name for chip in plugin.chips}
     for word in unknown:
-        yield Problem(f"{where} is for {word!r}, which is unknown", fix)
+        yield Problem(f"{where} is for the unknown {word!r}", fix)
 
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")
@@ -40,7 +40,7 @@ def quirks_are_used(plugin: Subject) -> Problems:
     if not plugin.quirks.refused:
         raise Skip("quirks.yaml refuses nothing")
     if plugin.failed("flagcore_engine_support"):
-        raise Skip("flagcore_engine_support gives no usable answer")
+        raise Skip("flagcore_engine_support has no valid answer")
     for chip, engine in plugin.pairs():
         refused_values = plugin.loaded.engine_support(chip, engine).refused
         for quirk in applying(plugin.quirks.refused, chip, engine, None, kind_of(engine)):

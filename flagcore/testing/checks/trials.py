@@ -137,7 +137,7 @@ def pruning_rules_leave_candidates(rule: PruningRule, space: Space, predictions:
     if pruned_rows.broken_rules:
         yield Problem(
             f"flagcore_pruning_rules: {'; '.join(map(str, pruned_rows.broken_rules))}",
-            "return an array of booleans, one a candidate, computed from the columns of knobs",
+            "return an array of booleans, one per candidate, computed from the columns of knobs",
         )
     elif not pruned_rows.open_rows.size:
         yield Problem(
