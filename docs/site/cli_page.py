@@ -34,7 +34,7 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
 
 def _block(name: str) -> str:
     if name == "common options":
-        return _table(_shared().values())
+        return _table(_shared_options().values())
     path = tuple(name.split()[1:])
     return "\n".join(_command(path, dict(commands(flag))[path]))
 
@@ -48,7 +48,7 @@ def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
         subcommands = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
         rows = [(f"`{name}`", _first_sentence(below)) for name, below in subcommands if below]
         yield f"\n{_table(rows, ('command', 'what it does'))}"
-    shared_options = _shared()
+    shared_options = _shared_options()
     records = _records(command, context)
     own_options = [
         (spelling, text) for key, (spelling, text) in records.items() if shared_options.get(key) != (spelling, text)
@@ -75,7 +75,7 @@ def _records(command: click.Command, context: click.Context) -> dict[str, tuple[
     return records
 
 
-def _shared() -> dict[str, tuple[str, str]]:
+def _shared_options() -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     all_commands = dict(commands(flag))
     for name in SHARED_FROM:

@@ -112,8 +112,10 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         rows += fact_rows or [[chip.name, "no published values", "", ""]]
     yield table(["chip", "fact", "value", "source"], rows)
     quirks = read_quirks(package)
-    engines = [[f"all that {kind}", "all chips", _works(each), ""] for kind, each in read_engines(package).items()]
-    engines += [[*_scope(each), _reported(each), source(each.source)] for each in quirks.support]
+    engines = [
+        [f"all that {kind}", "all chips", _support_text(each), ""] for kind, each in read_engines(package).items()
+    ]
+    engines += [[*_scope(each), _reported_text(each), source(each.source)] for each in quirks.support]
     yield from _section("Engines", ["engines", "applies to", "status", "source"], engines)
     rejected = [
         [
@@ -156,13 +158,13 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
 
 
-def _works(support: EngineSupport) -> str:
+def _support_text(support: EngineSupport) -> str:
     """Return the support of a kind of engine, with torch's device type and backend."""
     reason = f": {support.reason}" if support.reason else ""
     return f"{STATUS[support.support]}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
 
 
-def _reported(report: Report) -> str:
+def _reported_text(report: Report) -> str:
     word = "" if report.works is None else "works: " if report.works else "does not work: "
     return f"{word}{report.reason}"
 

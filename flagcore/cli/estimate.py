@@ -53,10 +53,10 @@ def estimate_command(
         raise click.UsageError(_("either SPEC or --jobs FILE is required"))
     if jobs is not None and chip is not None:
         raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
-    if jobs is not None and _is_set("top"):
+    if jobs is not None and _is_given("top"):
         raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
     if jobs is not None:
-        form = form if _is_set("form") or explain is not None else "jsonl"
+        form = form if _is_given("form") or explain is not None else "jsonl"
         with options.language_of(form):
             _estimate_jobs(jobs, explain, form, without)
         return
@@ -66,7 +66,7 @@ def estimate_command(
     _estimate_spec(spec, data, chip, top, explain, form, without)
 
 
-def _is_set(option: str) -> bool:
+def _is_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
@@ -112,7 +112,14 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.text import assumed_text, candidate_columns, candidate_line, funnel, search_time_text
+    from flagcore.report.text import (
+        assumed_text,
+        candidate_columns,
+        candidate_line,
+        funnel,
+        search_time_text,
+        slo_text,
+    )
 
     number = _number(explain)
     estimate = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
@@ -133,19 +140,27 @@ def _estimate_spec(
         )
         return
     if form == "table":
+        if estimate.unmet:
+            options.say(estimate.unmet + "\n")
         if any("step_time_s" in each for each in estimate.candidates):
             options.say(_("Fastest predicted candidates on {hardware}:", hardware=hardware))
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=hardware))
     figures = "predicted_serving" if any("objective" in each for each in estimate.candidates) else "predicted"
     columns = {"#": "number", **candidate_columns(estimate.candidates, estimate.knobs), **options.columns(figures)}
-    options.show_records(estimate.candidates, form, columns)
+    candidates = [
+        {**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in estimate.candidates
+    ]
+    if form == "table" and any("slo" in each for each in candidates):
+        columns |= {"SLO": "slo_text"}
+    options.show_records(candidates if form == "table" else estimate.candidates, form, columns)
     if form == "table":
         if estimate.assumed:
             options.show("\n" + assumed_text(estimate.assumed))
-        options.say(
-            "\n" + candidate_line(_("baseline"), estimate.baseline, estimate.knobs) + "\n\n" + funnel(estimate.counts)
-        )
+        lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
+        if estimate.defaults:
+            lines.append(candidate_line(_("without options"), estimate.defaults, estimate.knobs))
+        options.say("\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=estimate.runs))
         if estimate.search:
             options.say("flag tune: " + search_time_text(estimate.search))

@@ -15,6 +15,7 @@ from flagcore.contracts.platform import Costs, KeepsProcesses, Launcher, OnHosts
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
+    Defaults,
     EndsEarly,
     Installed,
     InstalledVersion,
@@ -50,6 +51,7 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "Costs",
+    "Defaults",
     "EndsEarly",
     "Event",
     "History",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 EngineArg: TypeAlias = bool | int | float | str | None
@@ -62,6 +62,10 @@ class Load:
     warmup: int = 0
     seed: int = 0
 
+    def at(self, key: str, value: float) -> Load:
+        """Return the load with another `concurrency` or `request_rate`."""
+        return replace(self, concurrency=int(value)) if key == "concurrency" else replace(self, request_rate=value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSpec:
@@ -71,7 +75,8 @@ class ServeSpec:
     directory or a GGUF file; None can be predicted but not run. `command` starts one server in `directory`; None is the
     engine's own program. `cards` is the maximum number of devices of a candidate; None: all. `engine_version` None is
     the installed one. Each load point is sent `repeats` times, by flagcore's client or, with one load point, by the
-    command `client`, which writes a `report`.
+    command `client`, which writes a `report`. `highest` is `request_rate` or `concurrency` if a trial searches for the
+    highest one that keeps the SLO; that of the only load is then the maximum.
     """
 
     engine: str
@@ -87,3 +92,4 @@ class ServeSpec:
     repeats: int = 1
     client: tuple[str, ...] | None = None
     report: str = "report.json"
+    highest: str | None = None

@@ -136,7 +136,7 @@ class Agent:
         free_bytes = space.f_bavail * space.f_frsize
         self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free_bytes, **machine})
         self.connected = True
-        self.take(b"")
+        self.handle_data(b"")
         try:
             while self.connected and not (self.ended and not self.outgoing):
                 self.wait()
@@ -167,7 +167,7 @@ class Agent:
             return
         if data:
             self.input_at = time.monotonic()
-            self.take(data)
+            self.handle_data(data)
         else:
             self.connected = False
 
@@ -181,7 +181,7 @@ class Agent:
             closed = True
         self.connected = self.connected and not closed
 
-    def take(self, data: bytes) -> None:
+    def handle_data(self, data: bytes) -> None:
         """Execute each complete line."""
         self.received += data
         *lines, self.received = self.received.split(b"\n")

@@ -142,9 +142,9 @@ class Connection:
             self.problem = "sent a line above the maximum length"
         for line in lines:
             if self.open:
-                self._take(line)
+                self._handle_line(line)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         """Execute a message. Output of a login shell before the first message is skipped."""
         try:
             message = json.loads(line)
@@ -173,9 +173,9 @@ class Connection:
         if self.open:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
-            self.problem = self._last_words() or f"the connection closed (exit status {self.process.poll()})"
+            self.problem = self._last_log_line() or f"the connection closed (exit status {self.process.poll()})"
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         with open(self.log, "rb") as file:
             lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")

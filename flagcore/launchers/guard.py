@@ -56,7 +56,7 @@ def read_proc(pid: int, name: str) -> bytes:
         return b""
 
 
-def family(pid: int) -> tuple[int, int, int, bool] | None:
+def read_ids(pid: int) -> tuple[int, int, int, bool] | None:
     """Return parent, process group, session and whether it is a zombie; None if it ended (proc_pid_stat(5))."""
     fields = read_proc(pid, "stat").rpartition(b")")[2].split()
     return (int(fields[1]), int(fields[2]), int(fields[3]), fields[0] == b"Z") if fields else None
@@ -95,7 +95,7 @@ class Throttle:
         self.due_at = time.monotonic() + min(pause, self.longest)
 
 
-class Tree:
+class ProcessTree:
     """All descendants of this guard. Other processes never become descendants, so each process is classified once."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Tree:
         self.members, self.outsiders = set(), set()
         self.scan()
         for pid in self.members:
-            ids = family(pid)
+            ids = read_ids(pid)
             if number == signal.SIGKILL and ids and ids[1] not in (0, os.getpgrp()):
                 send(ids[1], number, group=True)
             send(pid, number)
@@ -131,7 +131,7 @@ class Tree:
         guard, line = os.getpid(), []
         while pid not in self.members and pid not in self.outsiders:
             line.append(pid)
-            ids = family(pid)
+            ids = read_ids(pid)
             if ids is None:
                 return
             pid = ids[0]
@@ -140,7 +140,7 @@ class Tree:
         (self.members if pid == guard or pid in self.members else self.outsiders).update(line)
 
 
-class Memory:
+class MemoryMeter:
     """The memory of the tree in bytes: anonymous and shared pages and swap, without file caches.
 
     The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but counts a shared page once per
@@ -191,7 +191,7 @@ def free_disk_bytes(folder: str) -> int:
     return space.f_bavail * space.f_frsize
 
 
-class Disk:
+class DiskMeter:
     """The size of the trial's folder on disk, logs included."""
 
     def __init__(self, folder: str, limit: int) -> None:
@@ -263,7 +263,7 @@ class Trial:
     def __init__(self, first: int, folder: str, timeout: float, memory_limit: float, disk_limit: int) -> None:
         self.first, self.started_at = first, time.monotonic()
         self.ends_at, self.memory_limit = self.started_at + timeout, memory_limit
-        self.tree, self.memory, self.disk = Tree(), Memory(), Disk(folder, disk_limit)
+        self.tree, self.memory, self.disk = ProcessTree(), MemoryMeter(), DiskMeter(folder, disk_limit)
         self.tree.members = {first}
         self.term_at = self.kill_at = NEVER
         self.code: int | None = None
@@ -345,7 +345,7 @@ def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
             trial.end("request", 0)
 
 
-def signals_as_bytes() -> int:
+def open_signal_pipe() -> int:
     """Return a descriptor that receives a byte for each ended child and each request to end."""
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -375,7 +375,7 @@ def main(control: int, report: int, parent: int, *, become: Become = execute) ->
     """Read an order from `control`, watch its trial, and write two lines to `report`: at the start and at the end."""
     for descriptor in (control, report):
         os.set_inheritable(descriptor, False)
-    signals = signals_as_bytes()
+    signals = open_signal_pipe()
     try:
         trial = begin(control, become)
         message: dict[str, object] = {"first": trial.first if trial else 0}
@@ -384,7 +384,7 @@ def main(control: int, report: int, parent: int, *, become: Become = execute) ->
     write_line(report, message)
     if trial:
         if become is not execute:
-            trial.memory = Memory(relatives=(os.getpid(), parent))
+            trial.memory = MemoryMeter(relatives=(os.getpid(), parent))
         watch(trial, control, signals, parent)
         with contextlib.suppress(OSError):
             write_json(os.path.join(trial.disk.folder, "exit.json"), trial.verdict())

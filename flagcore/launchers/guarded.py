@@ -141,17 +141,17 @@ class Guarded:
 def sweep(marker: str, session: int = 0) -> int:
     """Kill all processes with a marker, and those of a session. Return the number of remaining processes."""
     deadline = time.monotonic() + guard.GIVE_UP_SECONDS
-    while (left := _marked(marker, session)) and time.monotonic() < deadline:
+    while (left := _find_processes(marker, session)) and time.monotonic() < deadline:
         for pid in left:
             guard.send(pid, signal.SIGKILL)
         time.sleep(0.02)
     return len(left)
 
 
-def _marked(marker: str, session: int) -> list[int]:
+def _find_processes(marker: str, session: int) -> list[int]:
     word, found = f"{MARKER}={marker}\0".encode(), []
     for pid in guard.all_processes():
-        _, _, its_session, zombie = guard.family(pid) or (0, 0, 0, True)
+        _, _, its_session, zombie = guard.read_ids(pid) or (0, 0, 0, True)
         if not zombie and ((session and its_session == session) or word in guard.read_proc(pid, "environ")):
             found.append(pid)
     return found

@@ -154,17 +154,17 @@ class HostsRunning:
         first = self.connections[0]
         assert first.hello is not None
         values = {"master_addr": first.host, "master_port": str(first.hello["port"])}
-        files = _files(self.launch.folder)
+        files = _trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=_order(self.launch, host_values, files))
+            each.send(order=_order_for_host(self.launch, host_values, files))
         self._until(lambda each: each.started or each.exit is not None, "does not start the program")
 
     def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
         """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
         deadline = time.monotonic() + START_SECONDS
         while waiting := [each for each in self.connections if not done(each)]:
-            self._step(0.2)
+            self._exchange(0.2)
             if time.monotonic() > deadline:
                 waiting[0].problem = waiting[0].problem or f"{problem} within {START_SECONDS:.0f} s"
             for each in self.connections:
@@ -180,8 +180,8 @@ class HostsRunning:
         deadline = time.monotonic() + seconds
         while self._exit is None:
             time.sleep(max(0.0, min(PAUSE_SECONDS * len(self.connections), deadline - time.monotonic())))
-            self._step(max(0.0, min(1.0, deadline - time.monotonic())))
-            if self._over():
+            self._exchange(max(0.0, min(1.0, deadline - time.monotonic())))
+            if self._is_over():
                 self.end()
             elif time.monotonic() >= deadline:
                 break
@@ -193,9 +193,9 @@ class HostsRunning:
         assert self._exit is not None
         return self._exit
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         """Whether the trial has ended on all hosts, or a host failed or was lost."""
-        failed = any(each.problem or (each.exit and _failed(each.exit)) for each in self.connections)
+        failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
         return failed or not any(each.open for each in self.connections)
 
     def end(self, *, asked: bool = False) -> None:
@@ -204,13 +204,13 @@ class HostsRunning:
         A lost host is the reason, even if the program failed on another host before.
         """
         lost_connection = next((each for each in self.connections if each.problem), None)
-        failed_connection = next((each for each in self.connections if each.exit and _failed(each.exit)), None)
+        failed_connection = next((each for each in self.connections if each.exit and _has_failed(each.exit)), None)
         deadline = time.monotonic() + STOP_SECONDS
         running_hosts = [each for each in self.connections if each.open and each.started]
         for each in running_hosts:
             each.send(stop=True)
         while any(each.open for each in running_hosts) and time.monotonic() < deadline:
-            self._step(0.2)
+            self._exchange(0.2)
         for each in running_hosts:
             if each.open:
                 each.problem = "does not end its processes of the trial"
@@ -245,7 +245,7 @@ class HostsRunning:
             code=int(exit_record["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail
         )
 
-    def _step(self, seconds: float) -> None:
+    def _exchange(self, seconds: float) -> None:
         """Exchange messages for at most `seconds`, and write received files."""
         poll = select.poll()
         by_descriptor: dict[int, Connection] = {}
@@ -301,7 +301,7 @@ class HostsRunning:
         self.launcher.ended_at = time.monotonic()
 
 
-def _failed(ended: Mapping[str, object]) -> bool:
+def _has_failed(ended: Mapping[str, object]) -> bool:
     return bool(ended["code"] or ended["ended_by"])
 
 
@@ -317,14 +317,14 @@ def _allow_files(more: int) -> None:
             raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
 
 
-def _files(folder: str) -> dict[str, str]:
+def _trial_files(folder: str) -> dict[str, str]:
     """Return the text of the files that the engine wrote into a trial's folder."""
     names = [name for name in os.listdir(folder) if name not in (*LOGS, "launch.json", "exit.json")]
     paths = [path for name in names if (path := Path(folder, name)).is_file()]
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def _order(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
+def _order_for_host(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
     """Return the order for one host. The agent replaces the trial's folder by a folder on its host."""
 
     def filled(text: str) -> str:

@@ -112,7 +112,7 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
     os._exit(0)
 
 
-async def both(first: Awaitable[None], second: Awaitable[None]) -> None:
+async def run_both(first: Awaitable[None], second: Awaitable[None]) -> None:
     """Run both directions of a channel until one ends. Raises its exception, if any."""
     tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
     try:

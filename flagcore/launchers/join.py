@@ -55,7 +55,7 @@ def main(controller: str, name: str = "") -> None:
     last_state = ""
     while True:
         try:
-            with _joined(host, int(port or PORT), key, name) as connection:
+            with _connect(host, int(port or PORT), key, name) as connection:
                 _serve(connection)
             state = f"joined {controller} as {name}"
         except (OSError, ValueError) as error:
@@ -76,15 +76,15 @@ def _serve(connection: socket.socket) -> None:
             agent.wait()
 
 
-def _joined(host: str, port: int, key: bytes, name: str) -> socket.socket:
+def _connect(host: str, port: int, key: bytes, name: str) -> socket.socket:
     """Return an authenticated connection to the controller. Raises OSError or ValueError."""
     connection = socket.create_connection((host, port), CONNECT_SECONDS)
     try:
         keep_alive(connection)
-        theirs, mine = _line(connection), secrets.token_hex(16)
+        theirs, mine = _read_line(connection), secrets.token_hex(16)
         answer = {"host": name, "nonce": mine, "proof": proof(key, "host", theirs, mine, name)}
         connection.sendall(json.dumps(answer).encode() + b"\n")
-        if not hmac.compare_digest(_line(connection), proof(key, "controller", mine, theirs, name)):
+        if not hmac.compare_digest(_read_line(connection), proof(key, "controller", mine, theirs, name)):
             raise ValueError("the controller has another secret")
         connection.settimeout(None)
     except BaseException:
@@ -93,7 +93,7 @@ def _joined(host: str, port: int, key: bytes, name: str) -> socket.socket:
     return connection
 
 
-def _line(connection: socket.socket) -> str:
+def _read_line(connection: socket.socket) -> str:
     """Return the next line; later data stays in the connection. Raises OSError or ValueError."""
     text = b""
     while not text.endswith(b"\n"):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.launchers.hub import both, serve
+from flagcore.launchers.hub import run_both, serve
 from flagcore.launchers.join import CONNECT_SECONDS, keep_alive, proof, token
 
 JOIN_SECONDS = 50.0
@@ -72,13 +72,13 @@ class Pods:
 
     async def connect(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a channel to a pod's agent, which starts with the first bytes."""
-        pod = await asyncio.wait_for(self._take(name), JOIN_SECONDS)
+        pod = await asyncio.wait_for(self._take_pod(name), JOIN_SECONDS)
         try:
-            await both(_copy(reader, pod[1]), _copy(pod[0], writer))
+            await run_both(_copy(reader, pod[1]), _copy(pod[0], writer))
         finally:
             pod[1].close()
 
-    async def _take(self, name: str) -> Stream:
+    async def _take_pod(self, name: str) -> Stream:
         async with self.joined:
             while True:
                 await self.joined.wait_for(lambda: name in self.free)

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hub import both, serve
+from flagcore.launchers.hub import run_both, serve
 
 WAIT_SECONDS = 60.0
 """Maximum time until nodes are free."""
@@ -84,7 +84,7 @@ class Cluster:
         if self.group is not None:
             remove_placement_group(self.group)
         nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
-        self.bundles = _named(nodes, names) if names else _equal(nodes, count)
+        self.bundles = _bundles_by_name(nodes, names) if names else _bundles_by_count(nodes, count)
         self.group = placement_group(self.bundles, strategy="STRICT_SPREAD")
         if not self.group.wait(WAIT_SECONDS):
             remove_placement_group(self.group)
@@ -120,7 +120,7 @@ class Cluster:
                 await writer.drain()
 
         try:
-            await both(down(), up())
+            await run_both(down(), up())
         finally:
             ray.kill(actor)
 
@@ -135,7 +135,7 @@ def _require_answer(address: str) -> None:
             raise OSError(f"no Ray cluster at RAY_ADDRESS = {address}: {error.strerror or error}") from None
 
 
-def _whole(node: Mapping[str, Any]) -> dict[str, float]:
+def _whole_node(node: Mapping[str, Any]) -> dict[str, float]:
     """Return the processors and devices of a node: all resources except memory and the names of the node."""
     return {
         name: size
@@ -144,15 +144,15 @@ def _whole(node: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _named(nodes: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, float]]:
+def _bundles_by_name(nodes: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, float]]:
     if missing := [name for name in names if name not in nodes]:
         raise ValueError(f"{', '.join(missing)}: not in the Ray cluster, which has {', '.join(sorted(nodes))}")
-    return [{**_whole(nodes[name]), f"node:{name}": 0.001} for name in names]
+    return [{**_whole_node(nodes[name]), f"node:{name}": 0.001} for name in names]
 
 
-def _equal(nodes: Mapping[str, Mapping[str, Any]], count: int) -> list[dict[str, float]]:
+def _bundles_by_count(nodes: Mapping[str, Mapping[str, Any]], count: int) -> list[dict[str, float]]:
     """Return bundles for `count` nodes of the most common kind that has processors."""
-    kinds = Counter(tuple(sorted(_whole(node).items())) for node in nodes.values() if _whole(node).get("CPU"))
+    kinds = Counter(tuple(sorted(_whole_node(node).items())) for node in nodes.values() if _whole_node(node).get("CPU"))
     kind, found = next(iter(kinds.most_common(1)), ((), 0))
     if found < count:
         raise ValueError(f"the Ray cluster has {found} equal hosts, but cluster.nodes = {count}")

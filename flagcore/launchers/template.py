@@ -93,7 +93,7 @@ def serve(channel: socket.socket, program: ModuleType) -> None:
             return
         pid = os.fork()
         if pid == 0:
-            _end(_guard_trial, program, template, *descriptors)
+            _exit_after(_guard_trial, program, template, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(pid, 0)
@@ -108,7 +108,10 @@ def _guard_trial(program: ModuleType, template: int, control: int, report: int, 
         os.dup2(source, number)
         os.close(source)
     guard.main(
-        control, report, template, become=lambda argv, environment: _end(_run_program, program, argv, environment)
+        control,
+        report,
+        template,
+        become=lambda argv, environment: _exit_after(_run_program, program, argv, environment),
     )
     return 0
 
@@ -126,7 +129,7 @@ def _run_program(program: ModuleType, argv: list[bytes], environment: dict[bytes
     return int(program.main([os.fsdecode(word) for word in argv[3:]]))
 
 
-def _end(work: Callable[..., int], *arguments: Any) -> NoReturn:
+def _exit_after(work: Callable[..., int], *arguments: Any) -> NoReturn:
     """Run `work`, and exit this process with the code that it returns."""
     code = 1
     try:
@@ -143,7 +146,7 @@ def _descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
-def unfit() -> str:
+def fork_problem() -> str:
     """Return why this process must not be forked; empty if it may."""
     if len(os.listdir("/proc/self/task")) > 1:
         return "its modules start threads"
@@ -161,7 +164,7 @@ def main(package: str, *arguments: str) -> int:
         try:
             program = importlib.import_module(f"{package}.__main__")
             program.ready(list(arguments))
-            problem = unfit()
+            problem = fork_problem()
         except Exception as error:
             problem = repr(error)
         channel.send(os.fsencode(problem)[:4096] or READY)
@@ -171,4 +174,4 @@ def main(package: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    _end(main, *sys.argv[1:])
+    _exit_after(main, *sys.argv[1:])

@@ -46,7 +46,7 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
 
 def _title(name: str) -> str:
     """Return the name of a candidate (trial, position in the prediction, best, baseline) for the start of a line."""
-    kind, _space, number = name.partition(" ")
+    kind, _separator, number = name.partition(" ")
     if number.isdecimal():
         return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)
     titles = {"the candidate": N_("The candidate"), "best": N_("Best"), "baseline": N_("Baseline")}
@@ -154,7 +154,7 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
 
 def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
-    lines = [f"{name}: {_side(both[name.lower()], knobs)}" for name in ("A", "B")]
+    lines = [f"{name}: {_side_text(both[name.lower()], knobs)}" for name in ("A", "B")]
     lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"], knobs) or "-"))
     if both["tasks"]:
         lines.append(_("Changed tasks: {changes}", changes="; ".join(both["tasks"])))
@@ -166,7 +166,7 @@ def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 
 
-def _side(side: Mapping[str, Any], knobs: Knobs) -> str:
+def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
     place = f"{side['where']}, {side['devices']} x {side['chip']}"
     state_text = state_name(side["state"])
     return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_text})"

@@ -90,10 +90,15 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the parameters of a model by component, in billions."""
     rows = [
-        [part["component"], _billions(part["params_per_layer"]), str(part["layers"]), _billions(part["params"])]
+        [
+            part["component"],
+            _billions_text(part["params_per_layer"]),
+            str(part["layers"]),
+            _billions_text(part["params"]),
+        ]
         for part in parts
     ]
-    rows.append([_("Total"), "", "", _billions(sum(part["params"] for part in parts))])
+    rows.append([_("Total"), "", "", _billions_text(sum(part["params"] for part in parts))])
     return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
 
 
@@ -248,5 +253,5 @@ def _gib(size: float) -> str:
     return f"{size:.3f}".replace("-0.000", "0.000")
 
 
-def _billions(count: float) -> str:
+def _billions_text(count: float) -> str:
     return f"{count / 1e9:.4f}"

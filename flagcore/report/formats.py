@@ -57,24 +57,26 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
     most, everything = WIDTH.get(), list(range(len(headings)))
     if most is None:
-        return _lines(headings, rows, figures, None)
+        return _table_lines(headings, rows, figures, None)
     parts = [
-        _lines(
+        _table_lines(
             [headings[place] for place in part],
             [[row[place] for place in part] for row in rows],
             [figures[place] for place in part],
             most,
         )
-        for part in _parts(everything, _least(headings, rows, figures), most)
+        for part in _split_columns(everything, _min_widths(headings, rows, figures), most)
     ]
     return "\n\n".join(parts)
 
 
-def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
+def _table_lines(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None
+) -> str:
     """Return a table of width `most`, or wider if its numbers need more."""
     widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
     if most is not None:
-        widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
+        widths = _narrow_widths(widths, _min_widths(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
 
     def lines(cells: Sequence[str]) -> list[str]:
         texts = [
@@ -91,7 +93,7 @@ def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequ
     return "\n".join([*lines(headings), rule, *(line for row in rows for line in lines(row))])
 
 
-def _parts(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
+def _split_columns(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
     """Split columns into groups that fit side by side; each starts with the first column."""
     parts = [[*places[:1]]]
     for place in places[1:]:
@@ -112,7 +114,7 @@ def fitted(width: int | None) -> Iterator[None]:
         WIDTH.reset(token)
 
 
-def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
+def _min_widths(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
     """Return the minimum width of each column: complete numbers, text with at least `MIN_TEXT` and its longest word."""
     min_widths = []
     for place, heading in enumerate(headings):
@@ -131,7 +133,7 @@ def _longest_word(text: str) -> int:
     return max((columns_of(piece) for piece in pieces(text) if not piece.isspace()), default=0)
 
 
-def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
+def _narrow_widths(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
     """Narrow the widest columns until the sum is `most` or every column has its minimum width."""
     result = list(widths)
     while sum(result) > most:

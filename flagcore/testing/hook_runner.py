@@ -58,17 +58,17 @@ def _records(entry: str) -> Iterator[dict[str, object]]:
         hooks: object = sys.modules[module]
         loaded_plugins = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
         for plugin in loaded_plugins.plugins:
-            yield from _asked(plugin, loaded_plugins)
+            yield from _call_hook(plugin, loaded_plugins)
     yield {"ends": entry}
 
 
-def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
-    for hook, arguments in _questions(loaded):
+def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
+    for hook, arguments in _hook_calls(loaded):
         if hook in plugin.hooks:
             yield {"begins": hook}
-            frozen_arguments = _frozen(arguments)
+            frozen_arguments = _frozen_copies(arguments)
             record = _observe(partial(plugin.ask, hook, arguments))
-            modified = [name for name, value in _frozen(arguments).items() if value != frozen_arguments[name]]
+            modified = [name for name, value in _frozen_copies(arguments).items() if value != frozen_arguments[name]]
             yield {"hook": hook, "arguments": modified, **record}
 
 
@@ -92,7 +92,7 @@ def _observe(call: Callable[[], object]) -> dict[str, object]:
     return {"seconds": seconds, "printed": output, "changed": changes, "raised": error_text}
 
 
-def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield each hook with the arguments of the core, once per chip and engine."""
     yield "flagcore_chips", {}
     yield "flagcore_devices", {}
@@ -102,7 +102,7 @@ def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object
         yield from questions(chip)
 
 
-def _frozen(arguments: Mapping[str, object]) -> dict[str, bytes]:
+def _frozen_copies(arguments: Mapping[str, object]) -> dict[str, bytes]:
     copies_by_name = {}
     for name, value in arguments.items():
         try:

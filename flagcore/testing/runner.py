@@ -60,16 +60,18 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
 
     A pyproject.toml without a plugin is a failed check. Raises UsageError for other targets.
     """
-    targets_found = [each for target in targets or sorted(installed(plugins.GROUP).points) for each in _found(target)]
+    targets_found = [
+        each for target in targets or sorted(installed(plugins.GROUP).points) for each in _find_targets(target)
+    ]
     at_once = max(1, min(4, os.cpu_count() or 1))
     return [
         each
         for start in range(0, len(targets_found), at_once)
-        for each in _checked(targets_found[start : start + at_once])
+        for each in _run_checks(targets_found[start : start + at_once])
     ]
 
 
-def _found(target: str) -> list[_Target]:
+def _find_targets(target: str) -> list[_Target]:
     points = installed(plugins.GROUP).points
     if target in points:
         return [_Target(target, origin(points[target][0]).version)]
@@ -85,7 +87,7 @@ def _found(target: str) -> list[_Target]:
     raise UsageError(f"{target} is neither an installed plugin nor a folder with a pyproject.toml; {hint}")
 
 
-def _checked(targets: Sequence[_Target]) -> list[Checked]:
+def _run_checks(targets: Sequence[_Target]) -> list[Checked]:
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as folder:
         processes = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
         running: list[subprocess.Popen[bytes]] = []
@@ -96,7 +98,7 @@ def _checked(targets: Sequence[_Target]) -> list[Checked]:
                 quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
                 running.append(subprocess.Popen(argv, start_new_session=True, **quiet))
             return [
-                _finished(each, report, process) for (each, report), process in zip(processes, running, strict=True)
+                _read_results(each, report, process) for (each, report), process in zip(processes, running, strict=True)
             ]
         finally:
             for process in running:
@@ -105,9 +107,9 @@ def _checked(targets: Sequence[_Target]) -> list[Checked]:
                 process.wait()
 
 
-def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
+def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
     """Return the results, and a failure for the check during which the process ended or hung."""
-    exceeded = _exceeded(report, process)
+    exceeded = _exceeded_limit(report, process)
     records = _read(report)
     results = [record for record in records if "state" in record]
     code = process.poll()
@@ -125,7 +127,7 @@ def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> 
     return Checked(each.name, each.version, tuple(results))
 
 
-def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
+def _exceeded_limit(report: Path, process: subprocess.Popen[bytes]) -> float | None:
     """Wait for the process. Return the exceeded time limit in seconds (of all checks or of one check), if any."""
     start = last_output = time.monotonic()
     size = 0

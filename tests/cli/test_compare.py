@@ -13,7 +13,7 @@ import pytest
 
 from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _overlap, _Side
+from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compare_sides, _overlap, _Side
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
@@ -82,9 +82,9 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
         [values_text(each.as_dict(), BY_NAME) for each in (best, slow)],
     )
     first, second = (_Side(run, candidate_report(run, each)) for each in typed)
-    comparison = _compared(first, second)
+    comparison = _compare_sides(first, second)
     assert (comparison.sure, comparison.gap) == (BELIEVED, pytest.approx(2.0))
-    assert _compared(second, _Side(plan, candidate_report(plan, typed[1]))).sure == PREDICTED
+    assert _compare_sides(second, _Side(plan, candidate_report(plan, typed[1]))).sure == PREDICTED
 
 
 def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:

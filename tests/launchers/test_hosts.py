@@ -159,7 +159,7 @@ def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.Mo
 
 
 def agent_below(parent: int, mark: str) -> int:
-    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
+    families = {pid: guard.read_ids(pid) or (0, 0, 0, True) for pid in processes(mark)}
     (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
     return agent
 
@@ -168,7 +168,7 @@ def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str)
     relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
     trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
     agent = agent_below(trial.connections[2].process.pid, mark)
-    parents = {pid: (guard.family(pid) or (0,))[0] for pid in processes(mark)}
+    parents = {pid: (guard.read_ids(pid) or (0,))[0] for pid in processes(mark)}
     host_launcher = {agent}
     while more := {pid for pid, parent in parents.items() if parent in host_launcher} - host_launcher:
         host_launcher |= more

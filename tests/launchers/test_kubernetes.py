@@ -91,7 +91,7 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
 def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path) -> None:
     _, second = join("pod-1"), join("pod-2")
     trial = LAUNCHER.start(launch("sleep 60", tmp_path / "one", hold(PODS)))
-    for pid in [pid for pid in processes() if (guard.family(pid) or (0,))[0] == second.pid]:
+    for pid in [pid for pid in processes() if (guard.read_ids(pid) or (0,))[0] == second.pid]:
         os.kill(pid, signal.SIGKILL)
     second.kill()
     ended = trial.wait(40)

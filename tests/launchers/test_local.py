@@ -194,7 +194,7 @@ def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
 
 
 def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = guard.Disk(str(tmp_path), 1 << 30)
+    disk = guard.DiskMeter(str(tmp_path), 1 << 30)
     assert disk.problem() is None
     monkeypatch.setattr(guard, "free_disk_bytes", lambda folder: guard.FREE_DISK_FLOOR_BYTES - 1)
     assert disk.problem() == "full_disk"
@@ -263,7 +263,7 @@ def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: M
 def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, marked: Marked) -> None:
     trial = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
     wait_for(tmp_path / "stdout.log", "up")
-    parent = guard.family(trial.pid)
+    parent = guard.read_ids(trial.pid)
     assert parent is not None
     os.kill(parent[0], signal.SIGKILL)
     ended = trial.wait(10)
@@ -275,7 +275,7 @@ def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, ma
 
 def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked) -> None:
     trial = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
-    parent = guard.family(trial.pid)
+    parent = guard.read_ids(trial.pid)
     assert parent is not None
     os.kill(parent[0], signal.SIGTERM)
     ended = trial.wait(10)
@@ -286,9 +286,9 @@ def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked)
 
 def test_trial_and_guard_are_detached_from_the_terminal(tmp_path: Path) -> None:
     running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path)))
-    trial = guard.family(running.pid)
+    trial = guard.read_ids(running.pid)
     assert trial is not None
-    keeper = guard.family(trial[0])
+    keeper = guard.read_ids(trial[0])
     assert keeper is not None
     assert len({os.getsid(0), trial[2], keeper[2]}) == 3
     assert len({os.getpgrp(), trial[1], keeper[1]}) == 3
@@ -299,7 +299,7 @@ def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
     trials = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
     pipes = []
     for running in trials:
-        trial = guard.family(running.pid)
+        trial = guard.read_ids(running.pid)
         assert trial is not None
         folder = Path(f"/proc/{trial[0]}/fd")
         pipes.append({name for entry in folder.iterdir() if (name := os.readlink(entry)).startswith("pipe:")})
@@ -318,7 +318,7 @@ def test_finished_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> No
         with pytest.raises(LaunchError):
             LAUNCHER.start(Launch(argv=("/no/such/program",), folder=str(tmp_path / name)))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not any((kin := guard.family(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
+    assert not any((kin := guard.read_ids(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
 
 
 def test_binary_output_arrives_unchanged(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ for limit in range(4, 14):
 
 def test_the_guard_costs_less_than_a_percent_of_a_core(tmp_path: Path) -> None:
     running = LAUNCHER.start(Launch(argv=("/bin/sh", "-c", "sleep 9 & sleep 9 & sleep 9"), folder=str(tmp_path)))
-    trial = guard.family(running.pid)
+    trial = guard.read_ids(running.pid)
     assert trial is not None
     before_count = _cpu_seconds(trial[0])
     running.wait(3)

@@ -220,7 +220,7 @@ def test_a_killed_guard_or_template_leaves_no_process(warm: Warm, victim: str) -
     template = warm.template()
     trial = warm.start(TREE + "time.sleep(60)")
     warm.wait_for("up")
-    family = guard.family(trial.pid)
+    family = guard.read_ids(trial.pid)
     assert family is not None
     os.kill(family[0] if victim == "guard" else template, signal.SIGKILL)
     ended = trial.wait(20)

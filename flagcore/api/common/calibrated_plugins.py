@@ -47,7 +47,7 @@ class CalibratedPlugins(LoadedPlugins):
         super().__init__(plugins, failures)
         self._calibrations, self._warn = calibrations, warn
         self._found: dict[str, Calibration | None] = {}
-        self._few: set[str] = set()
+        self._calibrated_on_few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
@@ -109,8 +109,8 @@ class CalibratedPlugins(LoadedPlugins):
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
         name, most = group.chip.name, calibration.devices
-        if most < group.devices_per_node and name not in self._few:
-            self._few.add(name)
+        if most < group.devices_per_node and name not in self._calibrated_on_few:
+            self._calibrated_on_few.add(name)
             text = _(
                 "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
                 chip=name,

@@ -68,7 +68,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     given: dict[str, KnobValue] = {}
-    for part, off, axis, value in _named(text, by_name, _knobs(axes, knobs)):
+    for part, off, axis, value in _named_knobs(text, by_name, _knobs(axes, knobs)):
         if value is None and not off and not axis.is_flag:
             raise UsageError(
                 _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis))
@@ -90,7 +90,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     return given
 
 
-def _named(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
+def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
     """Yield the text, whether it is negated (`no`), the axis and the value of each knob that a text names."""
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)

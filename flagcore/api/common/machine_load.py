@@ -24,15 +24,17 @@ class Load:
     """
 
     def __init__(self) -> None:
-        self._all, self._idle, self._own = _now()
+        self._all, self._idle, self._own = _read_times()
 
     def by_others(self) -> float:
         """Return the share of the processors' time, 0 to 1, that other processes have used since the start."""
-        total, idle, own = (now - then for now, then in zip(_now(), (self._all, self._idle, self._own), strict=True))
+        total, idle, own = (
+            now - then for now, then in zip(_read_times(), (self._all, self._idle, self._own), strict=True)
+        )
         return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
 
 
-def _now() -> tuple[float, float, float]:
+def _read_times() -> tuple[float, float, float]:
     """Return the seconds of all processors, those without work, and those of this process and its children."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)

@@ -82,7 +82,7 @@ class Run(Notebook):
         """One record per trial: its `number`, `candidate`, `state`, and its step time in seconds as `predicted` before
         all trials, as `believed` after earlier trials, and as `measured`; None if unknown.
         """
-        return tuple(_compared(trial) for trial in self.trials)
+        return tuple(_prediction_record(trial) for trial in self.trials)
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.gain, self.knobs)}>"
@@ -193,7 +193,7 @@ def _require_complete_journal(run: Run) -> None:
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     """Return an estimate: its trials are predictions, stored in the result only."""
     try:
-        trials = {each["number"]: _as_predicted(each) for each in data["trials"]}
+        trials = {each["number"]: _predicted_trial(each) for each in data["trials"]}
         baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
         gains = tuple(float(each) for each in data["gains"])
     except (KeyError, TypeError, ValueError) as error:
@@ -211,7 +211,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     )
 
 
-def _as_predicted(data: Mapping[str, Any]) -> Trial:
+def _predicted_trial(data: Mapping[str, Any]) -> Trial:
     return Trial(
         number=int(data["number"]),
         candidate=Candidate.of(data["candidate"]),
@@ -222,7 +222,7 @@ def _as_predicted(data: Mapping[str, Any]) -> Trial:
     )
 
 
-def _compared(trial: Trial) -> Mapping[str, Any]:
+def _prediction_record(trial: Trial) -> Mapping[str, Any]:
     return {
         "number": trial.number,
         "candidate": trial.candidate.as_dict(),

@@ -86,14 +86,14 @@ def past(
     past_points = []
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):
-            past_points.append(_observed(number, members, plugins, workload))
+            past_points.append(_observations(number, members, plugins, workload))
     return Past(
         time=Observed.join([time for time, _ in past_points]),
         memory=Observed.join([memory for _, memory in past_points]),
     )
 
 
-def _observed(
+def _observations(
     number: int,
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
     plugins: Plugins,

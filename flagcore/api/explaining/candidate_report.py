@@ -145,7 +145,7 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     if name == "best":
         best = run.best if run else None
         if best is None and (run is not None or not order.size):
-            raise UsageError(_("{where} has no best: {reason}", where=where, reason=_no_best(snapshot)))
+            raise UsageError(_("{where} has no best: {reason}", where=where, reason=_no_best_error(snapshot)))
         return best.candidate if best else snapshot.problem.space.candidate(int(order[0]))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
@@ -166,7 +166,7 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     return snapshot.problem.space.candidate(int(order[number - 1]))
 
 
-def _no_best(snapshot: Snapshot) -> str:
+def _no_best_error(snapshot: Snapshot) -> str:
     if snapshot.run is None:
         return _("no candidate is left")
     limits = snapshot.task.spec.limits

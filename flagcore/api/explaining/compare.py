@@ -131,16 +131,16 @@ def compare(
     the same run. With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` requires
     a spec. Raises the errors of `flagcore.errors`.
     """
-    where, name = _place(a) if spec is None else (spec, a)
-    there, other = _place(b, where) if spec is None else (spec, b)
+    where, name = _split_name(a) if spec is None else (spec, a)
+    there, other = _split_name(b, where) if spec is None else (spec, b)
     snapshot = load_snapshot(where, chip, without)
     other_snapshot = snapshot if where == there else load_snapshot(there, chip, without)
     first = _Side(snapshot, candidate_report(snapshot, name))
     b_side = _Side(other_snapshot, candidate_report(other_snapshot, other))
-    return _compared(first, b_side)
+    return _compare_sides(first, b_side)
 
 
-def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
+def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
     """Return the run or spec of a candidate, by default `of`, and the name of the candidate."""
     where, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(where).exists():
@@ -152,7 +152,7 @@ def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
     raise UsageError(_("{text} is not a run: give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates", text=text))
 
 
-def _compared(a: _Side, b: _Side) -> Comparison:
+def _compare_sides(a: _Side, b: _Side) -> Comparison:
     specs = [side.snapshot.task.spec for side in (a, b)]
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
@@ -168,7 +168,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         b=b.data(),
         objective=specs[0].objective,
         differs=differing(a.report.candidate, b.report.candidate),
-        tasks=_tasks(a.snapshot, b.snapshot),
+        tasks=_task_differences(a.snapshot, b.snapshot),
         time=time,
         memory=memory,
         figures=_pairs(*figures),
@@ -201,7 +201,7 @@ def _overlap(a: _Side, b: _Side) -> bool:
     return max(first) >= min(second) and max(second) >= min(first)
 
 
-def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
+def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     """Return the differences of two tasks, without the candidates, as `key: a -> b`."""
     if a is b:
         return ()
@@ -209,7 +209,7 @@ def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     for task in (a.task, b.task):
         spec, cluster = task.spec, task.cluster
         place = {"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective}
-        tasks.append(place | {"model": _plain(spec.model), "work": _plain(spec.work)})
+        tasks.append(place | {"model": _side_data(spec.model), "work": _side_data(spec.work)})
     all_differences = list(differences(tasks[0], tasks[1]))
     remainder = (
         [_("and {count} more", count=len(all_differences) - MOST_DIFFERENCES)]
@@ -219,7 +219,7 @@ def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     return (*all_differences[:MOST_DIFFERENCES], *remainder)
 
 
-def _plain(record: Any) -> Any:
+def _side_data(record: Any) -> Any:
     return json.loads(json.dumps(asdict(record), default=str))
 
 

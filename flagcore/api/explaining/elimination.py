@@ -20,8 +20,9 @@ from flagcore.domain.search_state import DOES_NOT_FIT, rivals
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, _
-from flagcore.problem import Problem, fastest, require_candidate
+from flagcore.problem import Problem, fastest
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
@@ -73,11 +74,11 @@ def state_of(
         for rule in broken:
             values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
             lines.append(f"{rule['rule']}: {rule['says']}" + (f" ({values})" if values else ""))
-        return ILLEGAL, [*lines, *_outside(snapshot, candidate)], []
+        return ILLEGAL, [*lines, *_outside_reasons(snapshot, candidate)], []
     if row is None:
         not_listed = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
-        return OUTSIDE, [*(_outside(snapshot, candidate) or not_listed), legal, *_needs(predicted)], []
+        return OUTSIDE, [*(_outside_reasons(snapshot, candidate) or not_listed), legal, *_memory_text(predicted)], []
     pruned_by = _pruning_rule(snapshot, row)
     fidelity = RUN if snapshot.run is None else snapshot.run.fidelity
     if any(trial.fidelity == fidelity and trial.role is not Role.IMPORTED for trial in tried):
@@ -85,8 +86,8 @@ def state_of(
             RAN,
             [
                 *(_termination_reason(snapshot, trial) for trial in tried),
-                *_of_all_runs(snapshot, candidate),
-                *_why_best(snapshot, candidate),
+                *_runs_text(snapshot, candidate),
+                *_best_reasons(snapshot, candidate),
             ],
             pruned_by,
         )
@@ -94,13 +95,13 @@ def state_of(
     if pruned_by:
         return (
             REMOVED,
-            [*probe_reasons, *(_reason_removed(snapshot, each, row, predicted) for each in pruned_by)],
+            [*probe_reasons, *(_removal_reason(snapshot, each, row, predicted) for each in pruned_by)],
             pruned_by,
         )
-    return OPEN, [*probe_reasons, *_reasons_open(snapshot, row)], []
+    return OPEN, [*probe_reasons, *_open_reasons(snapshot, row)], []
 
 
-def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+def _outside_reasons(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     values = candidate.as_dict()
     return [
         _("not in the space: {knob} = {value}; {values}", knob=axis.knob, value=value, values=values_of(axis))
@@ -152,7 +153,7 @@ def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
     return step, text if runs == 1 else text + ", " + _("median of {count} runs", count=runs)
 
 
-def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+def _runs_text(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     """Return a text with the median of a candidate's runs and, if the best has repeats, whether it may be as fast."""
     search_state = snapshot.search_state
     runs, best, lines = search_state.runs_of(candidate), search_state.best, []
@@ -167,7 +168,7 @@ def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return lines
 
 
-def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+def _best_reasons(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     """Return a comparison of the best with the second candidate within the limits, and with the baseline."""
     search_state = snapshot.search_state
     measured_trials = [
@@ -205,11 +206,11 @@ def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
     return [{"rule": name, "says": rule_text, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
-def _reason_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
+def _removal_reason(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
     state, predictions = snapshot.search_state, snapshot.problem.predictions
     if rule["rule"] == DOES_NOT_FIT:
         least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
-        line = f"{DOES_NOT_FIT}: {''.join(_needs(predicted))}"
+        line = f"{DOES_NOT_FIT}: {''.join(_memory_text(predicted))}"
         needed_gib = float(predictions.device_used_bytes[row]) * least_share / 2**30
         return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
     line = f"{rule['rule']}: {rule['says']}"
@@ -221,7 +222,7 @@ def _reason_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predi
     return f"{line}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
 
 
-def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
+def _open_reasons(snapshot: Snapshot, row: int) -> list[str]:
     order, run = fastest(snapshot.problem), snapshot.run
     places = (np.flatnonzero(order == row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
@@ -232,7 +233,7 @@ def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
     return [_("untried: the run has not ended"), *lines]
 
 
-def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
+def _memory_text(predicted: Mapping[str, Any] | None) -> list[str]:
     return [] if predicted is None else [needs_text(predicted["memory"])]
 
 
@@ -277,7 +278,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         )
     nothing_fits = None
     try:
-        require_candidate(problem)
+        require_candidate(problem, snapshot.workload)
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(

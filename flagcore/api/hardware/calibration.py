@@ -70,7 +70,7 @@ def calibrate(
             _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
         )
     load = Load()
-    measured = _measured(_job(chip, support, here, count, seconds), environment)
+    measured = _run_measurement(_job(chip, support, here, count, seconds), environment)
     other_load = load.by_others()
     warn(busy(other_load))
     calibration = _calibration(chip, here[0], count, measured, other_load)
@@ -79,7 +79,7 @@ def calibrate(
     return calibration, calibrations_of_user.save(calibration)
 
 
-def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """Run the program with a job and return its measurements. Raises RunError."""
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")

@@ -77,12 +77,12 @@ class HostTelemetry:
             with suppress(LaunchError, OSError):
                 trial = launcher.start(launch)
                 while (ended := trial.wait(0.3)) is None and not self._closed.is_set():
-                    self._take(host)
+                    self._read_figures(host)
                 if (ended or trial.stop()).ended_by != "host":
                     return
             self._closed.wait(RETRY_SECONDS)
 
-    def _take(self, host: str) -> None:
+    def _read_figures(self, host: str) -> None:
         with suppress(OSError, ValueError):
             figures_file = self.folder / host / FIGURES
             at = time.monotonic() - (time.time() - figures_file.stat().st_mtime)

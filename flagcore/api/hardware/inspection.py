@@ -71,14 +71,14 @@ def doctor() -> list[dict[str, Any]]:
     `ok` is true, false, or "untested" for an engine that was never tested, or not on the chip.
     """
     records = [
-        _part("flagcore", _("the tuner"), __version__, ""),
-        _part("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
+        _requirement_record("flagcore", _("the tuner"), __version__, ""),
+        _requirement_record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
     for name in plugins.names(plugins.WORKLOADS):
         try:
             engine = plugins.workload(name)
         except FlagError as error:
-            records.append(_part(name, _("engine"), None, str(error)))
+            records.append(_requirement_record(name, _("engine"), None, str(error)))
             continue
         for module, requirement in engine.modules.items():
             purpose = _("engine {name} ({module})", name=name, module=module)
@@ -87,9 +87,15 @@ def doctor() -> list[dict[str, Any]]:
     records += _support()
     for record in plugin_table():
         name, found = record["distribution"] or record["name"], record["version"]
-        records.append(_part(name, _("plugin {name}", name=record["name"]), found, record["problem"] or ""))
+        records.append(
+            _requirement_record(name, _("plugin {name}", name=record["name"]), found, record["problem"] or "")
+        )
         if record["undetected"]:
-            records.append(_part(name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]))
+            records.append(
+                _requirement_record(
+                    name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]
+                )
+            )
     return records
 
 
@@ -106,7 +112,9 @@ def _support() -> Iterator[dict[str, Any]]:
                     reason = answer.reason
                 fix = f"{answer.support.value}: {answer.reason}"
                 runs = answer.support in (Support.YES, Support.UNKNOWN)
-                part = _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
+                part = _requirement_record(
+                    chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs
+                )
                 yield _untested(part, reason)
 
 
@@ -155,7 +163,7 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
     }
 
 
-def _part(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+def _requirement_record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
     """Return a record of `doctor`; by default it is ok if a version was found."""
     ok = found is not None if ok is None else ok
     return {"name": name, "for": purpose, "version": found, "ok": ok, "mend": "" if ok else fix}
@@ -173,4 +181,4 @@ def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any
     except PackageNotFoundError:
         installed = None
     ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
-    return _part(wanted.name, purpose, installed, f"pip install 'flagcore[{extra}]'", ok)
+    return _requirement_record(wanted.name, purpose, installed, f"pip install 'flagcore[{extra}]'", ok)

@@ -76,7 +76,7 @@ def import_history(
         raise UsageError(f"{path}: {kinds[0]}; {name}: {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
     limit = task.spec.control.max_time_per_task or history.time_limit_s
-    reader = _Rows(problem, workload, str(path.resolve()), role, tool.title, limit)
+    reader = _RowConverter(problem, workload, str(path.resolve()), role, tool.title, limit)
     trials = list(reader.trials(history.rows))
     if not trials:
         reasons = "; ".join(reader.notes[:5]) or _("it has none")
@@ -84,7 +84,7 @@ def import_history(
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     saved_trials = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
     return ImportedTrials(
-        run_dir=folder, trials=saved_trials, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs
+        run_dir=folder, trials=saved_trials, notes=(*reader.notes, *_plausibility_warning(trials)), knobs=problem.knobs
     )
 
 
@@ -121,7 +121,7 @@ def _save(
     return saved_trials
 
 
-class _Rows:
+class _RowConverter:
     """Converts rows to trials; problems of a row go to `notes`."""
 
     def __init__(
@@ -199,7 +199,7 @@ class _Rows:
         if row.out_of_memory:
             return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title}: OOM")
         serves, cut = isinstance(task.spec.work, ServeSpec), row.cut or row.elapsed_s >= self.limit_s
-        measured = _served(task, row) if serves else _trained(task, row, cut)
+        measured = _serving_measurement(task, row) if serves else _training_measurement(task, row, cut)
         if measured is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
@@ -209,7 +209,7 @@ class _Rows:
         return replace(trial, state=TrialState.MEASURED, measurement=measured)
 
 
-def _trained(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
+def _training_measurement(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
     if row.step_s is None:
         return None
     train = task.spec.train
@@ -223,7 +223,7 @@ def _trained(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
     )
 
 
-def _served(task: Task, row: HistoryRow) -> Measurement | None:
+def _serving_measurement(task: Task, row: HistoryRow) -> Measurement | None:
     """Return the measurement of a server row, None without a figure of the objective.
 
     Output tokens are derived from all tokens if all prompts of the load have the same length.
@@ -253,7 +253,7 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
     )
 
 
-def _doubts(trials: list[Trial]) -> list[str]:
+def _plausibility_warning(trials: list[Trial]) -> list[str]:
     """Return a warning if all measured times are far from the predictions."""
     ratios = [ratio for trial in trials if (ratio := measured_over(trial, "predicted"))]
     median_ratio = float(np.median(ratios)) if ratios else 1.0

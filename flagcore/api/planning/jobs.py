@@ -52,7 +52,7 @@ def estimate_jobs(
         jobs, rest, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
         while some := list(islice(rest, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
-                name = _name(line)
+                name = _printable_id(line)
                 if name in seen:
                     duplicate_warning = f"an earlier record has the id {name}"
                     answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
@@ -60,13 +60,13 @@ def estimate_jobs(
                 yield {"id": name, **answer}
 
 
-def _name(line: object) -> str | None:
+def _printable_id(line: object) -> str | None:
     """Return the id of a job record as printable text."""
     name = line.get("id") if isinstance(line, Mapping) else None
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
 
-def _refused(error: FlagError) -> Answer:
+def _rejection(error: FlagError) -> Answer:
     if isinstance(error, SpecError):
         return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
     return {"status": "unknown", "reason": str(error)}
@@ -97,7 +97,7 @@ class _Jobs:
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
-        self._platform = lru_cache(maxsize=None)(self._ask)
+        self._platform = lru_cache(maxsize=None)(self._load_platform)
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return the status and the figures of each line."""
@@ -107,20 +107,20 @@ class _Jobs:
             try:
                 if isinstance(line, SpecError):
                     raise line
-                self._sort(place, read_job(line, self._engines), groups)
+                self._group_jobs(place, read_job(line, self._engines), groups)
             except FlagError as error:
-                answers[place] = _refused(error)
+                answers[place] = _rejection(error)
         for platform, workload, rows in groups.values():
             try:
                 answers |= _predicted(platform, workload, rows)
                 if self._with_model:
                     for row in rows:
-                        answers[row.place] |= _described(workload, row)
+                        answers[row.place] |= _job_description(workload, row)
             except FlagError as error:
-                answers |= {row.place: _refused(error) for row in rows}
+                answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
-    def _sort(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
+    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
         """Group jobs by task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
@@ -146,7 +146,7 @@ class _Jobs:
         key = cluster, job.model, repr(task.spec.work)
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
-    def _ask(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
+    def _load_platform(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
         known_chip = self._loaded.find_chip(chip)
         assert known_chip is not None
         known_chip = with_network(known_chip, network)
@@ -170,7 +170,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     }
     legal = np.array([number for number, rules in enumerate(broken) if not rules], dtype=np.int64)
     if legal.size:
-        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _taken(columns, legal))
+        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _parse_job(columns, legal))
     return answers
 
 
@@ -196,12 +196,14 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
         warnings = {"warnings": list(row.warnings)} if row.warnings else {}
         answers[row.place] = {"status": "ok", **warnings, **known}
         if row.rank is not None:
-            rank = require_prober(workload).rank(task, _taken(columns, np.array([number])), row.rank, platform.costs)
+            rank = require_prober(workload).rank(
+                task, _parse_job(columns, np.array([number])), row.rank, platform.costs
+            )
             answers[row.place]["rank"] = rank_record(rank)
     return answers
 
 
-def _described(workload: Workload, row: _Row) -> Answer:
+def _job_description(workload: Workload, row: _Row) -> Answer:
     """Return a job's configuration and the weights of its model by parts."""
     cluster, work = row.task.cluster, row.task.spec.work
     return {
@@ -213,5 +215,5 @@ def _described(workload: Workload, row: _Row) -> Answer:
     }
 
 
-def _taken(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
+def _parse_job(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
     return {knob: values[rows] for knob, values in columns.items()}

@@ -93,7 +93,7 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     insight_data = saved_insight if saved_insight.get("schema_version") == SCHEMA_VERSION else {}
     new_trials = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not insight_data or new_trials > 0:
-        understood, why = _understood(folder, without)
+        understood, why = _load_or_reason(folder, without)
         if not found and understood is None:
             raise RunError(
                 _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=why)
@@ -130,7 +130,7 @@ def _secrets(folder: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(spec))))
 
 
-def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
+def _load_or_reason(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
     """Return the snapshot of a run on this machine, or the reason why there is none."""
     try:
         snapshot = load_snapshot(folder, None, without)
@@ -145,12 +145,12 @@ def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, 
     best = run.best.candidate if run and run.best else None
     if best is not None and found.get("best"):
         row, predicted = problem.space.find(best), found["best"]["predicted"]
-        if row is None or not _same(predicted, problem, row):
+        if row is None or not _predicts_same(predicted, problem, row):
             return {}
     return insight(problem, snapshot.workload, best)
 
 
-def _same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
+def _predicts_same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
     now = problem.predictions.row(row)
     step, memory = predicted.get("step_time_s") or {}, predicted.get("memory") or {}
     pairs = [(step.get("value"), now.step_time_s), (memory.get("device_used_gib"), now.device_used_bytes / 2**30)]

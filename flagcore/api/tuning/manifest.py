@@ -45,7 +45,7 @@ def manifest(
     """
     place = Path(where)
     name = name or _name(place.stem)
-    claim, _colon, mount = (volume or "").partition(":")
+    claim, _separator, mount = (volume or "").partition(":")
     if not NAME.fullmatch(name):
         raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
     if volume is not None and not (claim and mount.startswith("/")):
@@ -55,7 +55,7 @@ def manifest(
     hosts = KINDS[kind].hosts(name, count)
     common = Pods(name=name, image=image, count=count, first="", others="", directory=str(Path.cwd()), limits=limits)
     common = replace(common, claim=claim, mount=mount)
-    pods = _training(common, place, hosts) if place.is_dir() else _tune(common, place, hosts, platform)
+    pods = _training_pods(common, place, hosts) if place.is_dir() else _tuning_pods(common, place, hosts, platform)
     secrets = {secret for secret, _key in pods.secrets.values()}
     return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
 
@@ -79,7 +79,7 @@ def _limits(platform: Platform) -> Mapping[str, int]:
     return {support.kubernetes.name: -(-group.devices_per_node // each)}
 
 
-def _tune(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
+def _tuning_pods(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
     """Return the pods of a tuning job: the first pod tunes, and the others join it."""
     launcher = platform.task.spec.launcher
     if len(hosts) > 1 and launcher != KUBERNETES.name:
@@ -95,7 +95,7 @@ def _tune(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pod
     )
 
 
-def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
+def _training_pods(common: Pods, run: Path, hosts: list[str]) -> Pods:
     """Return the pods of a training job: each runs the command of the best, with its own rank. Raises UsageError."""
     launch = saved_launch(run)
     if launch["ready"]:
@@ -111,7 +111,8 @@ def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
     torchrun = {f"PET_{name}": value for name, value in rank_variables.items()} if len(hosts) > 1 else {}
     environment = {**rank_variables, **torchrun, **launch["environment"]}
     placeholders = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port, "{interface}": INTERFACE}
-    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {_words(launch['argv'], placeholders)}"
+    program = _shell_command(launch["argv"], placeholders)
+    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {program}"
     secret_names = [*launch["needs"], *(name for name in environment if is_secret(name))]
     return replace(
         common,
@@ -119,18 +120,20 @@ def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
         others=command,
         directory=str(launch["directory"]),
         environment={
-            name: _filled(value, placeholders) for name, value in environment.items() if name not in secret_names
+            name: _fill_placeholders(value, placeholders)
+            for name, value in environment.items()
+            if name not in secret_names
         },
         secrets={name: (f"{common.name}-secrets", name) for name in secret_names},
     )
 
 
-def _words(argv: Collection[str], fixed: Mapping[str, str]) -> str:
+def _shell_command(argv: Collection[str], fixed: Mapping[str, str]) -> str:
     """Return a command for a shell, in which variables of the pod replace the placeholders."""
-    return " ".join(shell_quoted(_filled(word, fixed), {"{node_rank}": "NODE_RANK"}) for word in argv)
+    return " ".join(shell_quoted(_fill_placeholders(word, fixed), {"{node_rank}": "NODE_RANK"}) for word in argv)
 
 
-def _filled(text: str, fixed: Mapping[str, str]) -> str:
+def _fill_placeholders(text: str, fixed: Mapping[str, str]) -> str:
     for placeholder, value in fixed.items():
         text = text.replace(placeholder, value)
     return text

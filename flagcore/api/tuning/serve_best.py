@@ -35,7 +35,7 @@ def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int
     is_ready = False
     try:
         while (ended := servers.wait(PERIOD_SECONDS)) is None:
-            if not is_ready and _answer(launch.ready):
+            if not is_ready and _responds(launch.ready):
                 is_ready = True
                 on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
     except BaseException:
@@ -53,7 +53,7 @@ def _listens(url: str) -> bool:
         return False
 
 
-def _answer(urls: Iterable[str]) -> bool:
+def _responds(urls: Iterable[str]) -> bool:
     try:
         for url in urls:
             with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:

@@ -279,7 +279,7 @@ def each_engine(
 
     for engine in engines:
         try:
-            done[engine] = tune_one(_share(only(data, engine), len(engines)), run_dir / engine, warn_of_skipped)
+            done[engine] = tune_one(_budget_share(only(data, engine), len(engines)), run_dir / engine, warn_of_skipped)
         except Interrupted:
             raise
         except FlagError as error:
@@ -311,7 +311,7 @@ def _copy_best(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
-def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
+def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
     tuner = dict(data.get("auto_tuner") or {})
     control = dict(tuner.get("control") or {})
     if isinstance(control.get("max_trials", 20), int):

@@ -15,14 +15,14 @@ from flagcore.report.page.run import RunData, configuration, name_of, number, se
 
 def accuracy(run: RunData) -> Section | None:
     """Return the errors of predictions; None if no trial is both predicted and measured."""
-    pairs = [(trial, both) for trial in run.trials if (both := _both(run, trial)) is not None]
+    pairs = [(trial, both) for trial in run.trials if (both := _measured_and_predicted(run, trial)) is not None]
     if not pairs:
         return None
     blocks = (_scatter(run, pairs), learning(run))
     return Section(anchor="accuracy", title=_("Predicted against measured"), blocks=tuple(filter(None, blocks)))
 
 
-def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
+def _measured_and_predicted(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
     """Return the measured figure of a trial, and the predicted figure with its interval."""
     key = "objective" if run.serves else "step_time_s"
     prediction = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]

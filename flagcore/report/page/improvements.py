@@ -95,7 +95,7 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
         figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
         figures.append(percent(seconds / step - 1.0, signed=True))
         used = cell(number(lookup(predicted, "memory.device_used_gib")))
-        rows.append([", ".join(changed), *figures, used, _ran(run, trials.get(_key(each["candidate"])))])
+        rows.append([", ".join(changed), *figures, used, _measured_text(run, trials.get(_key(each["candidate"])))])
     own_heading = [limit.heading] if limit.name else []
     seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
     return table(
@@ -119,7 +119,7 @@ def _changes_one_knob(change: Record, run: RunData) -> bool:
     return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
 
 
-def _ran(run: RunData, trial: Record | None) -> Cell:
+def _measured_text(run: RunData, trial: Record | None) -> Cell:
     if trial is None:
         return Cell(_("untried"))
     measurement = run.figure(trial)

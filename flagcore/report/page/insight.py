@@ -146,7 +146,7 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
         columns = {knob: codes[usable_rows] for knob, codes in columns.items()}
         distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
         for knob, codes in columns.items():
-            _update(knobs[knob], codes, seconds, distance, rows.start + usable_rows)
+            _update_entry(knobs[knob], codes, seconds, distance, rows.start + usable_rows)
     by_knob = []
     for axis in space.axes:
         values = knobs[axis.knob]
@@ -160,7 +160,7 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     return by_knob
 
 
-def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
+def _update_entry(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
     for code in np.unique(codes).tolist():
         places = np.flatnonzero(codes == code)
         fastest = places[np.argmin(seconds[places])]

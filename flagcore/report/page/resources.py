@@ -145,7 +145,7 @@ def step_time(run: RunData) -> Section | None:
     if not predicted_trials:
         return None
     blocks: list[Block] = [_step_parts(predicted_trials)]
-    measured_rows = [[name, *figures] for name, trial in trials.items() if (figures := _measured(run, trial))]
+    measured_rows = [[name, *figures] for name, trial in trials.items() if (figures := _measured_parts(run, trial))]
     if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
         blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
@@ -189,7 +189,7 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
     )
 
 
-def _measured(run: RunData, trial: Record) -> list[Any]:
+def _measured_parts(run: RunData, trial: Record) -> list[Any]:
     """Return the medians of the measured parts of a step after the warm-up; empty without a measurement."""
     count, steps = lookup(trial, "measured.step_time_s.n"), run.metrics(trial).get("steps")
     if not count or not isinstance(steps, list) or trial["fidelity"] != "run" or not run.labels.measured_parts:

@@ -20,7 +20,7 @@ def progress(run: RunData) -> Section | None:
     """Return the best so far over time; None without trials."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
-    course = _course(run)
+    course = _read_progress(run)
     data = table(
         _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
         [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
@@ -45,7 +45,7 @@ def progress(run: RunData) -> Section | None:
 
 
 @dataclass
-class _Course:
+class _Progress:
     """Trials in their order: table rows, measured points by kind, failures, and the best so far, over seconds."""
 
     rows: list[list[Any]] = field(default_factory=list)
@@ -55,8 +55,8 @@ class _Course:
     spent_s: float = 0.0
 
 
-def _course(run: RunData) -> _Course:
-    course, best = _Course(), None
+def _read_progress(run: RunData) -> _Progress:
+    course, best = _Progress(), None
     first = {trial["number"] for trial in run.trials}
     for trial in run.all_trials:
         course.spent_s += float(trial["duration_s"])
@@ -84,7 +84,7 @@ def _course(run: RunData) -> _Course:
     return course
 
 
-def _progress_traces(course: _Course) -> Iterator[dict[str, Any]]:
+def _progress_traces(course: _Progress) -> Iterator[dict[str, Any]]:
     best = line(_("best so far (first runs)"), 0, *zip(*course.steps, strict=True))
     best["line"] |= {"shape": "hv"}
     yield best

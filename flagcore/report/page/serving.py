@@ -31,7 +31,7 @@ def serving(run: RunData) -> Section | None:
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
     unlimited_names = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
     for latency in (*run.limits, *unlimited_names):
-        blocks += _against(run, latency, run.limits.get(latency))
+        blocks += _latency_traces(run, latency, run.limits.get(latency))
     return Section(anchor="serving", title=_("Throughput and latency"), blocks=(*blocks, *_distributions(run)))
 
 
@@ -50,7 +50,7 @@ _Point = tuple[Record, Record, float, float]
 """A trial, one of its load points, the latency and the rate."""
 
 
-def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
+def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
     """Yield traces of output tokens per second against a latency, with one marker per load point."""
     measured: list[_Point] = [
         (trial, point, x, y)
@@ -204,7 +204,7 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
         same_group = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
         if same_group:
             trace = line(
-                _legend(same_group), series, *_curves([values for each in same_group for values in each.values])
+                _legend(same_group), series, *_curve_points([values for each in same_group for values in each.values])
             )
             trace["line"] |= {"width": 1.5 if again else 3}
             traces.append(trace)
@@ -239,7 +239,7 @@ def _legend(runs: Sequence[_Run]) -> str:
     return ", ".join([runs[0].who, *([_("repeat")] if runs[0].again else []), f"{_('trial')} {numbers}"])
 
 
-def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
+def _curve_points(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
     """Return lines of latency and share of requests, with a gap between two lines."""
     x: list[float | None] = []
     y: list[float | None] = []

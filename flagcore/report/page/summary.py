@@ -46,7 +46,7 @@ def summary(run: RunData) -> Section:
     if best is None:
         blocks += [Text(no_best(run) + ".", warning=True), *_failures(run)]
     else:
-        blocks += [Facts(tuple(_facts(run, best))), *_doubts(run, best), *_commands(run)]
+        blocks += [Facts(tuple(_facts(run, best))), *_uncertainty_notes(run, best), *_commands(run)]
     if "engines" in run.result:
         blocks.append(_engines(run))
     for line, numbers in (run.result.get("slow_devices") or {}).items():
@@ -96,7 +96,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
     yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
     measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
     figure = run.figure(best) if measured else run.predicted(best)
-    speed = at_load(objective_text(run, figure), _load_of(run, best))
+    speed = at_load(objective_text(run, figure), _load_of_best(run, best))
     yield _("Speed"), Cell(f"{mark}{speed}", figure)
     if run.serves and measured:
         yield _("Also measured"), Cell(figures_text(measured["figures"], run.objective))
@@ -128,7 +128,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
-            yield _("Without the limits"), Cell(_without_limits(run, best))
+            yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best['number']}"
     yield _("Source"), Cell(source, None, f"#trial-{best['number']}")
 
@@ -167,7 +167,7 @@ def _gain(run: RunData, best: Record) -> Cell:
     return Cell(_("{gain} (baseline: {baseline})", gain=gain_cell(run, gain).text, baseline=values), gain)
 
 
-def _load_of(run: RunData, best: Record) -> str:
+def _load_of_best(run: RunData, best: Record) -> str:
     """Return the load at which the best was rated; empty for training, and if it has one load point."""
     name, points = figure_name(run.objective), points_of(best)
     best_figures = lookup(best, f"measured.figures.{name}")
@@ -175,7 +175,7 @@ def _load_of(run: RunData, best: Record) -> str:
     return loads[0] if len(points) > 1 and loads else ""
 
 
-def _without_limits(run: RunData, best: Record) -> str:
+def _fastest_without_limits(run: RunData, best: Record) -> str:
     """Return the figures of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
     unlimited = [
@@ -200,7 +200,7 @@ def _without_limits(run: RunData, best: Record) -> str:
     )
 
 
-def _doubts(run: RunData, best: Record) -> Iterator[Block]:
+def _uncertainty_notes(run: RunData, best: Record) -> Iterator[Block]:
     noise, gains = run.result.get("noise") or {}, run.result.get("gains") or []
     if len(gains) > 1 and min(gains) <= 0 and best["candidate"] != (run.baseline or best)["candidate"]:
         text = _("The speedup is not significant: the machine was noisy, and the baseline was as fast in one round.")

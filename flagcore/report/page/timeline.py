@@ -48,10 +48,10 @@ def fewest(passes: Passes, most: int) -> int | None:
     number = min(passes.microbatches, max(2 * count, 8))
     if passes.virtual > 1:
         number = min(passes.microbatches, -(-number // count) * count)
-    return number if _each(passes) * number <= most else None
+    return number if _passes_per_microbatch(passes) * number <= most else None
 
 
-def _each(passes: Passes) -> int:
+def _passes_per_microbatch(passes: Passes) -> int:
     """Return the largest number of passes of a micro-batch."""
     schedule = SCHEDULES[passes.schedule]
     parts = 1 if schedule.copies > 1 else schedule.parts or passes.virtual
@@ -74,7 +74,9 @@ def _blocks(passes: Passes) -> tuple[Block, ...]:
 
 def _timeline(passes: Passes, number: int) -> Chart:
     drawn, count = simulate(passes, number), len(passes.forward_s)
-    simulated_count = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
+    simulated_count = (
+        passes.microbatches if _passes_per_microbatch(passes) * passes.microbatches <= MAX_SIMULATED else number
+    )
     simulation = simulate(passes, simulated_count) if simulated_count != number else drawn
     step, paired = step_seconds(passes, simulation), any(each.lane for each in drawn)
     by_kind = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
@@ -85,7 +87,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     ]
     data = _seconds(passes, simulated_count, simulation, step)
     idle = max(float(row[-1].value or 0.0) for row in data.rows)
-    summary = [*_idle(passes, simulated_count, idle), *_durations(passes, simulated_count, step)]
+    summary = [*_idle_text(passes, simulated_count, idle), *_durations(passes, simulated_count, step)]
     if number < passes.microbatches:
         summary.append(_("Shown: a step of {count} micro-batches.", count=number))
     if paired:
@@ -130,12 +132,12 @@ def _bars(
     return trace
 
 
-def _idle(passes: Passes, counted: int, idle: float) -> list[str]:
+def _idle_text(passes: Passes, counted: int, idle: float) -> list[str]:
     schedule = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
     count = len(passes.forward_s)
     parts = [_("Schedule: {name}", name=schedule)]
-    parts.append(_("{count} devices", count=count) if _mirrored(passes) else _("{count} stages", count=count))
-    if passes.virtual > 1 and not _mirrored(passes):
+    parts.append(_("{count} devices", count=count) if _is_mirrored(passes) else _("{count} stages", count=count))
+    if passes.virtual > 1 and not _is_mirrored(passes):
         parts.append(_("{count} virtual stages per device", count=passes.virtual))
     parts.append(_micro_batches(passes, counted))
     return [f"{', '.join(parts)}.", _("Largest idle time: {share:.1%}.", share=idle)]
@@ -180,7 +182,7 @@ def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), 
             micro_batches=_micro_batches(passes, counted),
             seconds=shown(passes.send_s),
         ),
-        [_("device") if _mirrored(passes) else _("stage"), *columns, *[_("~idle, %")] * bool(played)],
+        [_("device") if _is_mirrored(passes) else _("stage"), *columns, *[_("~idle, %")] * bool(played)],
         rows,
     )
 
@@ -191,13 +193,13 @@ def _micro_batches(passes: Passes, counted: int) -> str:
     return _("{count} micro-batches", count=counted)
 
 
-def _mirrored(passes: Passes) -> bool:
+def _is_mirrored(passes: Passes) -> bool:
     """Return whether two stages of the model share two devices, as in DualPipe: rows are devices, not stages."""
     return SCHEDULES[passes.schedule].copies > 1
 
 
 def _row(passes: Passes, device: int) -> str:
-    return _("device {number}", number=device) if _mirrored(passes) else _("stage {number}", number=device)
+    return _("device {number}", number=device) if _is_mirrored(passes) else _("stage {number}", number=device)
 
 
 def _has_two_parts(passes: Passes) -> bool:
@@ -211,6 +213,6 @@ def _hover(passes: Passes, one: ExecutedPass) -> str:
         "micro-batch {microbatch}, {kind}: part {part}, {row}",
         microbatch=one.microbatch,
         kind=_(KINDS[one.kind]),
-        part=one.part % len(passes.forward_s) if _mirrored(passes) else one.part,
+        part=one.part % len(passes.forward_s) if _is_mirrored(passes) else one.part,
         row=_row(passes, one.device),
     )

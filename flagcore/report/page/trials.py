@@ -45,7 +45,7 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     for trial in run.all_trials:
         state_text = state_name(trial["state"], trial["fidelity"])
         row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(state_text)]
-        row += _served(run, trial) if run.serves else _trained(run, trial)
+        row += _serving_row(run, trial) if run.serves else _training_row(run, trial)
         rows.append(row + [cell(number(trial["duration_s"]) or None), cell(trial["reason"])] * whole)
     used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
     return table(
@@ -56,7 +56,7 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     )
 
 
-def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
+def _training_row(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     measured, predicted = trial["measured"] or {}, trial["predicted"]
     step, speed = measured.get("step_time_s", {}), measured.get("tokens_per_second_per_device")
     mark = "~" if trial["state"] == "predicted" or "modelled" in step else ""
@@ -73,7 +73,7 @@ def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     ]
 
 
-def _served(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
+def _serving_row(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     step, gain, value = lookup(trial, "measured.step_time_s") or {}, _gain(run, trial), cell(run.figure(trial))
     spread = step["spread"] / step["median"] if step.get("n", 0) > 1 else None
     mark = " !" if lookup(trial, "measured.broken") else ""
@@ -113,7 +113,7 @@ def _facts(trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
         (_("Expected step before the trial, s"), cell(number(lookup(believed, "step_time_s.value")))),
         (_("Expected probability to fit"), percent(number(believed.get("chance_to_fit")))),
         (_("Time limit"), cell(_limit(trial))),
-        (_("Shortened steps"), cell(_short(trial))),
+        (_("Shortened steps"), cell(_shortened_text(trial))),
         (_("Log"), cell(trial["log"] if has_run else None)),
     ]
     return [(name, value) for name, value in facts if value.text != "-"]
@@ -124,7 +124,7 @@ def _limit(trial: Mapping[str, Any]) -> str | None:
     return limit and f"{duration_text(limit['seconds'])}: {limit['because']}"
 
 
-def _short(trial: Mapping[str, Any]) -> str | None:
+def _shortened_text(trial: Mapping[str, Any]) -> str | None:
     shortened = trial.get("shortened")
     return shortened and _(
         "{part} of {whole} samples; predicted factor to a whole step: {scale} (80%: {low} to {high})",

@@ -53,7 +53,7 @@ def missing_tool_lists_no_devices(plugin: Subject) -> Problems:
 def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
     for how, script in BROKEN.items():
         with fakes.with_short_timeouts({}, seconds=0.2 if how == ENDLESS else 10.0):
-            yield from _extra(plugin, script, f"if {_tools(plugin)[0]} {how}")
+            yield from _unexpected_devices(plugin, script, f"if {_tools(plugin)[0]} {how}")
 
 
 @check()
@@ -80,7 +80,7 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
 def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
     foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
     for name, text in foreign.items():
-        yield from _extra(plugin, fakes.prints(text), f"which a tool of {name} printed")
+        yield from _unexpected_devices(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
 
 @check()
@@ -129,7 +129,7 @@ def _tools(plugin: Subject) -> tuple[str, ...]:
     return tools
 
 
-def _extra(plugin: Subject, script: str, when: str) -> Problems:
+def _unexpected_devices(plugin: Subject, script: str, when: str) -> Problems:
     """Yield each device that is found although the tools run `script`, which prints no devices of this vendor."""
     own_devices = fakes.without_tools(plugin)
     devices = fakes.devices(plugin, dict.fromkeys(_tools(plugin), script), when)
@@ -178,31 +178,31 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
         if len(devices) != len(expected_devices) or not all(
             one.matches(is_) for one, is_ in zip(expected_devices, devices, strict=True)
         ):
-            yield f"{FOLDER / each.name}: flagcore_devices returns {_shown(devices)}"
+            yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(devices)}"
 
 
 @check("leave out a device with incomplete lines")
 def truncated_transcripts_add_no_devices(plugin: Subject) -> Problems:
-    for each, whole, pieces in _whole(plugin):
+    for each, whole, pieces in _whole_transcripts(plugin):
         lines = [match.end() for match in re.finditer("\n", each.text)]
         ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
         ends += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
         expected = {(device.index, device.chip, device.memory_bytes) for device in whole}
         texts = ((f"truncated after {end} characters", each.text[:end]) for end in ends)
-        for how, found in _tried(plugin, each, texts):
+        for how, found in _devices_per_text(plugin, each, texts):
             unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected]
             if unexpected:
-                yield f"{how}: {_shown(unexpected)}"
+                yield f"{how}: {_device_text(unexpected)}"
                 break
 
 
 @check("leave out rows that share an index or have an unknown format")
 def garbled_transcripts_add_no_devices(plugin: Subject) -> Problems:
-    for each, whole, pieces in _whole(plugin):
-        texts = ((f"garbled ({seed})", _garbled(each.text, seed)) for seed in range(pieces))
-        for how, found in _tried(plugin, each, texts):
+    for each, whole, pieces in _whole_transcripts(plugin):
+        texts = ((f"garbled ({seed})", _garbled_texts(each.text, seed)) for seed in range(pieces))
+        for how, found in _devices_per_text(plugin, each, texts):
             if len(found) > len(whole) or len({device.index for device in found}) != len(found):
-                yield f"{how}: flagcore_devices returns {_shown(found)}"
+                yield f"{how}: flagcore_devices returns {_device_text(found)}"
                 break
 
 
@@ -218,7 +218,7 @@ def transcript_names_match_one_chip(plugin: Subject) -> Problems:
             yield f"{FOLDER / each.name} lists {listed.chip!r}, a name of {count} chips"
 
 
-def _whole(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
+def _whole_transcripts(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
     """Yield each listing with its devices, those of this machine included, and the number of variants to try."""
     share = max(PIECES // len(plugin.listings), 6)
     own_devices = fakes.without_tools(plugin)
@@ -228,7 +228,7 @@ def _whole(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], in
         yield each, (*whole_output, *own_devices), share if time.monotonic() - start < SLOW_SECONDS else 2
 
 
-def _tried(
+def _devices_per_text(
     plugin: Subject, transcript: Transcript, texts: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[str, tuple[Device, ...]]]:
     """Yield a description of each text, and the devices that are found in it. Raises BadPlugin."""
@@ -237,14 +237,14 @@ def _tried(
         yield location, fakes.devices(plugin, {transcript.tool: fakes.prints(text)}, location)
 
 
-def _garbled(text: str, seed: int) -> str:
+def _garbled_texts(text: str, seed: int) -> str:
     rng, garbled = random.Random(seed), bytearray(text.encode())
     for _ in range((1, 20, 400)[seed % 3]):
         garbled[rng.randrange(len(garbled))] = rng.randrange(1, 256)
     return garbled.decode("utf-8", "replace")
 
 
-def _shown(devices: Sequence[Device]) -> str:
+def _device_text(devices: Sequence[Device]) -> str:
     if not devices:
         return "no device"
     first = devices[0]

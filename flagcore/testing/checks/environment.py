@@ -34,7 +34,7 @@ def _variables(plugin: Subject) -> Iterator[tuple[Variable]]:
 @check("keep one, or restrict each by engines, chips or versions")
 def variables_are_listed_once(plugin: Subject) -> Problems:
     for chip, engine in plugin.pairs():
-        for name, times in Counter(each.name for each in _set_on(plugin, chip, engine)).items():
+        for name, times in Counter(each.name for each in _variables_on_chip(plugin, chip, engine)).items():
             if times > 1:
                 yield f"environment.yaml: {name} has {times} values for {engine}"
 
@@ -50,7 +50,7 @@ def variables_do_not_select_another_vendor(plugin: Subject) -> Problems:
     other_vendors = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
     for chip, _, variables in _environments(plugin):
         wrong_names = [name for name, value in variables.items() if value.casefold() in other_vendors - {chip.vendor}]
-        for name in dict.fromkeys([*wrong_names, *_hiding(plugin, variables)]):
+        for name in dict.fromkeys([*wrong_names, *_device_variables(plugin, variables)]):
             reason = "another vendor" if name in wrong_names else "its own devices are then not found"
             yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {reason}"
 
@@ -68,7 +68,7 @@ def documented_variables_are_set(plugin: Subject) -> Problems:
     if plugin.failed("flagcore_environment"):
         raise Skip("flagcore_environment has no valid answer")
     for chip, engine, variables in _environments(plugin):
-        for each in _set_on(plugin, chip, engine):
+        for each in _variables_on_chip(plugin, chip, engine):
             is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)
             if is_unconditional and each.name not in variables:
                 yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
@@ -101,7 +101,7 @@ def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
     return () if is_cpu else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
 
 
-def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
+def _device_variables(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
     """Return the variables that hide the devices of the plugin's own transcript."""
     try:
         tools = fakes.printing(plugin.listings[0])
@@ -124,6 +124,6 @@ def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
     )
 
 
-def _set_on(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
+def _variables_on_chip(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
     """Return the variables with a value for an engine on a chip."""
     return [each for each in applying(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

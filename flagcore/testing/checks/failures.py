@@ -35,7 +35,7 @@ for pattern in json.load(sys.stdin):
 def failure_patterns_are_fast(plugin: Subject) -> Problems:
     if not _patterns(plugin):
         raise Skip("the plugin has no failure patterns")
-    if slow := _slow(plugin):
+    if slow := _slow_pattern(plugin):
         yield f"flagcore_failure_patterns: {slow!r} takes more than {SECONDS:.0f} s on a line of 8,000 characters"
 
 
@@ -47,7 +47,7 @@ def failure_examples_match(plugin: Subject) -> Problems:
     if plugin.failed("flagcore_failure_patterns"):
         raise Skip("flagcore_failure_patterns has no valid answer")
     if plugin.chips:
-        _ready(plugin)
+        _require_fast_patterns(plugin)
     for place, each in enumerate(failures):
         engines = {*each.engines}
         same_engines = [
@@ -68,7 +68,7 @@ def log_examples_match(plugin: Subject) -> Problems:
     patterns = _patterns(plugin)
     if not plugin.examples:
         raise Skip("there are no log lines in addition to those of quirks.yaml: override the fixture failure_examples")
-    _ready(plugin)
+    _require_fast_patterns(plugin)
     ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
     for line, state in plugin.examples:
         first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
@@ -79,7 +79,7 @@ def log_examples_match(plugin: Subject) -> Problems:
 
 @check("match more of the failure's text")
 def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
-    _ready(plugin)
+    _require_fast_patterns(plugin)
     for pattern in _patterns(plugin):
         for line in HEALTHY:
             if re.search(pattern.pattern, line):
@@ -91,10 +91,10 @@ def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
     return tuple(dict.fromkeys(patterns))
 
 
-def _slow(plugin: Subject) -> str:
-    """Return the first slow pattern, tried in a separate process; empty if there is none."""
+def _slow_pattern(plugin: Subject) -> str:
+    """Return the first slow pattern, searched for in a separate process; empty if there is none."""
 
-    def tried() -> str:
+    def _match_in_process() -> str:
         patterns = [pattern.pattern for pattern in _patterns(plugin)]
         argv, text = [sys.executable, "-I", "-S", "-c", _TRY], json.dumps(patterns)
         try:
@@ -104,10 +104,10 @@ def _slow(plugin: Subject) -> str:
             return str(json.loads(output.splitlines()[-1]) if output else patterns[0])
         return ""
 
-    return plugin.once("slow pattern", tried)
+    return plugin.once("slow pattern", _match_in_process)
 
 
-def _ready(plugin: Subject) -> None:
+def _require_fast_patterns(plugin: Subject) -> None:
     """Raise Skip if a pattern is too slow to be tried."""
-    if _slow(plugin):
+    if _slow_pattern(plugin):
         raise Skip("a pattern takes too long to be tried on lines")

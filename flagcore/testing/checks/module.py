@@ -60,7 +60,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
     chips = loaded.chips()
     pairs = [(chip, engine) for chip in plugin.chips for engine in plugin.engines]
     return {
-        "flagcore_chips": [_stable(chip) for chip in chips],
+        "flagcore_chips": [_stable_values(chip) for chip in chips],
         "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
         "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
         "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
@@ -68,7 +68,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
     }
 
 
-def _stable(chip: Chip) -> object:
+def _stable_values(chip: Chip) -> object:
     """Return the values that must not change between calls. Figures, such as this machine's clock, may change."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
 

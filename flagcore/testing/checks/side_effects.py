@@ -29,14 +29,14 @@ Record = dict[str, Any]
 @check("import it inside the hook that needs it, or run it in another process (vendorkit.machine)")
 def import_loads_no_framework(plugin: Subject) -> Problems:
     import_text = f"{plugin.package}: import {plugin.hooks_module}"
-    for record in _imported(plugin):
+    for record in _import_record(plugin):
         if record["raised"]:
             message = f"{import_text} fails in a new process: {record['raised']}"
             yield Problem(message, "import everything that the module uses")
         if record["drivers"]:
             yield f"{import_text} loads {', '.join(record['drivers'])}"
         for path in map(Path, record["files"]):
-            for name, line in _at_import(ast.parse(path.read_text("utf-8")).body):
+            for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body):
                 if name in DRIVERS and name not in record["drivers"]:  # it is not installed here
                     yield f"{path.name}:{line} imports {name} if it is installed"
 
@@ -44,7 +44,7 @@ def import_loads_no_framework(plugin: Subject) -> Problems:
 @check("change no state of the process; do slow work, start threads and log in the hook that needs it")
 def import_has_no_side_effects(plugin: Subject) -> Problems:
     import_text = f"{plugin.package}: import {plugin.hooks_module}"
-    for record in _imported(plugin):
+    for record in _import_record(plugin):
         if record["printed"]:
             yield f"{import_text} prints {record['printed'][:60]!r}"
         if not record["drivers"]:
@@ -88,17 +88,17 @@ def hooks_write_no_files(plugin: Subject) -> Problems:
     yield from (f"a hook writes the file {name}" for name in plugin.memory["files"])
 
 
-def _imported(plugin: Subject) -> list[Record]:
+def _import_record(plugin: Subject) -> list[Record]:
     """Return the record of the import; empty if the import ended the process, which another check reports."""
     return _records(plugin)[0][:1]
 
 
 def _records(plugin: Subject) -> tuple[list[Record], str]:
     """Return the side effects of the import and of each hook in another process, and the call that crashed or hung."""
-    return plugin.once("records", lambda: _asked(plugin))
+    return plugin.once("records", lambda: _call_hooks(plugin))
 
 
-def _asked(plugin: Subject) -> tuple[list[Record], str]:
+def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
     package = plugin.package_folder
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
         here, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
@@ -135,7 +135,7 @@ def _files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in files}
 
 
-def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+def _top_level_imports(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
     """Yield the packages that the module imports on load, with their lines."""
     for node in body:
         if isinstance(node, ast.Import):
@@ -143,6 +143,6 @@ def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0], node.lineno
         elif isinstance(node, ast.Try):
-            yield from _at_import([*node.body, *node.orelse, *node.finalbody])
+            yield from _top_level_imports([*node.body, *node.orelse, *node.finalbody])
         elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
-            yield from _at_import([*node.body, *node.orelse])
+            yield from _top_level_imports([*node.body, *node.orelse])

@@ -42,13 +42,13 @@ def _samples(plugin: Subject) -> list[Sample]:
     chips.
     """
     plugin.implements("flagcore_telemetry")
-    samples = plugin.once("samples", lambda: _read(plugin))
+    samples = plugin.once("samples", lambda: _read_sample(plugin))
     if not samples:
         raise Skip("there is no device of a known chip, neither here nor in a transcript with its memory")
     return samples
 
 
-def _read(plugin: Subject) -> list[Sample]:
+def _read_sample(plugin: Subject) -> list[Sample]:
     def sample(device: Device) -> list[Sample]:
         reader = plugin.loaded.telemetry(device)
         return [(device, reader.sample())] if reader else []
@@ -103,17 +103,17 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
 
 
-Ruled = tuple[PruningRule, Space, Predictions]
+RuleWithCandidates = tuple[PruningRule, Space, Predictions]
 
 
-def _rules(plugin: Subject) -> list[Ruled]:
+def _rules(plugin: Subject) -> list[RuleWithCandidates]:
     """Return each rule with the candidates of its task."""
     plugin.implements("flagcore_pruning_rules")
-    return plugin.once("pruning rules", lambda: _ruled(plugin))
+    return plugin.once("pruning rules", lambda: _rules_with_candidates(plugin))
 
 
-def _ruled(plugin: Subject) -> list[Ruled]:
-    found: list[Ruled] = []
+def _rules_with_candidates(plugin: Subject) -> list[RuleWithCandidates]:
+    found: list[RuleWithCandidates] = []
     engine = workload("megatron")
     for task in plugin.tasks():
         if rules := plugin.loaded.pruning_rules(task):
@@ -172,12 +172,12 @@ START_SECONDS = 30.0
 """Time limit for the start of a trial."""
 
 
-def _prepared(plugin: Subject) -> Iterator[tuple[Launch]]:
+def _prepared_launches(plugin: Subject) -> Iterator[tuple[Launch]]:
     plugin.implements("flagcore_prepare_launch")
     return ((plugin.loaded.prepare_launch(LAUNCH, task),) for task in plugin.tasks())
 
 
-@check(each=_prepared)
+@check(each=_prepared_launches)
 def prepared_launch_extends_the_launch(prepared: Launch) -> Problems:
     if not " ".join(prepared.argv).endswith("echo the command"):
         yield Problem(
