@@ -152,7 +152,7 @@ CHIPS = (
     Fault("fp16_and_bf16_peaks_are_similar", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "bf16 is 6 times"),
     Fault("fp16_and_bf16_peaks_are_similar", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "bf16 is 2 times", also=("peaks_are_dense",)),
     Fault("links_are_slower_than_memory", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 of memory"),
-    Fault("peaks_match_memory_bandwidth", CHIP, "value: 1.6e+12", "value: 4.0e+10", "operations a byte", also=("links_are_slower_than_memory",)),
+    Fault("peaks_match_memory_bandwidth", CHIP, "value: 1.6e+12", "value: 4.0e+10", "operations per byte", also=("links_are_slower_than_memory",)),
     Fault("links_are_slower_than_memory", CHIP, "value: 2.0e+11", "value: 2.0e+12", "link.bytes_per_second"),
     Fault("figures_are_plausible", CHIP, "  name: ACMELink", "  name: ACMELink\n  latency_seconds: 5.0", "= 5"),
     Fault("link_domains_divide_nodes", CHIP, "  name: ACMELink", "  name: ACMELink\n  domain_size: 3", "= 3 does not"),
