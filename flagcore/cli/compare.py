@@ -61,13 +61,13 @@ def explain_command(
 
 
 @click.command("compare")
-@click.argument("two", nargs=-1, metavar="A B")
+@click.argument("names", nargs=-1, metavar="A B")
 @click.option("--spec", type=click.Path(), metavar="SPEC", help="Compare two candidates of this spec.")
 @options.chip()
 @options.output
 @options.plugins
 def compare_command(
-    two: tuple[str, ...], spec: str | None, chip: str | None, form: str, without: tuple[str, ...]
+    names: tuple[str, ...], spec: str | None, chip: str | None, form: str, without: tuple[str, ...]
 ) -> None:
     """Compare two candidates: knobs, predicted time and memory, measurements, and why they differ.
 
@@ -76,10 +76,10 @@ def compare_command(
     """
     from flagcore import api
 
-    if len(two) != 2:
+    if len(names) != 2:
         usage = "`flag compare RUN:best RUN:baseline`, `flag compare --spec SPEC 1 2`"
-        raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(two), usage=usage))
-    a, b = two
+        raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(names), usage=usage))
+    a, b = names
     _print(api.compare(a, b, spec=spec, chip=chip, without=without), form)
 
 

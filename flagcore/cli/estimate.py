@@ -83,11 +83,11 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         if explain not in by_id:
             problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
             raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
-        found = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
-        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
+        details = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
+        _show(details, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
         return
-    at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
-    predictions = api.estimate_jobs(records, without=without, at_once=at_once)
+    batch_size = 1 if _is_pipe(jobs) else api.AT_ONCE
+    predictions = api.estimate_jobs(records, without=without, at_once=batch_size)
     if form == "jsonl":
         for prediction in predictions:
             click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
@@ -96,9 +96,9 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         if form in ("table", "csv"):
             for each in answers:
                 each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
-        serves = any("objective" in each for each in answers)
-        trains = not serves or any("mfu" in each or "limit" in each for each in answers)
-        figures = ["predicted"] * trains + ["predicted_serving"] * serves
+        has_serving = any("objective" in each for each in answers)
+        has_training = not has_serving or any("mfu" in each or "limit" in each for each in answers)
+        figures = ["predicted"] * has_training + ["predicted_serving"] * has_serving
         options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 

@@ -22,8 +22,6 @@ from flagcore.launchers import agent
 SILENCE_SECONDS = 12.0
 """Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
 MAX_LINE_BYTES = 1 << 20
-MAX_NOISE_BYTES = 1 << 16
-"""Maximum output of a login shell before the first message of the agent."""
 SENT = ("guard.py", "guarded.py", "agent.py")
 
 BOOT = """

@@ -158,18 +158,18 @@ class MemoryMeter:
     def over(self, limit: float, pids: set[int]) -> bool:
         """Return whether the processes use more than `limit` bytes."""
         started = time.process_time()
-        resident = {pid: self._resident(pid) for pid in pids}
+        resident_bytes = {pid: self._resident(pid) for pid in pids}
         self.pace.rest(started)
-        total = sum(resident.values())
+        total = sum(resident_bytes.values())
         if total <= self.peak:
             return False
         shared_bytes = self.shared if self.known <= pids else 0
         if total - shared_bytes > limit or self.exact_pace.due():
             started = time.process_time()
-            exact = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
+            exact_total = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
             self.exact_pace.rest(started)
-            self.shared, self.known = max(0, total - exact), pids.copy()
-        known_bytes = sum(size for pid, size in resident.items() if pid in self.known)
+            self.shared, self.known = max(0, total - exact_total), pids.copy()
+        known_bytes = sum(size for pid, size in resident_bytes.items() if pid in self.known)
         self.peak = max(self.peak, known_bytes - self.shared)
         return self.peak > limit
 
@@ -335,11 +335,11 @@ def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
     poll.register(signals, select.POLLIN)
     while trial.alive() and time.monotonic() < trial.kill_at + GIVE_UP_SECONDS:
         for descriptor, _ in poll.poll(trial.act() * 1000):
-            arrived = os.read(descriptor, 4096)
-            if descriptor == signals and set(arrived) <= {signal.SIGCHLD}:
+            received = os.read(descriptor, 4096)
+            if descriptor == signals and set(received) <= {signal.SIGCHLD}:
                 continue
-            trial.end("request", GRACE_SECONDS if arrived else 0)
-            if not arrived:
+            trial.end("request", GRACE_SECONDS if received else 0)
+            if not received:
                 poll.unregister(control)
         if os.getppid() != parent:
             trial.end("request", 0)

@@ -83,11 +83,11 @@ class Guarded:
     def stop(self) -> dict[str, Any]:
         """End all processes of the trial and return the verdict."""
         self.request_stop()
-        ended = self.wait(guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5)
-        while ended is None:
+        verdict = self.wait(guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5)
+        while verdict is None:
             self._guard.kill()
-            ended = self.wait(1)
-        return ended
+            verdict = self.wait(1)
+        return verdict
 
     def close(self) -> None:
         """Disconnect from the guard, which then ends the trial, and wait for its exit."""
@@ -132,10 +132,10 @@ class Guarded:
         """End the remaining processes of a killed guard: those in the trial's session, and those with the marker."""
         sweep(self._marker, self.pid)
         seconds = time.monotonic() - self._started_at
-        ended = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
+        verdict = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
         with contextlib.suppress(OSError):
-            guard.write_json(os.path.join(self._folder, "exit.json"), ended)
-        return ended
+            guard.write_json(os.path.join(self._folder, "exit.json"), verdict)
+        return verdict
 
 
 def sweep(marker: str, session: int = 0) -> int:

@@ -195,8 +195,8 @@ class HostsRunning:
 
     def _is_over(self) -> bool:
         """Whether the trial has ended on all hosts, or a host failed or was lost."""
-        failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
-        return failed or not any(each.open for each in self.connections)
+        any_failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
+        return any_failed or not any(each.open for each in self.connections)
 
     def end(self, *, asked: bool = False) -> None:
         """End the trial on all hosts that still run it, and set its exit record.

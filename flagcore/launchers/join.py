@@ -57,12 +57,12 @@ def main(controller: str, name: str = "") -> None:
         try:
             with _connect(host, int(port or PORT), key, name) as connection:
                 _serve(connection)
-            state = f"joined {controller} as {name}"
+            connection_state = f"joined {controller} as {name}"
         except (OSError, ValueError) as error:
-            state = f"cannot join {controller}: {error}"
-        if state != last_state:
-            print(f"flagcore: {state}", file=sys.stderr, flush=True)
-        last_state = state
+            connection_state = f"cannot join {controller}: {error}"
+        if connection_state != last_state:
+            print(f"flagcore: {connection_state}", file=sys.stderr, flush=True)
+        last_state = connection_state
         time.sleep(RETRY_SECONDS)
 
 

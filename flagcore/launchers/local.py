@@ -56,10 +56,10 @@ class LocalRunning:
 
     def _exit(self, verdict: Mapping[str, Any]) -> Exit:
         """Return the exit record of the trial. After a failure, its template is closed."""
-        ended = Exit(**verdict, warm=self._template is not None)
-        if self._template and ended.ended_by != "request" and (ended.code or ended.ended_by):
+        exit_record = Exit(**verdict, warm=self._template is not None)
+        if self._template and exit_record.ended_by != "request" and (exit_record.code or exit_record.ended_by):
             self._template.close()
-        return ended
+        return exit_record
 
 
 class LocalLauncher:

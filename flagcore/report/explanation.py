@@ -222,9 +222,9 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
             part = "" if effect["part"] == "step" else f" of {part_name(effect['part'])}"
             time = f"{settings if effect['settings'] else ''}x{_range(effect['time'])}{part}"
             reason = knob["not_launched"].get(value)
-            launched = _("predicted only: {reason}", reason=reason) if reason else launch_text
+            launch_note = _("predicted only: {reason}", reason=reason) if reason else launch_text
             spec = _("yes") if knob["in_space"] else _("no")
-            rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launched])
+            rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launch_note])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
     details = [f"{knob['knob']}: {knob['says']}. {_details(knob)}" for knob in knobs]
     headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]

@@ -285,12 +285,14 @@ def notes(plan: Plan) -> list[str]:
     """Return warnings about percentiles of too few requests."""
     best = plan.best or plan.fastest
     measurement = best.measurement if best else None
-    answered = [point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point]
-    weak = [name for name, fewest in FEWEST.items() if answered and min(answered) < fewest]
+    answered_counts = [
+        point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point
+    ]
+    weak = [name for name, fewest in FEWEST.items() if answered_counts and min(answered_counts) < fewest]
     if not weak:
         return []
     percentiles, need = " and ".join(weak), max(FEWEST[name] for name in weak)
-    return [f"{percentiles} of {min(answered):g} requests are unreliable: use num_prompts >= {need}"]
+    return [f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {need}"]
 
 
 def load_text(point: Mapping[str, Any]) -> str:

@@ -63,11 +63,11 @@ def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
     targets_found = [
         each for target in targets or sorted(installed(plugins.GROUP).points) for each in _find_targets(target)
     ]
-    at_once = max(1, min(4, os.cpu_count() or 1))
+    max_processes = max(1, min(4, os.cpu_count() or 1))
     return [
         each
-        for start in range(0, len(targets_found), at_once)
-        for each in _run_checks(targets_found[start : start + at_once])
+        for start in range(0, len(targets_found), max_processes)
+        for each in _run_checks(targets_found[start : start + max_processes])
     ]
 
 

@@ -154,7 +154,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     reasons = [
         "not in the space",
         "global_batch_size",
-        "layers of its first or last stage",
+        "layers of the first and the last stage",
         "line 3",
         "not a size",
         "valid value",

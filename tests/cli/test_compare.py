@@ -75,8 +75,8 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
 ) -> None:
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
-    ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
-    trials = [_ran(number, *each) for number, each in enumerate(ended)]
+    trial_ends = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
+    trials = [_ran(number, *each) for number, each in enumerate(trial_ends)]
     run, typed = (
         replace(plan, search_state=learn(trials)),
         [values_text(each.as_dict(), BY_NAME) for each in (best, slow)],

@@ -42,8 +42,8 @@ def ranks_probed(project: Project) -> list[tuple[str, str]]:
     """Return the candidate and the rank of each probe that ended well, as often as it ran."""
     result = []
     for file in project.run_dir.glob("trials/*/rank-*/exit.json"):
-        ended = json.loads(file.read_text())
-        if ended["code"] == 0 and ended["ended_by"] is None:
+        exit_record = json.loads(file.read_text())
+        if exit_record["code"] == 0 and exit_record["ended_by"] is None:
             job = json.loads(file.with_name("job.json").read_text())
             result.append((json.dumps(job["candidate"], sort_keys=True), file.parent.name))
     return result

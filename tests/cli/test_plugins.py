@@ -98,16 +98,16 @@ def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -
     devices = json.loads(project.run("devices", "--json", PYTHONPATH=path).out)
     assert {"newcomer-1"} <= {device["chip"] for device in devices}
     spec = project.spec(cluster={"chip": "auto", "memory_per_device": None}, control={"max_trials": 3, "repeats": 0})
-    found = project.run("estimate", spec, "--json", PYTHONPATH=path)
-    assert found.code == 0, found.err
-    assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(found.out)} == {1}
+    estimate = project.run("estimate", spec, "--json", PYTHONPATH=path)
+    assert estimate.code == 0, estimate.err
+    assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(estimate.out)} == {1}
     completed = project.run("tune", spec, "--json", "--run-dir", str(project.run_dir), PYTHONPATH=path)
     assert completed.code == 0, completed.err
     result = json.loads(completed.out)
     assert result["chip"] == "newcomer-1"
     assert result["counts"]["pruned"]["newcomer_no_tensor"] > 0
-    launched = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
-    assert launched["environment"]["NEWCOMER_FAST"] == "1"
+    launch_record = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
+    assert launch_record["environment"]["NEWCOMER_FAST"] == "1"
 
 
 def test_a_plugin_that_cannot_prepare_trials_fails_them_and_is_named(project: Project) -> None:

@@ -78,9 +78,9 @@ def says(*lines: str) -> Callable[[str], list[str]]:
 
 def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str) -> None:
     script = "echo {node_rank} of {nnodes} at {master_addr} on $NODE_RANK; echo port {master_port} at {interface}"
-    ended = launcher().start(launch(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))).wait(30)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (0, None)
+    exit_record = launcher().start(launch(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))).wait(30)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (0, None)
     lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
     assert {line for line in lines if " of " in line} == {f"{rank} of 3 at 127.0.0.1 on {rank}" for rank in range(3)}
     assert len({line for line in lines if re.fullmatch(r"port \d+ at \w+", line)}) == 1
@@ -91,9 +91,9 @@ def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None
     folder.mkdir()
     (folder / "job.json").write_text(f'{{"output": "{folder}"}}')
     script = f"cat job.json; head -c 300000 /dev/zero > {folder}/out-$NODE_RANK; mkdir sub; pwd > sub/{{node_rank}}"
-    ended = launcher().start(launch(script, folder)).wait(30)
-    assert ended is not None
-    assert ended.code == 0
+    exit_record = launcher().start(launch(script, folder)).wait(30)
+    assert exit_record is not None
+    assert exit_record.code == 0
     assert (folder / "job.json").read_text() == f'{{"output": "{folder}"}}'
     assert (folder / "out-0").read_bytes() == (folder / "hosts" / "b" / "out-1").read_bytes() == bytes(300_000)
     remote_folder = (folder / "hosts" / "c" / "sub" / "2").read_text().strip()
@@ -105,9 +105,9 @@ def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None
 def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
     script = "[ $NODE_RANK = 1 ] && { echo broken >&2; exit 7; }; sleep 60"
     began = time.monotonic()
-    ended = launcher().start(launch(script, tmp_path / "trial")).wait(40)
-    assert ended is not None
-    assert (ended.code, ended.ended_by, ended.detail) == (7, None, "b")
+    exit_record = launcher().start(launch(script, tmp_path / "trial")).wait(40)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (7, None, "b")
     assert time.monotonic() - began < 30
     assert "broken" in (tmp_path / "trial" / "stderr.log").read_text()
 
@@ -115,15 +115,15 @@ def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
 def test_stop_ends_the_trial_everywhere(tmp_path: Path, mark: str) -> None:
     trial = launcher().start(launch("setsid sleep 60 & exec sleep 60", tmp_path / "trial"))
     assert trial.poll() is None
-    ended = trial.stop()
-    assert ended.ended_by == "request"
-    assert trial.stop() == ended
+    exit_record = trial.stop()
+    assert exit_record.ended_by == "request"
+    assert trial.stop() == exit_record
 
 
 def test_limits_hold_on_each_host(tmp_path: Path, mark: str) -> None:
-    ended = launcher().start(launch("sleep 60", tmp_path / "trial", timeout_seconds=1.0)).wait(30)
-    assert ended is not None
-    assert ended.ended_by == "timeout"
+    exit_record = launcher().start(launch("sleep 60", tmp_path / "trial", timeout_seconds=1.0)).wait(30)
+    assert exit_record is not None
+    assert exit_record.ended_by == "timeout"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -141,9 +141,9 @@ def test_a_host_whose_channel_breaks_ends_the_trial_as_lost(tmp_path: Path, mark
     channel = trial.connections[1].process
     assert channel.stdin
     channel.stdin.close()
-    ended = trial.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
 
 
 def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +152,9 @@ def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.Mo
     trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
     agent = agent_below(trial.connections[2].process.pid, mark)
     os.kill(agent, signal.SIGSTOP)
-    ended = trial.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
     os.kill(agent, signal.SIGCONT)
 
 
@@ -175,18 +175,18 @@ def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str)
     assert len(host_launcher) > 2
     for pid in host_launcher:  # as Slurm at the end of a step
         os.kill(pid, signal.SIGTERM)
-    ended = trial.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
 
 
 def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: str) -> None:
     host_launcher = launcher()
     leftover = subprocess.Popen(["sleep", "60"], env={**os.environ, MARKER: "0123"}, start_new_session=True)
     host_launcher.lost["b"] = "0123"
-    ended = host_launcher.start(launch("true", tmp_path / "trial")).wait(30)
-    assert ended is not None
-    assert ended.code == 0
+    exit_record = host_launcher.start(launch("true", tmp_path / "trial")).wait(30)
+    assert exit_record is not None
+    assert exit_record.code == 0
     assert leftover.wait(5) == -signal.SIGKILL
     assert host_launcher.lost == {}
 
@@ -209,9 +209,9 @@ HELLO = '{"hello": {"wire": 1, "port": 4000}}'
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
     host_launcher = launcher(b=says(*lines))
     host_launcher.reached.add("b")
-    ended = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
     assert not (tmp_path / "x").exists()
 
 
@@ -219,9 +219,9 @@ def test_a_line_without_end_is_a_problem_of_the_host(tmp_path: Path, mark: str) 
     endless = ["sh", "-c", f"cat > /dev/null & echo '{HELLO}'; head -c 3000000 /dev/zero; wait"]
     host_launcher = launcher(b=lambda host: endless)
     host_launcher.reached.add("b")
-    ended = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
-    assert ended is not None
-    assert ended.detail.startswith("b:")
+    exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
+    assert exit_record is not None
+    assert exit_record.detail.startswith("b:")
 
 
 def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:
@@ -265,9 +265,9 @@ def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, m
     channel = trial.connections[1].process
     assert channel.stdin
     channel.stdin.close()
-    ended = trial.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
     assert host_launcher.failures == {"b": 1}
 
 
@@ -287,9 +287,9 @@ def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tm
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
-        ended = launcher().start(launch("true", tmp_path / "trial")).wait(30)
-        assert ended is not None
-        assert ended.code == 0
+        exit_record = launcher().start(launch("true", tmp_path / "trial")).wait(30)
+        assert exit_record is not None
+        assert exit_record.code == 0
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
         too_many = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
         with pytest.raises(LaunchError, match="open files"):

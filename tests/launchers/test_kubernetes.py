@@ -79,9 +79,9 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
     assert hold(find_hosts(1)) == PODS
     script = 'echo "{node_rank} of {nnodes} at {master_addr}, token ${FLAGCORE_TOKEN:-hidden}"'
     for number in range(2):
-        ended = LAUNCHER.start(launch(script, tmp_path / str(number))).wait(30)
-        assert ended is not None
-        assert (ended.code, ended.ended_by) == (0, None)
+        exit_record = LAUNCHER.start(launch(script, tmp_path / str(number))).wait(30)
+        assert exit_record is not None
+        assert (exit_record.code, exit_record.ended_by) == (0, None)
         lines = (tmp_path / str(number) / "stdout.log").read_text().splitlines()
         assert sorted(lines) == [f"{rank} of 3 at localhost, token hidden" for rank in range(3)]
     assert all(pod.poll() is None for pod in pods)
@@ -94,9 +94,9 @@ def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path
     for pid in [pid for pid in processes() if (guard.read_ids(pid) or (0,))[0] == second.pid]:
         os.kill(pid, signal.SIGKILL)
     second.kill()
-    ended = trial.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail.partition(":")[0]) == ("host", PODS[2])
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail.partition(":")[0]) == ("host", PODS[2])
     join("pod-2")
     second_trial = LAUNCHER.start(launch("true", tmp_path / "two")).wait(40)
     assert second_trial is not None

@@ -124,10 +124,10 @@ def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp
     launch = Launch(argv=("sh", "-c", ESCAPES), folder=str(tmp_path), hosts=hosts, environment=environment)
     running, lost = LAUNCHER.start(launch), hosts[1]
     cluster["cluster"].remove_node(cluster[lost], allow_graceful=gracefully)
-    ended = running.wait(60)
-    assert ended is not None
-    assert ended.ended_by == "host"
-    assert ended.detail.startswith(lost)
+    exit_record = running.wait(60)
+    assert exit_record is not None
+    assert exit_record.ended_by == "host"
+    assert exit_record.detail.startswith(lost)
 
 
 def test_without_a_cluster_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
         elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):
             if len(value.split()) > len(further):
                 raise UsageError(_("{part}: expected {knobs}, in this order", part=part, knobs=", ".join(further)))
-            how = zip(further, value.split(), strict=False)
-            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
+            pairs = zip(further, value.split(), strict=False)
+            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in pairs}
         else:
             values = {axis.knob: _value(value, axis)}
         if twice := given.keys() & values:

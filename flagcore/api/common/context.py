@@ -101,14 +101,14 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
-    stored = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
-    spec = _with_its_hardware(read_spec(home / SPEC, None, without), stored)
+    identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
+    spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
         run = _with_new_knobs(run, problem.space.axes)
-        past = past_of_problem(problem, loaded, workload, stored["run"])
+        past = past_of_problem(problem, loaded, workload, identity["run"])
         snapshot = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
     return replace(snapshot, run=run)
@@ -149,11 +149,11 @@ def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
     trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
     if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
         return run
-    stored = [
+    completed_trials = [
         replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
         for number in sorted(trials)
     ]
-    return replace(run, **trial_fields(stored, run.fidelity))
+    return replace(run, **trial_fields(completed_trials, run.fidelity))
 
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:

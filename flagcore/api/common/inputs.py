@@ -54,10 +54,10 @@ RUNS = Path("runs")
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
     """Return a spec's data with this fidelity; None removes the fidelity."""
     tuner = data.get("auto_tuner") or {}
-    given = tuner.get("control") or {}
-    control = {key: value for key, value in given.items() if key != "fidelity"}
+    old_control = tuner.get("control") or {}
+    control = {key: value for key, value in old_control.items() if key != "fidelity"}
     control |= {} if fidelity is None else {"fidelity": fidelity}
-    return dict(data) if control == given else {**data, "auto_tuner": {**tuner, "control": control}}
+    return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -145,12 +145,12 @@ LOG = logging.getLogger("flagcore")
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
     """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
-    found = load_plugins(without)
-    loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
+    loaded = load_plugins(without)
+    calibrated = CalibratedPlugins(loaded.plugins, loaded.failures, Calibrations.of_user(), LOG.warning)
     try:
-        yield loaded
+        yield calibrated
     finally:
-        warn(loaded.failures)
+        warn(calibrated.failures)
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
@@ -290,12 +290,12 @@ def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     if not isinstance(work, ServeSpec) or not isinstance(workload, Defaults) or not rows.size:
         return []
-    most = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
-    usable = work.cards or task.cluster.devices
-    if most >= usable:
+    max_used = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
+    usable_count = work.cards or task.cluster.devices
+    if max_used >= usable_count:
         return []
-    text = _("candidates use at most {most} of {usable} devices; ", most=most, usable=usable)
-    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=most)]
+    text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)
+    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=max_used)]
 
 
 def _unchecked_flags(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:

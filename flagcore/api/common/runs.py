@@ -113,12 +113,12 @@ def read_run(path: Path) -> Run:
     identity = RunDirectory(path).identity()
     if identity is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
-    stored = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
-    fidelities = [each.fidelity for each in stored if each.fidelity in FIDELITIES and not each.source]
+    trials = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
+    fidelities = [each.fidelity for each in trials if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
         return _from_predictions(path, data)
-    fields = trial_fields(stored, fidelity)
+    fields = trial_fields(trials, fidelity)
     return Run(folder=path, spec=spec_as_data(path / SPEC), data=data, fidelity=fidelity, **fields)
 
 
@@ -181,11 +181,11 @@ def count_trials(data: Mapping[str, Any]) -> int:
 def _require_complete_journal(run: Run) -> None:
     """Raise RunError if the journal of a run has fewer trials than its result."""
     try:
-        expected = count_trials(run.data)
+        expected_count = count_trials(run.data)
     except TypeError as error:
         raise unreadable_error(run.folder / RESULT, error) from None
-    if ended_trials(run) < expected:
-        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected}
+    if ended_trials(run) < expected_count:
+        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected_count}
         message = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
         raise RunError(message + "; " + _("restore it, or read result.json and report.html"))
 

@@ -240,13 +240,15 @@ def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
     first, second = a.predicted_s, b.predicted_s
     if not first or not second:
         return [_("at least one time is unknown")]
-    expected = second / b.unit / (first / a.unit) - 1.0
+    expected_gap = second / b.unit / (first / a.unit) - 1.0
     lines = []
     if sure != PREDICTED:
         source = _("expected after trials") if sure == BELIEVED else _("measured")
-        text = _("{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, gap=gap, expected=expected)
+        text = _(
+            "{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, gap=gap, expected=expected_gap
+        )
         lines.append(text)
-    if sure in (SURELY, BELIEVED) and gap * expected < 0:
+    if sure in (SURELY, BELIEVED) and gap * expected_gap < 0:
         return [*lines, _("the prediction has the opposite sign, so its parts do not explain the gap")]
     shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
     total = sum(shares.values())

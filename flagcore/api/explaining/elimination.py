@@ -55,8 +55,8 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any
 def all_trials(snapshot: Snapshot) -> Sequence[Trial]:
     """Return all trials of a run in order, including repeats, probes and imported trials; empty for a spec."""
     run = snapshot.run
-    several = () if run is None else (*run.imported, *run.probes, *run.trials, *run.repeats)
-    by_number = {trial.number: trial for trial in several}
+    run_trials = () if run is None else (*run.imported, *run.probes, *run.trials, *run.repeats)
+    by_number = {trial.number: trial for trial in run_trials}
     return [by_number[number] for number in sorted(by_number)]
 
 

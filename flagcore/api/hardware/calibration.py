@@ -70,10 +70,10 @@ def calibrate(
             _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
         )
     load = Load()
-    measured = _run_measurement(_job(chip, support, here, count, seconds), environment)
+    measurements = _run_measurement(_job(chip, support, here, count, seconds), environment)
     other_load = load.by_others()
     warn(busy(other_load))
-    calibration = _calibration(chip, here[0], count, measured, other_load)
+    calibration = _calibration(chip, here[0], count, measurements, other_load)
     if chip.vendor == VENDOR:
         calibration = replace(calibration, facts=facts_of(chip, support))
     return calibration, calibrations_of_user.save(calibration)
@@ -171,20 +171,20 @@ def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ..
 
     A chip that no plugin lists takes precedence over a plain CPU.
     """
-    detected = loaded.devices()
-    known_chips = [chip for device in detected if (chip := loaded.find_chip(device.chip))]
+    detected_devices = loaded.devices()
+    known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
     engines = tuple(plugins.engines())  # those of flagcore first
-    trains = next((name for name in engines if plugins.kind_of(name) == "train"), "")
-    if all(loaded.engine_support(chip, trains).shared_devices for chip in known_chips) and (
+    training_engine = next((name for name in engines if plugins.kind_of(name) == "train"), "")
+    if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
         uncatalogued_chip := uncatalogued(loaded)
     ):
-        return (*uncatalogued_chip, trains)
+        return (*uncatalogued_chip, training_engine)
     reasons = []
     for engine in engines:
-        chip = best_chip(detected, loaded, engine)
+        chip = best_chip(detected_devices, loaded, engine)
         support = loaded.engine_support(chip, engine)
         if support.device_type is not None and support.distributed_backend is not None:
-            return chip, support, tuple(device for device in detected if chip.has_name(device.chip)), engine
+            return chip, support, tuple(device for device in detected_devices if chip.has_name(device.chip)), engine
         reasons.append(support.reason)
     raise NoDevice("; ".join(reasons) or _("no engine is installed"))
 
@@ -208,20 +208,20 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
 def _run(launch: Launch) -> None:
     """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
     trial: Running | None = None
-    ended: Exit | None = None
+    exit_record: Exit | None = None
     try:
         trial = plugins.launcher("local").start(launch)
-        while ended is None:
-            ended = trial.wait(60.0)
+        while exit_record is None:
+            exit_record = trial.wait(60.0)
     except KeyboardInterrupt:
         raise Interrupted(_("interrupted; nothing was saved")) from None
     finally:
-        if trial is not None and ended is None:
+        if trial is not None and exit_record is None:
             trial.stop()
-    if ended.code == 0:
+    if exit_record.code == 0:
         return
     last_line = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
-    status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
+    status = _("timed out") if exit_record.ended_by == "timeout" else _("exit status {code}", code=exit_record.code)
     raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last_line]))))
 
 

@@ -44,10 +44,10 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
             Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SECONDS)
         )
         try:
-            ended = trial.wait(SECONDS + 30.0)
+            exit_record = trial.wait(SECONDS + 30.0)
         finally:
             trial.stop()
-        if ended is None or ended.code:
+        if exit_record is None or exit_record.code:
             lines = [line.strip() for line in log_tail(folder).splitlines() if line.strip()]
             reasons = [line for line in lines if "Error" in line] or lines or ["no answer"]
             raise LaunchError(reasons[-1][:300])

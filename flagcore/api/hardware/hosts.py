@@ -73,10 +73,10 @@ def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[s
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
     hello = trial.connections[0].hello or {}
     clock = float(hello["time"]) - time.time()
-    ended = trial.wait(SECONDS + 30) or trial.stop()
+    exit_record = trial.wait(SECONDS + 30) or trial.stop()
     host_report = HostReport(
         host=host,
-        problem=ended.detail.partition(": ")[2] if ended.ended_by == "host" else "",
+        problem=exit_record.detail.partition(": ")[2] if exit_record.ended_by == "host" else "",
         python=str(hello["python"]),
         clock_s=clock,
         free_disk_bytes=int(hello["free_disk_bytes"]),

@@ -22,21 +22,21 @@ from flagcore.i18n import _
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the devices of this machine with facts about their chips. Raises NoDevice without a device."""
     with loaded_plugins(without) as loaded:
-        detected = loaded.devices()
-        if not detected:
+        found_devices = loaded.devices()
+        if not found_devices:
             names = ", ".join(plugin.name for plugin in loaded.plugins)
             raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
-        return [_device(loaded, device) for device in detected]
+        return [_device(loaded, device) for device in found_devices]
 
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per plugin, loaded or failed, with its chips and the reasons of failures."""
-    loaded = plugins.load_plugins(without)
-    undetected = loaded.undetected()
-    chips = loaded.chips()
+    loaded_plugins = plugins.load_plugins(without)
+    undetected_vendors = loaded_plugins.undetected()
+    chips = loaded_plugins.chips()
     records: list[dict[str, Any]] = []
-    for plugin in loaded.plugins:
-        maturity = loaded.maturity(plugin)
+    for plugin in loaded_plugins.plugins:
+        maturity = loaded_plugins.maturity(plugin)
         records.append(
             {
                 "name": plugin.name,
@@ -44,15 +44,15 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
                 "version": plugin.version,
                 "status": "loaded",
                 "maturity": {"word": maturity.word, **asdict(maturity)} if maturity else None,
-                "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
+                "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
                 "warnings": list(plugin.warnings),
-                "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
-                "undetected": undetected.get(plugin.name),
+                "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
+                "undetected": undetected_vendors.get(plugin.name),
             }
         )
     names = {record["name"] for record in records}
     empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "warnings": []}
-    for failure in loaded.failures:
+    for failure in loaded_plugins.failures:
         if failure.name not in names:
             identity = {"name": failure.name, "distribution": failure.distribution}
             records.append({**identity, **empty, "problem": str(failure), "undetected": None})

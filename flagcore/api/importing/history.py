@@ -199,14 +199,14 @@ class _RowConverter:
         if row.out_of_memory:
             return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title}: OOM")
         serves, cut = isinstance(task.spec.work, ServeSpec), row.cut or row.elapsed_s >= self.limit_s
-        measured = _serving_measurement(task, row) if serves else _training_measurement(task, row, cut)
-        if measured is None:
+        measurement = _serving_measurement(task, row) if serves else _training_measurement(task, row, cut)
+        if measurement is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
         earlier = self._figures.setdefault(row_figures, row.line) if row_figures else row.line
         if earlier != row.line:  # the recorder repeats the figures of the task before where one fails
             return replace(trial, reason=f"repeats the figures of line {earlier}, as {self.title} does after a failure")
-        return replace(trial, state=TrialState.MEASURED, measurement=measured)
+        return replace(trial, state=TrialState.MEASURED, measurement=measurement)
 
 
 def _training_measurement(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:

@@ -66,10 +66,10 @@ class Estimate(Notebook):
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
-        shown = {
+        table_columns = {
             name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
         }
-        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **shown}
+        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **table_columns}
         return render(self.candidates, "table", columns)
 
 

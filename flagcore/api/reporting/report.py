@@ -151,7 +151,10 @@ def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, 
 
 
 def _predicts_same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
-    now = problem.predictions.row(row)
+    current = problem.predictions.row(row)
     step, memory = predicted.get("step_time_s") or {}, predicted.get("memory") or {}
-    pairs = [(step.get("value"), now.step_time_s), (memory.get("device_used_gib"), now.device_used_bytes / 2**30)]
+    pairs = [
+        (step.get("value"), current.step_time_s),
+        (memory.get("device_used_gib"), current.device_used_bytes / 2**30),
+    ]
     return all(old is None or (new is not None and abs(new - old) <= SAME * abs(old)) for old, new in pairs)

@@ -36,10 +36,10 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
     unit = run.unit if run.serves else _("s/step")
     rows = []
     for trial, (measured, value, low, high) in pairs:
-        inside = low <= measured <= high
+        is_inside = low <= measured <= high
         figures = [cell(each) for each in (measured, value, low, high)]
         over = percent(measured / value - 1.0 if value else None, signed=True)
-        verdict = _("inside") if inside else _("outside")
+        verdict = _("inside") if is_inside else _("outside")
         rows.append([trial_cell(run, trial), configuration(run, trial), *figures, over, verdict])
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     data = table(

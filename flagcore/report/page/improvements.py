@@ -133,8 +133,8 @@ def _key(candidate: Record) -> str:
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
     """Return, for each value of each knob, the slowdown of the fastest predicted candidate with this value."""
-    least = min(_seconds(value) for knob in knobs for value in knob["values"])
-    spans = [(knob, [_seconds(value) / least - 1.0 for value in knob["values"]]) for knob in knobs]
+    fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
+    spans = [(knob, [_seconds(value) / fastest_s - 1.0 for value in knob["values"]]) for knob in knobs]
     spans.sort(key=lambda span: -max(span[1]))
     rows: list[list[Any]] = []
     marks: dict[bool, list[tuple[str, float, str]]] = {True: [], False: []}

@@ -52,13 +52,13 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     """Return the memory of the first device of each pipeline stage, by component if the workload has them."""
     platform, task = problem.platform, problem.platform.task
     columns = problem.space.columns(np.array([row]))
-    as_set = engine_task(task, effects_of_row(task, columns))
+    task_as_set = engine_task(task, effects_of_row(task, columns))
     stages = []
     if not isinstance(workload, Prober):
         return []
-    for stage, first in enumerate(workload.stage_ranks(as_set, columns)):
-        parts = memory_components(workload, as_set, columns, np.array([stage]), platform.costs)
-        rank = workload.rank(as_set, columns, first, platform.costs)
+    for stage, first in enumerate(workload.stage_ranks(task_as_set, columns)):
+        parts = memory_components(workload, task_as_set, columns, np.array([stage]), platform.costs)
+        rank = workload.rank(task_as_set, columns, first, platform.costs)
         stages.append(
             {
                 "stage": stage,

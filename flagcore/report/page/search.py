@@ -131,16 +131,16 @@ def _chart(
             [*end, ""],
         ],
     )
-    drawn = [(name, count) for _, name, count in removed if count]
-    names = [start[0], *(name for name, _ in drawn), end[0]]
-    counts = [count for _, count in drawn]
+    visible_bars = [(name, count) for _, name, count in removed if count]
+    names = [start[0], *(name for name, _ in visible_bars), end[0]]
+    counts = [count for _, count in visible_bars]
     offsets = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
     text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
     labels = {"text": text, "textposition": "outside", "cliponaxis": False}
     lines = max(label(name).count("<br>") + 1 for name in names)
     summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
-    if drawn:
-        name, count = max(drawn, key=lambda each: each[1])
+    if visible_bars:
+        name, count = max(visible_bars, key=lambda each: each[1])
         summary += " " + _('Largest group removed: "{name}", {count:,}.', name=name, count=count)
     return Chart(
         title=title,

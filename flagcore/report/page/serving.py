@@ -273,9 +273,11 @@ def _statistics(run: RunData, latency: str) -> Table:
             figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
                 parts = [who, _("repeat") if again else "", load_text(point)]
-                answered = number(point.get("answered"))
+                answered_count = number(point.get("answered"))
                 name = ", ".join(filter(None, parts))
-                rows.append([name, trial_cell(run, trial), cell(answered and int(answered)), *map(cell, figures)])
+                rows.append(
+                    [name, trial_cell(run, trial), cell(answered_count and int(answered_count)), *map(cell, figures)]
+                )
     return table(
         _("{latency} of requests, s; median over repeats of a load point", latency=SHORT_LATENCIES[latency]),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],

@@ -178,14 +178,14 @@ def _load_of_best(run: RunData, best: Record) -> str:
 def _fastest_without_limits(run: RunData, best: Record) -> str:
     """Return the figures of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
-    unlimited = [
+    points_by_speed = [
         (seconds(run.objective, float(value)), trial, point)
         for trial in run.trials
         for point in points_of(trial)
         if (value := lookup(point, name))
     ]
     best_s = float(lookup(best, "measured.step_time_s.median"))
-    step, trial, point = min(unlimited, key=lambda each: each[0], default=(best_s, best, {}))
+    step, trial, point = min(points_by_speed, key=lambda each: each[0], default=(best_s, best, {}))
     if best_s <= step:
         return _("no trial was better")
     over = [

@@ -78,8 +78,8 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
 
 @check("check the title, the PCI vendor or the devices' names before using a table")
 def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
-    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
-    for name, text in foreign.items():
+    foreign_texts = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
+    for name, text in foreign_texts.items():
         yield from _unexpected_devices(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
 
@@ -138,15 +138,15 @@ def _unexpected_devices(plugin: Subject, script: str, when: str) -> Problems:
 
 
 def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
-    foreign = {}
+    foreign_texts = {}
     for other in plugin.others.plugins:
         hooks = next(iter(other.manager.get_plugins()), None)
         try:
             listings = Subject(name=other.name, hooks=hooks).listings
         except (Skip, OSError, SpecError):
             continue
-        foreign[f"{other.name} ({listings[0].name})"] = listings[0].text
-    return foreign
+        foreign_texts[f"{other.name} ({listings[0].name})"] = listings[0].text
+    return foreign_texts
 
 
 PIECES = 36
@@ -187,10 +187,10 @@ def truncated_transcripts_add_no_devices(plugin: Subject) -> Problems:
         lines = [match.end() for match in re.finditer("\n", each.text)]
         ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
         ends += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
-        expected = {(device.index, device.chip, device.memory_bytes) for device in whole}
+        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
         texts = ((f"truncated after {end} characters", each.text[:end]) for end in ends)
         for how, found in _devices_per_text(plugin, each, texts):
-            unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected]
+            unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected_devices]
             if unexpected:
                 yield f"{how}: {_device_text(unexpected)}"
                 break

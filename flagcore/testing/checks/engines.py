@@ -22,14 +22,14 @@ def _supports(plugin: Subject) -> list[Supported]:
     """Return the start of messages, the chip, the engine and the answer for each chip and engine."""
     plugin.implements("flagcore_engine_support")
     supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
-    answered = [
+    answers = [
         (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
         for chip, engine, answer in supports
         if not answer.reason.startswith("no plugin supports")
     ]
-    if not answered:
+    if not answers:
         raise Skip("the plugin supports no engine")
-    return answered
+    return answers
 
 
 @check("give torch's names: without both, nothing can run", each=_supports)

@@ -112,9 +112,9 @@ def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
             *(f"{package.name}/{name}" for name in _files(package) - files_before),
         ]
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
-    ended = bool(lines) and "ends" in lines[-1]
-    hanging = "" if ended else lines[-1].get("begins", "what follows") if lines else "its start"
-    return [line for line in lines if "hook" in line], hanging
+    is_complete = bool(lines) and "ends" in lines[-1]
+    hanging_call = "" if is_complete else lines[-1].get("begins", "what follows") if lines else "its start"
+    return [line for line in lines if "hook" in line], hanging_call
 
 
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:

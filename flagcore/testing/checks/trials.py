@@ -204,7 +204,7 @@ def prepared_launch_can_be_stopped(plugin: Subject) -> Problems:
         until = time.monotonic() + START_SECONDS
         while not marker.exists() and trial.poll() is None and time.monotonic() < until:
             time.sleep(0.01)
-        alive = marker.exists() and trial.poll() is None
-        ended = trial.stop()
-        if not alive or ended.ended_by != "request":
-            yield f"flagcore_prepare_launch: a sleeping trial ended by {ended.ended_by} ({ended.code})"
+        was_alive = marker.exists() and trial.poll() is None
+        exit_record = trial.stop()
+        if not was_alive or exit_record.ended_by != "request":
+            yield f"flagcore_prepare_launch: a sleeping trial ended by {exit_record.ended_by} ({exit_record.code})"

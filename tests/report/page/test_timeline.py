@@ -94,8 +94,10 @@ def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, s
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
         simulated_s = step_seconds(passes, simulate(passes, count))
-        exact = schedule in ("1f1b", "gpipe", "interleaved")
-        assert simulated_s == pytest.approx(pipeline_seconds(passes), rel=1e-9 if exact else WITHIN.get(schedule, 0.02))
+        is_exact = schedule in ("1f1b", "gpipe", "interleaved")
+        assert simulated_s == pytest.approx(
+            pipeline_seconds(passes), rel=1e-9 if is_exact else WITHIN.get(schedule, 0.02)
+        )
 
 
 def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]:
