@@ -39,15 +39,15 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `at_hand` returns whether there are
-    several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises FlagError on
-    failure. `fix` is the advice in the message if there are no hosts.
+    `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `has_allocation` returns whether
+    there are several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
+    FlagError on failure. `fix` is the advice in the message if there are no hosts.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
-    at_hand: Callable[[], bool] = lambda: False
+    has_allocation: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     fix: str = "list them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)

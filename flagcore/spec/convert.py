@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
@@ -111,7 +111,7 @@ def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plu
 
 def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
     if "train" in data:
-        raise spec_error("serve", _("cannot be combined with train"), fix=_("give one of the two"), file=file)
+        raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
     document, found, problems, wrong = _served(data, file, engines, plugin_knobs)
     names = engines_of(data)
     if len(names) > 1:
@@ -144,7 +144,7 @@ def check_engines(data: Mapping[str, Any], *, file: str, engines: Engines) -> No
     """Raise SpecError with each wrong key and knob of a spec that serves with several engines, if all are known."""
     _document, found, problems, _wrong = _served(plain(data, file=file), file, engines, ())
     if problems and len(found) == len(engines_of(data)):
-        raise joined(problems)
+        raise join_errors(problems)
 
 
 def _served(
@@ -269,7 +269,7 @@ def budgets(control: BudgetSection, file: str) -> Control:
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
     problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
     if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
-        raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
+        raise join_errors([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}
 
 

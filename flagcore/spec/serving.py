@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.serving import USUAL_CLIENTS, Load, ServeSpec
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load, ServeSpec
 from flagcore.domain.spec import AUTO
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
@@ -109,10 +109,10 @@ def _highest(section: ServeSection, file: str) -> str | None:
 
 def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.concurrency is not None and profile.request_rate is not None:
-        problem, fix = "cannot be combined with serve.profile.request_rate", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.request_rate", "remove one of the two"
         raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
     if profile.range_spread is not None and profile.range_ratio != 1.0:
-        problem, fix = "cannot be combined with serve.profile.range_ratio", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.range_ratio", "remove one of the two"
         raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
     given = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
     if profile.trace is not None:
@@ -126,7 +126,7 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
         return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
         return (Load(**given),)  # the trace may say when requests come
-    clients = _several(profile.concurrency) or [min(USUAL_CLIENTS, profile.num_prompts)]
+    clients = _several(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
     return tuple(Load(**given, concurrency=each) for each in clients)
 
 

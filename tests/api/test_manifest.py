@@ -136,10 +136,10 @@ def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: p
     host = KINDS[kind].hosts("run", 3)[0]
     for one, index, rank in ((first, "0", 0), (others, "1", 2)):
         ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
-        finished = subprocess.run(
+        completed = subprocess.run(
             one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True
         )
-        assert finished.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
+        assert completed.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
     environment = {each["name"]: each.get("value") for each in first["env"]}
     assert environment["MODE"] == "eth0"
     assert "hidden-4711" not in json.dumps(made)

@@ -25,10 +25,10 @@ def project(tmp_path: Path) -> Project:
 
 def test_importing_flagcore_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import flagcore; print(*(set(sys.modules) - before))"
-    finished = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert finished.stdout.split() == ["flagcore"]
+    assert completed.stdout.split() == ["flagcore"]
     assert set(flagcore.__all__) <= set(dir(flagcore))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = flagcore.nothing  # type: ignore[attr-defined]

@@ -47,9 +47,9 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
     assert MINE not in (where / "best/launch.json").read_text() + (where / "best/secrets.sh").read_text()
     assert json.loads((where / "best/launch.json").read_text())["needs"] == ["HF_TOKEN"]
 
-    process = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60)
-    assert process.returncode == 0
-    assert all(secret in process.stdout for secret in (MINE, SPECS, TYPED))
+    completed = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0
+    assert all(secret in completed.stdout for secret in (MINE, SPECS, TYPED))
     clean_environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
     lacking = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=clean_environment)
     assert lacking.returncode != 0

@@ -248,8 +248,10 @@ def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_job_records_come_from_stdin_too(project: Project) -> None:
     estimate = (*FLAG, "estimate", "--jobs", "-")
-    finished = subprocess.run(estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder)
-    assert (finished.returncode, json.loads(finished.stdout)["status"]) == (0, "ok")
+    completed_process = subprocess.run(
+        estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder
+    )
+    assert (completed_process.returncode, json.loads(completed_process.stdout)["status"]) == (0, "ok")
     closed = subprocess.run(
         ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *estimate], capture_output=True, text=True, cwd=project.folder
     )

@@ -36,7 +36,7 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
-    files_before = step_time(flag, spec)
+    seconds_before = step_time(flag, spec)
     assert "calibration" not in caplog.text
 
     completed = flag("calibrate", "--seconds", "5", "--json")
@@ -53,13 +53,13 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     assert (kept["chip"], kept["file"], kept["kernels"] + kept["collectives"]) == ("cpu", str(file), len(rows))
     assert ("all_reduce" in kinds) == (kept["devices"] > 1)
 
-    files_after = step_time(flag, spec)
-    assert files_after != files_before
+    seconds_after = step_time(flag, spec)
+    assert seconds_after != seconds_before
     assert caplog.text.count("cpu is predicted from its calibration of ") == 1
-    assert step_time(flag, spec) == files_after  # the file decides, nothing else
+    assert step_time(flag, spec) == seconds_after  # the file decides, nothing else
 
     assert flag("calibrate", "--forget", "cpu").err == f"deleted {file}\n"
-    assert step_time(flag, spec) == files_before
+    assert step_time(flag, spec) == seconds_before
 
 
 def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
@@ -111,10 +111,10 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
-    files_before = step_time(flag, spec)
+    seconds_before = step_time(flag, spec)
     home.mkdir(parents=True)
     (home / "h200--nvidia-h200--driver-1--torch-2.json").write_text("{")
-    assert step_time(flag, spec) == files_before
+    assert step_time(flag, spec) == seconds_before
     assert caplog.text.count("h200--nvidia-h200--driver-1--torch-2.json is not a calibration that can be read") == 1
     assert flag("calibrate", "--list", "--json").out == "[]\n"
     assert flag("estimate", spec, "--chip", "H200").code == 2

@@ -176,7 +176,7 @@ def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Pat
 
 def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp_path: Path) -> None:
     plain_record = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
-    output = {**plain_record, "train": {**JOB["train"], "notes": "no overlap"}}
+    noted_job = {**plain_record, "train": {**JOB["train"], "notes": "no overlap"}}
     layout = {
         **plain_record,
         "candidate": {**plain_record["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"},
@@ -186,7 +186,7 @@ def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp
         "candidate": {**plain_record["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"},
     }
     unknown = {**plain_record, "candidate": {**plain_record["candidate"], "pipeline_schedule": "zigzag"}}
-    result = answers(flag("estimate", "--jobs", jobs(tmp_path, plain_record, output, layout, invalid, unknown)))
+    result = answers(flag("estimate", "--jobs", jobs(tmp_path, plain_record, noted_job, layout, invalid, unknown)))
     assert [each["status"] for each in result] == ["ok", "ok", "ok", "invalid", "unknown"]
     exposed = [each["time"]["dp_comm_exposed_s"] for each in result[:2]]
     assert exposed[0] < exposed[1]
@@ -294,9 +294,9 @@ def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get
 
 def test_with_a_network_from_the_spec_a_time_is_predicted(flag: Flag, tmp_path: Path) -> None:
     cluster = {**JOB["cluster"], "chip": "C550", "devices": 16, "nic_bytes_per_second": 5e10}
-    slow_spec = {**cluster, "nic_bytes_per_second": 5e9}
+    slow_cluster = {**cluster, "nic_bytes_per_second": 5e9}
     result = answers(
-        flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow_spec))))
+        flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow_cluster))))
     )
     assert all("reason" not in each for each in result)
     assert result[0]["step_time_s"]["value"] < result[1]["step_time_s"]["value"]

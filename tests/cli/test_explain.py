@@ -19,7 +19,7 @@ from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.problem import fastest
+from flagcore.problem import rows_by_time
 from flagcore.report.text import values_text
 from flagcore.stages.learn import learn
 from tests.cli.conftest import Project, Ran
@@ -318,16 +318,16 @@ def test_a_run_is_reported_with_its_own_chip(explained: Callable[..., Any], flag
     saved = Path(project.run_dir, "spec.yaml")
     data = yaml.safe_load(saved.read_text())
     data["cluster"] = {"memory_per_device": "4GiB"}  # as if its spec had left the chip to discovery
-    files_before = explained(project.run_dir, "best")
+    report_before = explained(project.run_dir, "best")
     saved.write_text(yaml.safe_dump(data))
-    files_after = explained(project.run_dir, "best")
-    assert (files_after["chip"], files_after["devices"]) == ("H100-SXM", 2)
-    assert files_after["predicted"] == files_before["predicted"]
+    report_after = explained(project.run_dir, "best")
+    assert (report_after["chip"], report_after["devices"]) == ("H100-SXM", 2)
+    assert report_after["predicted"] == report_before["predicted"]
 
 
 def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    row, other = (int(each) for each in fastest(snapshot.problem)[:2])
+    row, other = (int(each) for each in rows_by_time(snapshot.problem)[:2])
     slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[other])
     measurement = Measurement(
         step_times_s=(slow_s,), step_time_s=slow_s, spread_s=0.0, tokens_per_second_per_device=1.0, partial=True
@@ -340,20 +340,20 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
         predicted={},
         measurement=measurement,
     )
-    files_after = replace(snapshot, search_state=learn((stopped_trial,)))
-    last_candidate = snapshot.problem.space.candidate(int(fastest(snapshot.problem)[-1]))
+    learned = replace(snapshot, search_state=learn((stopped_trial,)))
+    last_candidate = snapshot.problem.space.candidate(int(rows_by_time(snapshot.problem)[-1]))
     slowest = values_text(last_candidate.as_dict(), BY_NAME)
     assert candidate_report(snapshot, slowest).changes["fastest"]["candidate"] == stopped_trial.candidate.as_dict()
-    assert candidate_report(files_after, slowest).changes["fastest"]["candidate"] != stopped_trial.candidate.as_dict()
-    comparison_text = candidate_report(files_after, "2")
+    assert candidate_report(learned, slowest).changes["fastest"]["candidate"] != stopped_trial.candidate.as_dict()
+    comparison_text = candidate_report(learned, "2")
     assert "fastest" not in comparison_text.changes
-    itself = candidate_report(files_after, "1")
+    itself = candidate_report(learned, "1")
     assert itself.expected_s == slow_s
 
 
 def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    best, slow = (snapshot.problem.space.candidate(int(row)) for row in fastest(snapshot.problem)[[0, 5]])
+    best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 5]])
     trials_of_run = [
         _ran(1, best, 1.0),
         _ran(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
@@ -373,13 +373,13 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 
 def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    best, near, slow = (snapshot.problem.space.candidate(int(row)) for row in fastest(snapshot.problem)[[0, 3, 5]])
+    best, near, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 3, 5]])
     trials_of_run = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
-    files_after = replace(snapshot, search_state=learn(trials_of_run))
+    learned_snapshot = replace(snapshot, search_state=learn(trials_of_run))
 
     def explained(trial: Trial) -> list[str]:
         row = snapshot.problem.space.find(trial.candidate)
-        return state_of(files_after, trial.candidate, row, [trial], [], None)[1]
+        return state_of(learned_snapshot, trial.candidate, row, [trial], [], None)[1]
 
     assert explained(trials_of_run[1])[-1] == "not significantly slower than the best"
     assert not any(
@@ -396,19 +396,19 @@ def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> Non
 
 def _why(where: Snapshot, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
-    files_after = replace(where, search_state=learn(trials))
-    return state_of(files_after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
+    learned_snapshot = replace(where, search_state=learn(trials))
+    return state_of(learned_snapshot, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
 def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
-    rows = fastest(snapshot.problem)[:2]
+    rows = rows_by_time(snapshot.problem)[:2]
     best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows)
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)
-    files_after = replace(snapshot, search_state=learn(probes, PROBE), run=run)
+    learned_snapshot = replace(snapshot, search_state=learn(probes, PROBE), run=run)
     explanation = [
-        state_of(files_after, each.candidate, int(row), [each], [], None)
+        state_of(learned_snapshot, each.candidate, int(row), [each], [], None)
         for each, row in zip(probes, rows, strict=True)
     ]
     state, (ended, why), _taught = explanation[0]

@@ -78,9 +78,9 @@ def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -
         replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))
     ]
     run: Any = SimpleNamespace(best=None, trials=late_trials, repeats=(), probes=(), imported=())
-    files_after = replace(snapshot, search_state=learn(late_trials), run=run)
+    learned_snapshot = replace(snapshot, search_state=learn(late_trials), run=run)
     with pytest.raises(UsageError, match="p99 TTFT <= 5 s"):
-        candidate_report(files_after, "best")
-    assert not allowed_rows(files_after).size
+        candidate_report(learned_snapshot, "best")
+    assert not allowed_rows(learned_snapshot).size
     saved = [*late_trials[:-1], replace(trial(len(late_trials) - 1, 1.0), candidate=late_trials[-1].candidate)]
-    assert allowed_rows(replace(files_after, search_state=learn(saved))).tolist() == [len(late_trials) - 1]
+    assert allowed_rows(replace(learned_snapshot, search_state=learn(saved))).tolist() == [len(late_trials) - 1]

@@ -40,13 +40,13 @@ def world(project: Project, **control: Any) -> str:
 
 def ranks_probed(project: Project) -> list[tuple[str, str]]:
     """Return the candidate and the rank of each probe that ended well, as often as it ran."""
-    result = []
+    exit_records = []
     for file in project.run_dir.glob("trials/*/rank-*/exit.json"):
         exit_record = json.loads(file.read_text())
         if exit_record["code"] == 0 and exit_record["ended_by"] is None:
             job = json.loads(file.with_name("job.json").read_text())
-            result.append((json.dumps(job["candidate"], sort_keys=True), file.parent.name))
-    return result
+            exit_records.append((json.dumps(job["candidate"], sort_keys=True), file.parent.name))
+    return exit_records
 
 
 def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag, project: Project) -> None:
@@ -87,10 +87,10 @@ def test_an_estimate_that_fits_this_machine_can_be_started(flag: Flag, project: 
     assert completed.code == 0, completed.err
     assert json.loads(completed.out) == project.result()
     assert not (project.run_dir / "trials").exists()
-    start_time = project.run("run", str(project.run_dir))
-    assert start_time.code == 0
-    assert "elapsed time per iteration" in start_time.out
-    (line,) = start_time.err.splitlines()
+    run_output = project.run("run", str(project.run_dir))
+    assert run_output.code == 0
+    assert "elapsed time per iteration" in run_output.out
+    (line,) = run_output.err.splitlines()
     assert f"training the best of {project.run_dir}" in line
     assert line.endswith(str(project.run_dir / "best"))
 
@@ -194,8 +194,8 @@ def test_a_run_killed_in_any_phase_resumes_without_loss(project: Project) -> Non
     for what in ("probe", "(baseline)", "(search)", "(repeat)"):
         process = project.start(*arguments)
         assert process.stderr is not None
-        output = next((line for line in process.stderr if " starts: " in line and what in line), "")
-        assert output, f"it ended before any {what} started"
+        repeat_states = next((line for line in process.stderr if " starts: " in line and what in line), "")
+        assert repeat_states, f"it ended before any {what} started"
         time.sleep(0.5)
         process.kill()
         process.communicate()
@@ -204,12 +204,14 @@ def test_a_run_killed_in_any_phase_resumes_without_loss(project: Project) -> Non
     assert completed.code == 0, completed.err
     result = json.loads(completed.out)
     assert result == project.result()
-    output = [(trial["number"], trial["state"], trial["reason"]) for trial in (*result["probes"], *result["trials"])]
+    repeat_states = [
+        (trial["number"], trial["state"], trial["reason"]) for trial in (*result["probes"], *result["trials"])
+    ]
     probes = [probe for probe in result["probes"] if probe["state"] == "measured"]
-    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, output
+    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, repeat_states
     assert [trial["state"] for trial in result["trials"]] == ["measured"] * 2
     repeated_trials = [trial for trial in result["repeats"] if trial["state"] == "measured"]
     assert len(repeated_trials) >= 2
     assert books_balance(result)
-    finished = ranks_probed(project)
-    assert len(set(finished)) == len(finished), "a finished probe was repeated"
+    finished_ranks = ranks_probed(project)
+    assert len(set(finished_ranks)) == len(finished_ranks), "a finished probe was repeated"

@@ -31,14 +31,14 @@ finally:
 
 
 def imported(project: Project, watched: tuple[str, ...], *arguments: str) -> list[str]:
-    finished = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", IMPORTED, ",".join(watched), *arguments],
         capture_output=True,
         text=True,
         cwd=project.folder,
         check=True,
     )
-    return finished.stderr.strip().splitlines()[-1].split()[1:]
+    return completed_process.stderr.strip().splitlines()[-1].split()[1:]
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("tune", "--help"), ("estimate", "--help")])
@@ -101,9 +101,9 @@ def test_estimate_has_the_same_content_in_each_format(flag: Flag, project: Proje
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:
-        finished = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert finished.returncode == 2
-    assert finished.stderr == "flag: cannot write the output: No space left on device\n"
+        completed_process = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert completed_process.returncode == 2
+    assert completed_process.stderr == "flag: cannot write the output: No space left on device\n"
 
 
 def test_a_reader_that_closes_the_pipe_is_not_a_failure() -> None:
@@ -116,10 +116,10 @@ def test_a_reader_that_closes_the_pipe_is_not_a_failure() -> None:
 
 
 def test_a_closed_stdout_is_not_a_failure() -> None:
-    finished = subprocess.run(
+    completed_process = subprocess.run(
         ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *FLAG, "schema"], stderr=subprocess.PIPE, text=True
     )
-    assert (finished.returncode, finished.stderr) == (0, "")
+    assert (completed_process.returncode, completed_process.stderr) == (0, "")
 
 
 @pytest.mark.slow

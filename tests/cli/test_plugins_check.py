@@ -122,10 +122,10 @@ def test_an_invalid_or_taken_name_is_refused(flag: Flag, tmp_path: Path, name: s
 
 
 def test_existing_files_are_not_overwritten(flag: Flag, acme: Path) -> None:
-    files_before = (acme / "README.md").read_text()
+    readme_before = (acme / "README.md").read_text()
     completed = flag("plugins", "new", "acme", "--directory", str(acme.parent))
     assert (completed.code, "exists already" in completed.err) == (2, True)
-    assert (acme / "README.md").read_text() == files_before
+    assert (acme / "README.md").read_text() == readme_before
 
 
 def test_a_chip_of_another_plugin_and_invalid_names_are_refused(flag: Flag, tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
     assert "elapsed time per iteration (ms): 101.0" in completed.out
     script = project.run_dir / "best.sh"
     assert os.access(script, os.X_OK)
-    finished = os.popen(f"cd / && {script}").read()
-    assert finished.count("elapsed time per iteration (ms)") == 3
+    shell_output = os.popen(f"cd / && {script}").read()
+    assert shell_output.count("elapsed time per iteration (ms)") == 3
     explanation = flag("explain", str(project.run_dir))
     assert explanation.code == 0
     assert "measured" in explanation.out
@@ -141,7 +141,7 @@ FAILS = {
     "signal": ("die", "failed", "signal 11"),
     "binary": ("binary", "failed", "exit code 3"),
     "no metrics": ("silent", "failed", "0 step times"),
-    "out of memory, as the machine sees it": ("oom", "out_of_memory", "over the memory budget"),
+    "out of memory, as the machine sees it": ("oom", "out_of_memory", "more than the memory budget"),
     "out of memory, as torch says": ("says_oom", "out_of_memory", "20 GiB"),
     "no folder any more": ("vanish", "failed", "0 step times"),
     "full folder": ("disk", "failed", "disk_limit"),
@@ -284,8 +284,8 @@ def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
     small_budget = {"max_trials": 3, "repeats": 0}
     talk = tune(flag, project, control=small_budget).err.splitlines()
-    start_time = [line for line in talk if "starts" in line]
-    assert len(start_time) == 3
+    start_lines = [line for line in talk if "starts" in line]
+    assert len(start_lines) == 3
     assert any("best" in line and "3/3 trials" in line for line in talk)
     assert "\x1b" not in "".join(talk)
     assert tune(flag, project, "-q", "--new", control=small_budget).err == ""
@@ -393,8 +393,10 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: 
     numbers = [trial["number"] for trial in (*result["trials"], *result["repeats"])]
     assert len(set(numbers)) == len(numbers)
     measurement = {number for number, trial in kept.items() if trial["state"] == "measured"}
-    output = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
-    assert output == measurement
+    trial_numbers = {
+        trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"
+    }
+    assert trial_numbers == measurement
 
 
 def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
@@ -414,12 +416,12 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     spec = project.spec(train={"command": None})
     first = "import sys, flagcore.strategies.learned"  # scipy asks what is loaded whether it is torch
     code = f"{first}; sys.modules['torch'] = None; from flagcore.cli import main; main()"
-    finished = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=120
     )
-    assert finished.returncode == 4
-    assert "pip install" in finished.stderr
-    assert "Traceback" not in finished.stderr
+    assert completed_process.returncode == 4
+    assert "pip install" in completed_process.stderr
+    assert "Traceback" not in completed_process.stderr
 
 
 def test_a_run_learns_from_earlier_ones_unless_disabled(

@@ -46,14 +46,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("agents")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        created = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        patch.setenv("RAY_ADDRESS", created.address)
+        ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        patch.setenv("RAY_ADDRESS", ray_cluster.address)
         size = 80_000_000
         yield {
-            "cluster": created,
-            **{each: created.add_node(num_cpus=1, node_ip_address=each, object_store_memory=size) for each in NODES},
+            "cluster": ray_cluster,
+            **{
+                each: ray_cluster.add_node(num_cpus=1, node_ip_address=each, object_store_memory=size) for each in NODES
+            },
         }
-        created.shutdown()
+        ray_cluster.shutdown()
 
 
 @pytest.fixture

@@ -127,10 +127,10 @@ class Warm:
 
 @pytest.fixture
 def warm(tmp_path: Path) -> Iterator[Warm]:
-    created = Warm(tmp_path)
-    yield created
-    created.launcher.close()
-    for pid in created.alive():
+    warm_runner = Warm(tmp_path)
+    yield warm_runner
+    warm_runner.launcher.close()
+    for pid in warm_runner.alive():
         os.kill(pid, signal.SIGKILL)
 
 

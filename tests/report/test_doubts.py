@@ -69,8 +69,10 @@ AGAIN = Role.REPEAT
 
 
 def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None:
-    late_folder = replace(trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running")
-    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), late_folder]
+    timed_out_repeat = replace(
+        trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running"
+    )
+    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), timed_out_repeat]
     assert failed_repeats(trials) == {2: "timed_out"}
     assert "1 failed repeat (trial 2 timed out)" in plan_text(plan(trials, 0))
     assert "failed repeat" not in plan_text(plan(trials[:2], 0))

@@ -52,5 +52,5 @@ def test_columns_without_room_are_printed_below_with_the_first_one() -> None:
         assert all(part.startswith("chip") for part in parts)
         assert max(len(line) for part in parts for line in part.splitlines()) <= width
         for row in rows:
-            shown_result = [line.split()[1:] for part in parts for line in part.splitlines() if line.startswith(row[0])]
-            assert list(chain.from_iterable(shown_result)) == row[1:]
+            cells_by_row = [line.split()[1:] for part in parts for line in part.splitlines() if line.startswith(row[0])]
+            assert list(chain.from_iterable(cells_by_row)) == row[1:]

@@ -75,27 +75,27 @@ def foreign(name: str) -> Fault:
 
 def memory(check: str, method: str, body: str) -> Fault:
     """Override a method of the memory model."""
-    created = f"type('Model', (PlainMemory,), {{'{method}': {body}}})"
-    answer = f"return own and {created}.of(group, fragmentation=0.02, context_bytes=CONTEXT_BYTES)"
+    type_expression = f"type('Model', (PlainMemory,), {{'{method}': {body}}})"
+    answer = f"return own and {type_expression}.of(group, fragmentation=0.02, context_bytes=CONTEXT_BYTES)"
     return hook(check, "memory_model", answer, method)
 
 
 def kernels(check: str, method: str, body: str) -> Fault:
     """Override a method of the kernel costs."""
-    created = f"type('Costs', (), {{'__getattr__': lambda self, name: getattr(own, name), '{method}': {body}}})()"
-    return hook(check, "kernel_costs", f"return own and {created}", method)
+    type_expression = f"type('Costs', (), {{'__getattr__': lambda self, name: getattr(own, name), '{method}': {body}}})()"
+    return hook(check, "kernel_costs", f"return own and {type_expression}", method)
 
 
 def collectives(check: str, seconds: str, taken: str, names: str) -> Fault:
     """Let collectives take `seconds` for payload p and ranks r, and the share `taken` of the compute."""
-    created = f"{{'seconds': lambda self, kind, p, r, s: {seconds}, 'compute_share': lambda self, r, s: {taken}}}"
-    return hook(check, "collective_costs", f"return own and type('Costs', (), {created})()", names)
+    type_expression = f"{{'seconds': lambda self, kind, p, r, s: {seconds}, 'compute_share': lambda self, r, s: {taken}}}"
+    return hook(check, "collective_costs", f"return own and type('Costs', (), {type_expression})()", names)
 
 
 def reading(check: str, figures: str, names: str) -> Fault:
     """Let telemetry answer `figures`, an expression of the tool's own `figures`."""
-    created = f"type('Reading', (), {{'sample': lambda self: (lambda figures: {figures})(own.sample())}})()"
-    return hook(check, "telemetry", f"return own and {created}", names)
+    type_expression = f"type('Reading', (), {{'sample': lambda self: (lambda figures: {figures})(own.sample())}})()"
+    return hook(check, "telemetry", f"return own and {type_expression}", names)
 
 
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:

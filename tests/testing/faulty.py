@@ -129,30 +129,31 @@ class Fault:
 
 def healthy(folder: Path) -> Path:
     """Write the healthy plugin, with every hook and every file that one may have, and return its folder."""
-    created = api.new_plugin("acme", vendor="ACME", directory=str(folder))
-    append(created / HOOKS, MORE_HOOKS)
-    append(created / QUIRKS, MORE_QUIRKS)
-    (created / KNOBS).write_text(MORE_KNOBS)
-    (created / COLLECTIVES).write_text(MORE_COLLECTIVES)
+    plugin_folder = api.new_plugin("acme", vendor="ACME", directory=str(folder))
+    append(plugin_folder / HOOKS, MORE_HOOKS)
+    append(plugin_folder / QUIRKS, MORE_QUIRKS)
+    (plugin_folder / KNOBS).write_text(MORE_KNOBS)
+    (plugin_folder / COLLECTIVES).write_text(MORE_COLLECTIVES)
     append(
-        created / ENVIRONMENT, "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n"
+        plugin_folder / ENVIRONMENT,
+        "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n",
     )
-    edit(created / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
-    edit(created / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
-    return created
+    edit(plugin_folder / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
+    edit(plugin_folder / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
+    return plugin_folder
 
 
 def broken(folder: Path, source: Path, fault: Fault) -> Path:
     """Return a copy of the healthy plugin with one fault."""
-    created = folder / "flagcore-acme"
-    shutil.copytree(source, created)
+    plugin_copy = folder / "flagcore-acme"
+    shutil.copytree(source, plugin_copy)
     if not fault.old and not fault.new:
-        (created / fault.file).unlink()
+        (plugin_copy / fault.file).unlink()
     elif not fault.old:
-        append(created / fault.file, fault.new)
+        append(plugin_copy / fault.file, fault.new)
     else:
-        edit(created / fault.file, fault.old, fault.new)
-    return created
+        edit(plugin_copy / fault.file, fault.old, fault.new)
+    return plugin_copy
 
 
 def append(path: Path, text: str) -> None:

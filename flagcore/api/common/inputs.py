@@ -12,7 +12,15 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import Defaults, InstalledVersion, KeyWarnings, OnHosts, Workload, labels_of, untested_reason
+from flagcore.contracts import (
+    EngineDefaults,
+    InstalledVersion,
+    KeyWarnings,
+    MultiHostLauncher,
+    Workload,
+    labels_of,
+    untested_reason,
+)
 from flagcore.domain.chip import Support, unknown_chip_hint
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
@@ -20,7 +28,7 @@ from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, HOSTFILE, Spec, TrainSpec
-from flagcore.errors import FlagError, SpecError, joined
+from flagcore.errors import FlagError, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
 from flagcore.problem import Problem, sizes_fixed_at_one
@@ -191,15 +199,16 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
     if not needs_launcher or not isinstance(work, TrainSpec) or work.command is not None:
         return spec
-    at_hand = (name for name in names(LAUNCHERS) if isinstance(one := launcher(name), OnHosts) and one.at_hand())
-    return replace(spec, launcher=next(at_hand, spec.launcher))
+    launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
+    found = (name for name, each in launchers if isinstance(each, MultiHostLauncher) and each.has_allocation())
+    return replace(spec, launcher=next(found, spec.launcher))
 
 
 def _with_hosts(spec: Spec) -> Spec:
     """Return a spec without hosts with those that its launcher finds. Raises SpecError if their number differs."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
     at_most = cluster.nodes + cluster.spares
-    hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    hosts = finder.find_hosts(at_most) if isinstance(finder, MultiHostLauncher) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         section = "serve" if isinstance(spec.work, ServeSpec) else "train"
         problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
@@ -223,7 +232,7 @@ def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) ->
     try:
         yield
     except SpecError as error:
-        raise joined([*error.problems, *_unknown_chips(cluster, file, without)]) from None
+        raise join_errors([*error.problems, *_unknown_chips(cluster, file, without)]) from None
 
 
 def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[SpecError]:
@@ -288,7 +297,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
 def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
     """Return that no candidate uses all devices that a trial may use."""
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
-    if not isinstance(work, ServeSpec) or not isinstance(workload, Defaults) or not rows.size:
+    if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not rows.size:
         return []
     max_used = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
     usable_count = work.cards or task.cluster.devices

@@ -130,8 +130,8 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
         "repeats": search_state.repeats,
         "probes": search_state.probes,
         "imported": tuple(trial for trial in stored if trial.source),
-        "baseline": search_state.shown(search_state.baseline),
-        "best": search_state.shown(search_state.best),
+        "baseline": search_state.reported_trial(search_state.baseline),
+        "best": search_state.reported_trial(search_state.best),
         "gains": gains(search_state),
         "search_state": search_state,
     }

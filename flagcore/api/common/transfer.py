@@ -17,7 +17,7 @@ from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Observed, Past, features
+from flagcore.domain.experience import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
@@ -37,13 +37,13 @@ MAX_LOG_RATIO = 3.0
 """A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped."""
 
 
-def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> Past:
+def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> PastMeasurements:
     """Return the measurements of earlier runs, except `run`, on the chip of a problem; empty if the spec disables
     them.
     """
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
-        return Past.empty()
+        return PastMeasurements.empty()
     records = Experience.of_user().records(chip, spec.work.engine, but=run)
     return past(records, chip, plugins, workload, spec.objective, problem.platform.knobs)
 
@@ -55,7 +55,7 @@ def past(
     workload: Workload,
     objective: str,
     knobs: Sequence[Knob] = (),
-) -> Past:
+) -> PastMeasurements:
     """Return observations from measured records of `chip`.
 
     Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
@@ -87,9 +87,9 @@ def past(
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):
             past_points.append(_observations(number, members, plugins, workload))
-    return Past(
-        time=Observed.join([time for time, _ in past_points]),
-        memory=Observed.join([memory for _, memory in past_points]),
+    return PastMeasurements(
+        time=Observations.join([time for time, _ in past_points]),
+        memory=Observations.join([memory for _, memory in past_points]),
     )
 
 
@@ -98,7 +98,7 @@ def _observations(
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
     plugins: Plugins,
     workload: Workload,
-) -> tuple[Observed, Observed]:
+) -> tuple[Observations, Observations]:
     task = members[0][0]
     legal = legality(task, workload)
     each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]
@@ -115,6 +115,8 @@ def _observations(
         rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
         min_noise = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
         pairs.append(
-            Observed(known_features.take(rows), ratio[rows], np.full(rows.size, min_noise), np.full(rows.size, number))
+            Observations(
+                known_features.take(rows), ratio[rows], np.full(rows.size, min_noise), np.full(rows.size, number)
+            )
         )
     return pairs[0], pairs[1]

@@ -46,7 +46,7 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
     All keep the latency limits. A rule that follows from a later trial does not remove a measured row.
     """
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
-    keeps = predictions.keeps(snapshot.task.spec.limits)
+    keeps = predictions.keeps_limits(snapshot.task.spec.limits)
     failed_trials = [
         t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED
     ]

@@ -19,7 +19,7 @@ from flagcore.api.common.calibrated_plugins import VENDOR, facts_of, uncatalogue
 from flagcore.api.common.inputs import loaded_plugins, warn
 from flagcore.api.common.machine_load import Load, busy
 from flagcore.calibration import Calibration, Calibrations, Experience
-from flagcore.contracts import Running
+from flagcore.contracts import RunningLaunch
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
@@ -207,7 +207,7 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
 
 def _run(launch: Launch) -> None:
     """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
-    trial: Running | None = None
+    trial: RunningLaunch | None = None
     exit_record: Exit | None = None
     try:
         trial = plugins.launcher("local").start(launch)

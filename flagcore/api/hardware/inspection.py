@@ -32,7 +32,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record per plugin, loaded or failed, with its chips and the reasons of failures."""
     loaded_plugins = plugins.load_plugins(without)
-    undetected_vendors = loaded_plugins.undetected()
+    undetected_vendors = loaded_plugins.detection_failures()
     chips = loaded_plugins.chips()
     records: list[dict[str, Any]] = []
     for plugin in loaded_plugins.plugins:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
-from flagcore.contracts import Defaults, Planned, Platform, Workload, labels_of, model_parts
+from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
@@ -21,14 +21,14 @@ from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.feasibility import require_candidate, unmet_text
 from flagcore.i18n import _
-from flagcore.problem import Problem, candidate_columns, fastest, no_launch_reason
+from flagcore.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns as shown_knobs
 from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
-from flagcore.trial_plan import time_of_search
+from flagcore.trial_plan import estimate_search_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -88,7 +88,7 @@ def estimate(
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     require_candidate(problem, workload)
-    order = fastest(problem)
+    order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
     assert baseline is not None
@@ -109,7 +109,7 @@ def estimate(
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=time_of_search(problem, workload),
+        search=estimate_search_time(problem, workload),
         knobs=problem.knobs,
         labels=labels_of(workload),
     )
@@ -152,7 +152,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     if limits := platform.task.spec.limits:
         records = [{**record, "slo": _missed_limits(record, limits)} for record in records]
     candidates = [space.candidate(int(row)) for row in rows]
-    if isinstance(workload, Planned) and _assumed(platform.task):
+    if isinstance(workload, ProductionDefaults) and _assumed(platform.task):
         assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
         records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
     return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
@@ -167,7 +167,7 @@ def _missed_limits(record: Mapping[str, Any], limits: Mapping[str, float]) -> di
 def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its predictions, None if it is the baseline."""
     task, platform = engine_task(problem.platform.task), problem.platform
-    if not isinstance(workload, Defaults):
+    if not isinstance(workload, EngineDefaults):
         return None
     values = {**problem.baseline.as_dict(), **workload.defaults(task)}
     if values == problem.baseline.as_dict():

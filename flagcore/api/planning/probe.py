@@ -23,14 +23,14 @@ from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.feasibility import require_candidate
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem, build_problem, fastest, require_launchable
+from flagcore.problem import Problem, build_problem, require_launchable, rows_by_time
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.stages.combine import combine
-from flagcore.stages.discover import present, side_by_side
+from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.predict import in_gib, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
-from flagcore.trial_plan import limit_of, predicted_trial
+from flagcore.trial_plan import plan_time_limit, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,11 @@ def probe(
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
         here, world = loaded.devices(), problem.platform.task.cluster.devices
-        present(problem.platform, here, needed=1)
+        require_devices(problem.platform, here, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
-        devices, probed = side_by_side(problem.platform, here), []
+        devices, probed = parallel_probe_ranks(problem.platform, here), []
         for number, each in enumerate(_choose_candidates(problem, workload, candidate, top)):
             job_folder = str((place / f"candidate-{number}").resolve())
             probed.append(_probe(problem, workload, each, job_folder, ranks, devices, on_rank))
@@ -121,7 +121,7 @@ def _probe(
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
 
     trial = predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE)
-    limit, launcher = limit_of(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
+    limit, launcher = plan_time_limit(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
     try:
         return probe_candidate(
             problem.platform, workload, launcher, candidate, folder, limit, ranks, report, devices=devices
@@ -134,7 +134,7 @@ def _choose_candidates(problem: Problem, workload: Workload, candidate: str | No
     if candidate == "baseline":
         return [problem.baseline]
     require_candidate(problem, workload)
-    order = fastest(problem)
+    order = rows_by_time(problem)
     if candidate is not None:
         number = int(candidate)
         if not 1 <= number <= order.size:

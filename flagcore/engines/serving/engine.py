@@ -20,13 +20,13 @@ import numpy as np
 
 from flagcore.contracts import (
     Costs,
-    Defaults,
+    EngineDefaults,
     InstalledVersion,
     JobRecords,
-    Packaged,
+    NamedDistribution,
     Platform,
     PruningRule,
-    Untested,
+    UntestedEngine,
     Workload,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -52,7 +52,9 @@ from flagcore.engines.serving.trial.job import Instance
 from flagcore.errors import SpecError
 
 
-class ServingWorkload(Workload, Defaults, JobRecords, InstalledVersion, Packaged, Untested, Protocol):
+class ServingWorkload(
+    Workload, EngineDefaults, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol
+):
     """What every serving engine implements."""
 
 

@@ -154,6 +154,6 @@ class Runs:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    report = Runs(tmp_path_factory.mktemp("runs"))
-    yield report
-    assert all(project.all_gone() for project in report.projects)
+    all_runs = Runs(tmp_path_factory.mktemp("runs"))
+    yield all_runs
+    assert all(project.all_gone() for project in all_runs.projects)

@@ -31,11 +31,11 @@ CHINESE = [(kind, "zh") for kind in ("dense", "pipeline", "serving", "failed")]
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `make test-browser`")
-    shown_result = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if not shown_result:
+    chromium = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if not chromium:
         pytest.skip("no Chromium is installed: install one, such as Debian's package chromium, or name it in CHROMIUM")
     with driver.sync_playwright() as simulate:
-        browser_started = simulate.chromium.launch(executable_path=shown_result, args=["--no-sandbox"])
+        browser_started = simulate.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser_started
         browser_started.close()
 
@@ -62,14 +62,14 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
         file.write_text(html, encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
         contexts.append(context)
-        shown_result = Opened(context.new_page())
-        shown_result.page.on("console", lambda message: shown_result.errors.append(f"{message.type}: {message.text}"))
-        shown_result.page.on("pageerror", lambda error: shown_result.errors.append(str(error)))
-        shown_result.page.on("request", lambda request: shown_result.asked.append(request.url))
-        shown_result.page.goto(file.as_uri() + anchor)
+        browser_page = Opened(context.new_page())
+        browser_page.page.on("console", lambda message: browser_page.errors.append(f"{message.type}: {message.text}"))
+        browser_page.page.on("pageerror", lambda error: browser_page.errors.append(str(error)))
+        browser_page.page.on("request", lambda request: browser_page.asked.append(request.url))
+        browser_page.page.goto(file.as_uri() + anchor)
         if given.get("java_script_enabled", True):
-            shown_result.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
-        return shown_result
+            browser_page.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
+        return browser_page
 
     yield go
     for context in contexts:
@@ -79,14 +79,14 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
 @pytest.mark.parametrize("width", [360, 1400])
 @pytest.mark.parametrize(("kind", "language"), [*((kind, "en") for kind in KINDS), *CHINESE])
 def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, language: str, width: int) -> None:
-    shown_result = opened(kind, width, language=language, color_scheme="light")
+    browser_page = opened(kind, width, language=language, color_scheme="light")
     for scheme in ("light", "dark"):
-        shown_result.page.emulate_media(color_scheme=scheme)
-        shown_result.page.wait_for_timeout(300)
-        assert shown_result.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert shown_result.page.evaluate(OUTSIDE) == []
-    assert shown_result.errors == []
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in shown_result.asked)
+        browser_page.page.emulate_media(color_scheme=scheme)
+        browser_page.page.wait_for_timeout(300)
+        assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser_page.page.evaluate(OUTSIDE) == []
+    assert browser_page.errors == []
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in browser_page.asked)
 
 
 OUTSIDE = """() => {
@@ -102,8 +102,8 @@ OUTSIDE = """() => {
 @pytest.mark.parametrize(("kind", "language"), [("dense", "en"), ("pipeline", "en"), ("serving", "en"), *CHINESE])
 @pytest.mark.parametrize("width", [360, 1400])
 def test_labels_of_charts_are_inside_their_charts_and_apart(opened: Open, kind: str, language: str, width: int) -> None:
-    shown_result = opened(kind, width, language=language)
-    assert shown_result.page.evaluate(LABELS) == []
+    browser_page = opened(kind, width, language=language)
+    assert browser_page.page.evaluate(LABELS) == []
 
 
 LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
@@ -121,22 +121,22 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
 @pytest.mark.parametrize("width", [360, 1400])
 def test_timelines_of_all_schedules_fit_the_page(opened: Open, width: int) -> None:
     sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in PLAYED)
-    shown_result = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
-    assert shown_result.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert shown_result.page.evaluate(OUTSIDE) == []
-    assert shown_result.page.evaluate(LABELS) == []
-    assert shown_result.page.locator(".plot .bars .point").count() == sum(
+    browser_page = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
+    assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser_page.page.evaluate(OUTSIDE) == []
+    assert browser_page.page.evaluate(LABELS) == []
+    assert browser_page.page.locator(".plot .bars .point").count() == sum(
         len(simulate(named(name), 8)) for name in PLAYED
     )
-    assert shown_result.errors == []
+    assert browser_page.errors == []
 
 
 @pytest.mark.parametrize("kind", ["dense", "serving", "estimate"])
 def test_every_chart_is_drawn_with_all_its_series(opened: Open, runs: Runs, kind: str) -> None:
-    shown_result = opened(kind)
-    drawn_series = shown_result.page.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.data.length)")
+    browser_page = opened(kind)
+    drawn_series = browser_page.page.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.data.length)")
     assert drawn_series == [len(chart["traces"]) for chart in runs(kind).page.charts]
-    assert shown_result.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
+    assert browser_page.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
 
 
 @pytest.mark.parametrize("kind", ["dense", "serving"])

@@ -183,9 +183,9 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
 def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
     made, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
     (chart,) = [each for each in made.page.charts if _x(each) == f"{short}, s"]
-    shown = {"best": made.result["best"], "baseline": made.result["baseline"]}
-    assert shown["best"]["number"] != shown["baseline"]["number"]
-    for who, trial in shown.items():
+    trials_by_role = {"best": made.result["best"], "baseline": made.result["baseline"]}
+    assert trials_by_role["best"]["number"] != trials_by_role["baseline"]["number"]
+    for who, trial in trials_by_role.items():
         (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
         assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
         statistics = trial["measured"]["points"][0][latency]

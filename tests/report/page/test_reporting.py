@@ -138,9 +138,9 @@ def test_a_failed_report_page_does_not_lose_the_run(
         raise ZeroDivisionError("of the page")
 
     monkeypatch.setattr(report, "as_html", broken)
-    shown_result = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
-    assert not shown_result.reported
-    assert shown_result.plan.best is not None
+    outcome = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
+    assert not outcome.reported
+    assert outcome.plan.best is not None
     assert (tmp_path / "run" / "result.json").exists()
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
 

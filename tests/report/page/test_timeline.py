@@ -53,35 +53,35 @@ ORDERS = [
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
 def test_a_device_runs_passes_one_at_a_time_and_completely(passes: Passes) -> None:
-    passes_done = simulate(passes, passes.microbatches)
-    work = {(letter, each.part, each.microbatch) for each in passes_done for letter in each.kind}
-    assert len(work) == sum(len(each.kind) for each in passes_done)
+    simulated_passes = simulate(passes, passes.microbatches)
+    work = {(letter, each.part, each.microbatch) for each in simulated_passes for letter in each.kind}
+    assert len(work) == sum(len(each.kind) for each in simulated_passes)
     parts = 1 if passes.schedule == "dualpipe" else SCHEDULES[passes.schedule].parts or passes.virtual
     assert len(work) == 3 * 4 * parts * passes.microbatches
     for device in range(4):
-        device_passes = [each for each in passes_done if each.device == device and each.lane <= 0]
+        device_passes = [each for each in simulated_passes if each.device == device and each.lane <= 0]
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(device_passes))
-        second_table = {(each.start_s, each.end_s) for each in passes_done if each.device == device and each.lane > 0}
-        assert second_table == {(each.start_s, each.end_s) for each in device_passes if each.lane < 0}
+        spans = {(each.start_s, each.end_s) for each in simulated_passes if each.device == device and each.lane > 0}
+        assert spans == {(each.start_s, each.end_s) for each in device_passes if each.lane < 0}
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
 def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
     done, pipe = simulate(passes, passes.microbatches), pipe_of(passes)
-    shown_result = {(letter, each.part, each.microbatch): each for each in done for letter in each.kind}
-    for (kind, part, microbatch), each in shown_result.items():
+    passes_by_key = {(letter, each.part, each.microbatch): each for each in done for letter in each.kind}
+    for (kind, part, microbatch), each in passes_by_key.items():
         place, needed_pass = part % pipe.length, each
         if kind == "F" and place:
-            needed_pass = shown_result["F", part - 1, microbatch]
+            needed_pass = passes_by_key["F", part - 1, microbatch]
         elif kind == "B":
-            needed_pass = shown_result["F", part, microbatch]
+            needed_pass = passes_by_key["F", part, microbatch]
             if place < pipe.length - 1:
-                needed_pass = shown_result["B", part + 1, microbatch]
+                needed_pass = passes_by_key["B", part + 1, microbatch]
         elif kind == "W" and each.kind == "W":
-            needed_pass = shown_result["B", part, microbatch]
+            needed_pass = passes_by_key["B", part, microbatch]
         if needed_pass is not each:
-            late_folder = 0.0 if needed_pass.device == each.device or passes.sender_waits else passes.send_s
-            assert each.start_s >= needed_pass.end_s + late_folder - 1e-12
+            delay_s = 0.0 if needed_pass.device == each.device or passes.sender_waits else passes.send_s
+            assert each.start_s >= needed_pass.end_s + delay_s - 1e-12
 
 
 WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
@@ -112,8 +112,8 @@ def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]
     passes = WORKLOAD.passes(task, columns, costs)
     assert passes is not None
     parts = WORKLOAD.predict(task, columns, costs).time_s
-    shown = [float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")]
-    return passes, sum(shown)
+    parts_s = [float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")]
+    return passes, sum(parts_s)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
 def section_of(passes: Passes, *without: str) -> Section:
     front_trials = {key: value for key, value in asdict(passes).items() if key not in without}
     as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in front_trials.items()}
-    shown_result = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipeline": as_read}))
-    assert shown_result is not None
-    return shown_result
+    section = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipeline": as_read}))
+    assert section is not None
+    return section
 
 
 def drawn_of(chart: Chart) -> list[tuple[str, str, float, float, str]]:
@@ -163,18 +163,18 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     passes = named(schedule)
     (chart,) = section_of(passes).blocks
     assert isinstance(chart, Chart)
-    passes_done = simulate(passes, 8)
+    simulated_passes = simulate(passes, 8)
     row, split = "device" if schedule == "dualpipe" else "stage", SCHEDULES[schedule].parts == 2
 
     def bar(each: ExecutedPass) -> tuple[str, str, float, float, str]:
-        second_table = "′" if split and each.part >= 4 and schedule != "dualpipe" else ""
+        prime_mark = "′" if split and each.part >= 4 and schedule != "dualpipe" else ""
         name = f"{row} {each.device}", KINDS[each.kind]
-        return *name, each.start_s, each.end_s - each.start_s, f"{each.microbatch}{second_table}"
+        return *name, each.start_s, each.end_s - each.start_s, f"{each.microbatch}{prime_mark}"
 
-    assert sorted(drawn_of(chart)) == sorted(map(bar, passes_done))
-    assert ("W" in {each.kind for each in passes_done}) is SCHEDULES[schedule].splits_backward
+    assert sorted(drawn_of(chart)) == sorted(map(bar, simulated_passes))
+    assert ("W" in {each.kind for each in simulated_passes}) is SCHEDULES[schedule].splits_backward
     assert len({trace["marker"]["pattern"]["shape"] for trace in chart.traces}) == len(chart.traces)
-    single_lane = [each for each in passes_done if each.lane <= 0]
+    single_lane = [each for each in simulated_passes if each.lane <= 0]
     busy_s = [sum(each.end_s - each.start_s for each in single_lane if each.device == r) for r in range(4)]
     place = chart.table.headings.index("~busy, s")
     assert [each[place].value for each in chart.table.rows] == pytest.approx(busy_s)

@@ -43,7 +43,7 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
         if knob.name == SIZES:
             knob = replace(knob, words=heterogeneous.words(task))
         value = fixed.get(knob.name, knob.neutral)
-        own = knob.named_in(baseline)
+        own = knob.value_in(baseline)
         also = [value, knob.neutral, *([] if own is None else [knob.parse(own, f"auto_tuner.baseline.{knob.name}")])]
         default = not task.spec.space and knob.name not in fixed and any(name in DEFAULT_SPACE for name in knob.names)
         found.append(knob.axis(knob.parse_space(task, AUTO if default else [value]), also))
@@ -71,7 +71,7 @@ def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: s
             raise SpecError(key=f"{where}{key}", problem=f"is not a knob of {engine}", fix=fix)
         other = next((other for other, same in found.items() if same is knob), None)
         if other is not None:
-            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="give one of the two")
+            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
         found[key] = knob
     return found
 
