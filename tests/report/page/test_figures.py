@@ -150,7 +150,7 @@ def test_memory_of_the_worst_stage_is_that_of_the_prediction(runs: Runs, kind: s
     assert worst["~peak allocated"].value == pytest.approx(memory["peak_allocated_gib"])
     assert worst["~in use"].value == pytest.approx(memory["device_used_gib"])
     assert len(stages) == report.result["best"]["candidate"]["pipeline_model_parallel_size"]
-    levels = {row["level"].text: row["~predicted"].value for row in report.page.rows("memory", "Fullest device")}
+    levels = {row["level"].text: row["~predicted"].value for row in report.page.rows("memory", "Device with the highest memory")}
     assert levels["capacity"] == memory["capacity_gib"]
     assert levels["reserved"] == memory["reserved_gib"]
 

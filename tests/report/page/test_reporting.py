@@ -55,9 +55,9 @@ def test_records_predicted_differently_here_are_left_out_and_reported(copied: Ca
     result["best"]["predicted"]["memory"]["device_used_gib"] *= 1.01
     (folder / "result.json").write_text(json.dumps(result))
     page = read(api.report(folder))
-    assert "differently than the run did" in page.section("summary").text
+    assert "predicts another time for the best" in page.section("summary").text
     assert "pipeline" not in page.sections
-    assert page.rows("memory", "Fullest device")
+    assert page.rows("memory", "Device with the highest memory")
 
 
 def test_without_the_chips_plugin_the_rest_is_reported(copied: Callable[[str], Path]) -> None:
