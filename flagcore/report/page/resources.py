@@ -106,7 +106,7 @@ def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
         [_(text), cell(predicted.get(level)), cell(measurement.get(MEASURED_LEVELS.get(level, level)))]
         for level, text in levels.items()
     ]
-    caption = _("Fullest device, GiB")
+    caption = _("Device with the highest memory, GiB")
     if len(stages) > 1:
         caption = _("Device with the highest memory (stage {number}), GiB", number=predicted["worst_stage"])
     return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
