@@ -22,7 +22,7 @@ def winners() -> dict[str, api.Estimate]:
     return {chip: api.estimate(SPEC, chip=chip, top=1) for chip in CHIPS}
 
 
-def named(found: api.Estimate) -> str:
+def short_name(found: api.Estimate) -> str:
     """Return the short name of the winner without the data parallel size, which follows from the number of devices."""
     values = dict(found.candidates[0]["candidate"])
     del values["data_parallel_size"], values["use_distributed_optimizer"]
@@ -47,7 +47,7 @@ def of_winners(found: dict[str, api.Estimate]) -> list[str]:
             [
                 chip,
                 str(estimate.devices),
-                named(estimate),
+                short_name(estimate),
                 step,
                 f"{rate:,.0f}",
                 f"{best['mfu']:.0%}",
@@ -64,7 +64,7 @@ def of_others(found: dict[str, api.Estimate]) -> list[str]:
     for chip, estimate in found.items():
         row = [chip]
         for other in CHIPS:
-            account = api.explain_candidate(SPEC, f"{named(estimate)}, dist-opt", chip=other)
+            account = api.explain_candidate(SPEC, f"{short_name(estimate)}, dist-opt", chip=other)
             step = account.predicted["step_time_s"]["value"] if account.predicted else None
             row.append(f"{step:.1f} s" if step else "-")
             if account.state == "removed":

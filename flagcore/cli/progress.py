@@ -122,8 +122,8 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
         """The time left at the last event, counting down; empty until it is known."""
 
         def render(self, task: Task) -> Text:
-            ends = task.fields["ends"]
-            return Text("" if ends is None else _time_left(ends - time.monotonic()))
+            end_time = task.fields["ends"]
+            return Text("" if end_time is None else _time_left(end_time - time.monotonic()))
 
     console = Console(file=stream)
     text = TextColumn("{task.description}")

@@ -226,17 +226,19 @@ class HostsRunning:
 
     def _verdict(self, first: Connection | None, asked: bool) -> Exit:
         seconds = time.monotonic() - self.started_at
-        ends = [each.exit for each in self.connections if each.exit]
-        peaks = [exit_record["peak_memory_bytes"] for exit_record in ends if exit_record.get("peak_memory_bytes")]
+        exit_records = [each.exit for each in self.connections if each.exit]
+        peaks = [
+            exit_record["peak_memory_bytes"] for exit_record in exit_records if exit_record.get("peak_memory_bytes")
+        ]
         peak = max(peaks, default=None)
         if first is not None and first.problem:
             is_second_loss = self.launcher.failures[first.host] == MAX_LOSSES
             detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if is_second_loss else "")
             return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
-        exit_record = (first.exit if first else None) or (ends[0] if ends else None)
+        exit_record = (first.exit if first else None) or (exit_records[0] if exit_records else None)
         if exit_record is None:
             return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host responded")
-        seconds = max(float(each["duration_s"]) for each in ends)
+        seconds = max(float(each["duration_s"]) for each in exit_records)
         ended_by = (
             "request" if asked and exit_record["ended_by"] is None and exit_record["code"] else exit_record["ended_by"]
         )

@@ -166,8 +166,8 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     with pytest.raises(RunError, match="has the rows of"):
         taken(ROWS)
     distant_history = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
-    doubtful = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
-    (note,) = doubtful.notes
+    implausible = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
+    (note,) = implausible.notes
     assert float(re.findall(r"[\d.]+", note)[0]) > 20  # measured over predicted
 
 

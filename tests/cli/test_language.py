@@ -39,10 +39,10 @@ def test_help_and_usage_errors_are_chinese(flag: Flag) -> None:
 def test_tables_are_chinese_and_aligned(flag: Flag, project: Project) -> None:
     heading, rule, *rows = flag("estimate", project.spec()).out.splitlines()
     assert CHINESE.search(heading)
-    ends = [match.end() for match in re.finditer("-+", rule)]
+    column_ends = [match.end() for match in re.finditer("-+", rule)]
     for line in (heading, *rows):
         narrow_output = "".join(letter + "\0" * (columns(letter) - 1) for letter in line)
-        assert all(narrow_output[end : end + 2].strip() == "" for end in ends)
+        assert all(narrow_output[end : end + 2].strip() == "" for end in column_ends)
 
 
 def test_data_formats_are_english(flag: Flag, project: Project) -> None:

@@ -46,7 +46,7 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
     All keep the latency limits. A rule that follows from a later trial does not remove a measured row.
     """
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
-    keeps = predictions.keeps_limits(snapshot.task.spec.limits)
+    within_limits = predictions.keeps_limits(snapshot.task.spec.limits)
     failed_trials = [
         t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED
     ]
@@ -57,8 +57,8 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
     excluded += rows_by_outcome[False]
     best_rows = np.array(rows_by_outcome[True], dtype=np.int64)
     rows = snapshot.pruned.open_rows
-    left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(excluded, dtype=np.int64))
-    return np.union1d(left, best_rows)
+    open_rows: IntArray = np.setdiff1d(rows[within_limits[rows]], np.array(excluded, dtype=np.int64))
+    return np.union1d(open_rows, best_rows)
 
 
 def scaled_times(snapshot: Snapshot) -> FloatArray:

@@ -118,8 +118,8 @@ def _volcano(pods: Pods) -> dict[str, Any]:
     def task(name: str, count: int, command: str) -> dict[str, Any]:
         restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
         template = _template(pods, command, restart)
-        ends = name == FIRST and pods.first_ends
-        completion_policy = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends else {}
+        ends_job = name == FIRST and pods.first_ends
+        completion_policy = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends_job else {}
         return {"name": name, "replicas": count, **completion_policy, "template": template}
 
     spec = {

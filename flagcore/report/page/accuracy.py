@@ -49,7 +49,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
         sortable=True,
     )
     values = [each for _, both in pairs for each in both]
-    ends = [min(values), max(values)]
+    value_range = [min(values), max(values)]
     x, y = [both[0] for _, both in pairs], [both[1] for _, both in pairs]
     errors = {
         "type": "data",
@@ -65,7 +65,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
         title=_("Predicted against measured"),
         summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(rows)),
         traces=(
-            line(_("predicted = measured"), 2, ends, ends),
+            line(_("predicted = measured"), 2, value_range, value_range),
             points(
                 _("trial, with 80% interval"),
                 0,

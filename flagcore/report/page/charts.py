@@ -54,8 +54,8 @@ def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
 def limit_line(name: str, x: float) -> dict[str, Any]:
     """Return a vertical line at `x` for the `shapes` of a layout, with a legend entry."""
     style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
-    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
-    return {"type": "line", "name": name, "showlegend": True, "line": style, **ends}
+    coordinates = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "line", "name": name, "showlegend": True, "line": style, **coordinates}
 
 
 def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def spread_axis(values: Sequence[float]) -> dict[str, Any]:
     """Return a logarithmic axis for positive values that span more than a factor of `LOG_FROM`, else an empty dict."""
     if not values or min(values) <= 0 or max(values) <= LOG_FROM * min(values):
         return {}
-    ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
-    multiples = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
-    ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in multiples]
+    exponents = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    multiples = (1,) if exponents[1] - exponents[0] > 3 else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(exponents[0], exponents[1] + 1) for digit in multiples]
     return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
 
 

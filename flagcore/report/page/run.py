@@ -142,7 +142,7 @@ class RunData:
             return None
         ranked = []
         for trial in self.trials:
-            missed = [
+            missed_limits = [
                 max(
                     (number(lookup(each["measured"], f"figures.{name}")) or inf) / most
                     for name, most in self.limits.items()
@@ -150,8 +150,8 @@ class RunData:
                 for each in self.runs(trial)
                 if each["measured"]
             ]
-            if trial["measured"] and missed:
-                ranked.append((median_high(missed), int(trial["number"]), trial))
+            if trial["measured"] and missed_limits:
+                ranked.append((median_high(missed_limits), int(trial["number"]), trial))
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     def trial_folder(self, trial: Record) -> Path:
@@ -173,8 +173,8 @@ class RunData:
             files = [file for file in files if file.resolve().is_relative_to(whole)]
         except (OSError, RuntimeError):
             return []
-        ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
-        return [(name, text) for name, text in ends if text.strip()]
+        log_ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
+        return [(name, text) for name, text in log_ends if text.strip()]
 
 
 def number(value: Any) -> float | None:

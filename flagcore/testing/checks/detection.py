@@ -185,10 +185,10 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
 def truncated_transcripts_add_no_devices(plugin: Subject) -> Problems:
     for each, whole, pieces in _whole_transcripts(plugin):
         lines = [match.end() for match in re.finditer("\n", each.text)]
-        ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
-        ends += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
+        cut_positions = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
+        cut_positions += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
         expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
-        texts = ((f"truncated after {end} characters", each.text[:end]) for end in ends)
+        texts = ((f"truncated after {end} characters", each.text[:end]) for end in cut_positions)
         for how, found in _devices_per_text(plugin, each, texts):
             unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected_devices]
             if unexpected:

@@ -137,8 +137,8 @@ def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
     assert fewest(replace(long_passes, virtual=4), 3000) == 8
     assert fewest(replace(PASSES, microbatches=2), 3000) == 2
     assert fewest(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
-    sixteen = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
-    assert all(fewest(replace(long_passes, schedule=name, **sixteen), MAX_PASSES) == 32 for name in SCHEDULES)
+    sixteen_batches = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
+    assert all(fewest(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32 for name in SCHEDULES)
 
 
 def section_of(passes: Passes, *without: str) -> Section:
