@@ -38,7 +38,7 @@ from flagcore.problem import Problem, build_problem, require_launchable
 from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.divide import divide
 from flagcore.stages.learn import learn
-from flagcore.stages.limit import capped
+from flagcore.stages.limit import cap_limit
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
 from flagcore.trial_plan import estimate_search_time, plan_shortened_steps, plan_time_limit, predicted_trial
@@ -329,7 +329,7 @@ class _Search:
             return limit
         is_early_probe = trial.fidelity == PROBE and self.fidelity == RUN
         left = self._seconds_for_probes() if is_early_probe else max_time - self.elapsed
-        return capped(limit, left, f"auto_tuner.control.max_time = {max_time:g} s")
+        return cap_limit(limit, left, f"auto_tuner.control.max_time = {max_time:g} s")
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)

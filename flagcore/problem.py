@@ -35,7 +35,7 @@ from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover, require_devices
 from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
-from flagcore.stages.prune import LEARNED, prune
+from flagcore.stages.prune import LEARNED_MESSAGES, prune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Problem:
     def messages(self) -> dict[str, str]:
         """The message of each rule by name: legality rules, pruning rules, and rules that are learned from trials."""
         legality = {rule.name: rule.message for rule in self.legality.rules}
-        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED
+        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
 
     def set_knobs(self, candidate: Candidate) -> Candidate:
         """Return a candidate without the knobs that have their neutral value."""

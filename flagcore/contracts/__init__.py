@@ -1,4 +1,4 @@
-"""The Protocols that the core calls. Whoever implements one need not import anything else of flagcore."""
+"""The Protocols that the core calls. An implementation need not inherit from them."""
 
 from flagcore.contracts.chip import (
     AttentionShape,

@@ -1,4 +1,4 @@
-"""From the serving half of a validated spec to `flagcore.domain.serving`."""
+"""Converts the serving sections of a validated spec to `flagcore.domain.serving`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIGHEST_RATE = 1e5
 def serve_of(
     section: ServeSection, engine: str, base: Path, *, cards: int | None, model: object, file: str
 ) -> ServeSpec:
-    """Return the serving job of a section, for one of its engines. Raises SpecError."""
+    """Return the serving job of a section for one of its engines. Raises SpecError."""
     weights = section.weights or (model if isinstance(model, str) else None)
     directory = (base / (section.directory or ".")).resolve()
     highest = _highest(section, file)
@@ -45,49 +45,54 @@ def _client(section: ServeSection, file: str) -> dict[str, Any]:
         return {}
     several = section.profile.concurrency, section.profile.request_rate
     if any(isinstance(each, list) and len(each) > 1 for each in several):
-        problem, fix = "is one load point, but serve.profile has several", "give one number there, for the prediction"
+        problem, fix = "sends one load point, but serve.profile has several", "give one number in serve.profile"
         raise spec_error("serve.client", problem, fix=fix, file=file)
     if "/" in section.client.report:
-        problem, fix = "is a path", "give the name of a file: the client runs in its own folder"
+        problem, fix = "must be a name, not a path", "give the name of a file; the client runs in its own folder"
         raise spec_error("serve.client.report", problem, value=section.client.report, fix=fix, file=file)
     return {"client": tuple(section.client.command), "report": section.client.report}
 
 
 def slo_of(section: SloSection) -> dict[str, float]:
-    """Return the bounds by the names of their figures."""
-    bounds = section.model_dump()
-    return {f"{name}.{of}": limit for name, each in bounds.items() for of, limit in each.items() if limit is not None}
+    """Return the upper bounds by the names of their figures, such as `ttft_s.p99`."""
+    return {
+        f"{latency}.{statistic}": limit
+        for latency, bounds in section.model_dump().items()
+        for statistic, limit in bounds.items()
+        if limit is not None
+    }
 
 
 def engines_of(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the engines of a spec's data in order; none for one that trains, or whose engine is not a name."""
+    """Return the names of the serving engines in a spec's data, without duplicates; empty for a training spec."""
     serve = data.get("serve")
     wanted = serve.get("engine") if isinstance(serve, Mapping) else None
     several = wanted if isinstance(wanted, list) else [wanted]
     return tuple(dict.fromkeys(name for name in several if isinstance(name, str)))
 
 
-def only(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a spec's data with one of its engines. Raises SpecError for knobs of an engine that it does not name."""
+def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return a spec's data with only one of its engines. Raises SpecError for knobs of an engine that is not named."""
     tuner = dict(data.get("auto_tuner") or {})
     for key in ("space", "baseline"):
         if isinstance(tuner.get(key), Mapping):
             check_sections(tuner[key], engines_of(data), key)
             tuner[key] = knobs_of_engine(tuner[key], engine)
-    made = {**data, "serve": {**data["serve"], "engine": engine}}
-    return {**made, "auto_tuner": tuner} if tuner else made
+    selected = {**data, "serve": {**data["serve"], "engine": engine}}
+    return {**selected, "auto_tuner": tuner} if tuner else selected
 
 
 def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str, file: str = "") -> None:
-    """Raise SpecError for a section of knobs that is of none of `engines`."""
+    """Raise SpecError for a section with knobs of an engine that is not in `engines`."""
     for name, value in knobs.items():
         if isinstance(value, Mapping) and name not in engines:
-            problem, fix = "has knobs of an engine that serve.engine does not name", f"it names {', '.join(engines)}"
+            problem = "has knobs of an engine that serve.engine does not name"
+            fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
             raise spec_error(("auto_tuner", key, name), problem, fix=fix, file=file)
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the knobs of an engine: its section overrides those for all engines."""
+    """Return the knobs of an engine. Its section overrides the knobs for all engines."""
     common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
     return {**common, **(space.get(engine) or {})}
 
@@ -121,14 +126,14 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
         return (Load(**given, request_rate=HIGHEST_RATE),)
     if profile.concurrency == AUTO:
         return (Load(**given, concurrency=profile.num_prompts),)
-    rates = _several(profile.request_rate)
+    rates = _as_list(profile.request_rate)
     if rates:
         return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
-        return (Load(**given),)  # the trace may say when requests come
-    clients = _several(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
+        return (Load(**given),)  # the trace may have arrival times
+    clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
     return tuple(Load(**given, concurrency=each) for each in clients)
 
 
-def _several(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

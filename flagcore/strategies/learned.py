@@ -15,14 +15,14 @@ from flagcore.domain.experience import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
-from flagcore.learning.chances import (
+from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.probabilities import (
     ENDED,
     expected_gain,
     feasibility_probability,
     improvement_probability,
     success_probability,
 )
-from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
     believed_times,

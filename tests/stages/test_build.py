@@ -24,7 +24,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.stages import build as build_module
 from flagcore.stages.build import build, check
-from flagcore.stages.legality import legality, refusals
+from flagcore.stages.legality import legality, rejection_rules
 from tests import small
 
 MODELS = {
@@ -193,7 +193,7 @@ def test_values_that_a_plugin_refuses_are_a_rule_with_its_name() -> None:
         name="no_selective", knob="recompute_granularity", values=("selective",), reason="its kernels crash"
     )
     axes = WORKLOAD.axes(task)
-    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
+    (rule,) = rejection_rules(axes, EngineSupport(support=Support.YES, refused=(refused,)))
     space = build(axes, [*WORKLOAD.rules(task), rule], WORKLOAD.merges(task))
     assert space.illegal["no_selective"] > 0
     assert not np.any(space.columns()["recompute_granularity"] == 1)
@@ -203,13 +203,13 @@ def test_values_that_a_plugin_refuses_are_a_rule_with_its_name() -> None:
 def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
     refused = RefusedValues(name="odd", knob="block_size", values=(16,), reason="?")
     with pytest.raises(NoDevice, match=r"block_size.*rule odd"):
-        refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
+        rejection_rules(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
 
 
 def test_a_plugin_may_refuse_a_value_unknown_to_the_engine_release() -> None:
     refused = RefusedValues(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
     axes = WORKLOAD.axes(small.task())
-    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
+    (rule,) = rejection_rules(axes, EngineSupport(support=Support.YES, refused=(refused,)))
     axis = next(axis for axis in axes if axis.knob == "recompute_method")
     assert rule.broken(
         {"recompute_method": np.array([axis.encode(word) for word in ("block", "uniform")])}
@@ -247,7 +247,7 @@ def test_too_many_combinations_to_count_are_refused() -> None:
 
 
 def test_more_candidates_than_can_be_held_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "MOST_ROWS", 1000)
+    monkeypatch.setattr(build_module, "MAX_ROWS", 1000)
     axes = [Axis(knob=knob, values=tuple(range(1, 101)), neutral=1) for knob in "ab"]
     with pytest.raises(SpecError, match="more than 1,000 candidates"):
         build(axes, [], [])
@@ -292,7 +292,7 @@ def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], t
         refused=(RefusedValues(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units"),),
     )
     axes = WORKLOAD.axes(task)
-    (rule,) = refusals(axes, support, task.spec)
+    (rule,) = rejection_rules(axes, support, task.spec)
     space = build(axes, [rule], ())
     assert (len(space) == 0) == took
     assert space.illegal == ({"no_fp8": space.combinations} if took else {})
@@ -301,7 +301,7 @@ def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], t
 
 def test_a_plugin_may_refuse_all_above_a_number() -> None:
     refused = RefusedValues(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
-    (rule,) = refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
+    (rule,) = rejection_rules(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
     assert rule.broken({"tensor_model_parallel_size": np.array([1, 4, 8])}).tolist() == [False, False, True]
     assert "more than 4" in rule.message
 
@@ -310,7 +310,7 @@ def test_a_forced_setting_refuses_another_user_value() -> None:
     forced = ForcedSetting(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
     for value, broken in ((None, False), ("p2p", False), ("a2a", True)):
         task = small.task(settings={"cp_comm_type": value} if value else {})
-        (rule,) = refusals(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
+        (rule,) = rejection_rules(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
         assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
     assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.message
 

@@ -273,8 +273,8 @@ def test_the_users_own_variables_win_and_each_conflict_is_reported(monkeypatch: 
     mine = replace(spec(), envs={"OF_SPEC": "spec's"})
     platform = discover(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.conflicts == (
-        "OF_SHELL: a plugin says plugin, this shell says mine, which wins",
-        "OF_SPEC: a plugin says plugin, envs of the spec says spec's, which wins",
+        "OF_SHELL: mine from this shell overrides plugin from a plugin",
+        "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
     )
     launched = platform.prepared(Launch(argv=("train",), folder="/x")).environment
     assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}

@@ -36,8 +36,8 @@ from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.convert import check_engines, without_spares
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
-from flagcore.spec.serving import engines_of, only
-from flagcore.spec.validate import gathered
+from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.validate import convert_all
 from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -184,7 +184,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         if isinstance(name, str) and name not in names(group):
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
-        spec: Spec = gathered(parts)["spec"]
+        spec: Spec = convert_all(parts)["spec"]
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
         spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
     return _with_hosts(spec)
@@ -267,7 +267,7 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
         check_engines(data, file=str(file), engines=engines())
     for name in several:
         try:
-            parsed(only(data, name), file=str(file), base=base, without=without)
+            parsed(select_engine(data, name), file=str(file), base=base, without=without)
         except SpecError as error:
             failed.append(error)
     if len(failed) == len(several):

@@ -46,7 +46,7 @@ from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import cold_start_text, drift_text
-from flagcore.spec.serving import engines_of, only
+from flagcore.spec.serving import engines_of, select_engine
 from flagcore.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
@@ -279,7 +279,9 @@ def each_engine(
 
     for engine in engines:
         try:
-            done[engine] = tune_one(_budget_share(only(data, engine), len(engines)), run_dir / engine, warn_of_skipped)
+            done[engine] = tune_one(
+                _budget_share(select_engine(data, engine), len(engines)), run_dir / engine, warn_of_skipped
+            )
         except Interrupted:
             raise
         except FlagError as error:

@@ -105,8 +105,8 @@ def best_splits(
                 most[rows, fronts.last, last],
             ]
             middle = most[rows, 0, len(fronts.dense) :]
-        middles, last = Middles.of(count, middle), np.broadcast_to(least, found.seconds.shape)[rows]
-        best = search(pace[rows], layout.virtual[rows], total, fronts, middles, limits, last)
+        middles, at_least = Middles.of(count, middle), np.broadcast_to(least, found.seconds.shape)[rows]
+        best = search(pace[rows], layout.virtual[rows], total, fronts, middles, limits, at_least)
         better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also where a time is not known
         rows = rows[better]
         found.choice[rows], found.seconds[rows], found.ends[rows] = number, best.seconds[better], 0.0

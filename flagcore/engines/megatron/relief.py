@@ -1,4 +1,4 @@
-"""The fastest split of layers for which memory suffices, of candidates whose fastest one needs more than there is."""
+"""The fastest split of layers that fits memory, for candidates whose fastest split does not fit."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ class _Found(ArrayRecord):
     leading: FloatArray
 
 
-def relieved(
+def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
     """Return the `chosen` candidates with splits for which memory suffices where they need more than a device has, and
     which these are. `share` is what they need of it. The slowest stage is the fastest that memory allows.
     """
     rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
-    rows = _with_room(train, layout, costs, rows)
+    if rows.size:
+        rows = _candidates_with_room(train, layout, costs, rows)
     changed = np.zeros(chosen.shape, dtype=np.bool_)
     if not rows.size:
         return train, layout, changed
-    few = replace(layout[rows], split=np.ones(rows.size))
-    found = _best(train, few, costs, Pace.of(train, few, costs, blocks[rows]))
+    subset = replace(layout[rows], split=np.ones(rows.size))
+    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]))
     fits = np.flatnonzero(np.isfinite(found.seconds))
     if fits.size:
-        rows, few, found = rows[fits], few[fits], found[fits]
-        first, which = distinct([few.pipeline, few.virtual, *found.layers.T, *found.leading.T])
+        rows, subset, found = rows[fits], subset[fits], found[fits]
+        first, which = distinct([subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T])
         before = 1 if train.options.splits is None else len(train.options.splits.lengths)
-        splits = splits_of(train, few[first], found.layers[first], found.leading[first])
+        splits = splits_of(train, subset[first], found.layers[first], found.leading[first])
         column = layout.split.copy()
         column[rows], changed[rows] = before + which, True
         train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
     return train, layout, changed
 
 
-def _best(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
+def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
     """Return the best splits for which memory suffices.
 
     With multi-token prediction the final norm is on the last stage but one if the very last virtual stage has no layer:
@@ -63,7 +64,7 @@ def _best(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
         best = best_splits(train, layout, pace, most, last)
         return _Found(best.seconds, *stage_layers(train, layout, best, most))
 
-    most = _most(train, layout, costs)
+    most = _layer_limits(train, layout, costs)
     if not train.model.mtp_num_layers or train.options.equal_stages:
         return search(most)
     before, end = layers_before_last(train.model, layout), layout.pipeline - 1.0
@@ -76,21 +77,25 @@ def _best(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
     return _Found(np.minimum(one.seconds, two.seconds), layers, dense)
 
 
-def _with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
+def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
     """Return those of `rows` whose stages may have room for all layers.
 
-    The layers behind the leading dense ones decide, which some stage has as many of as the mean, or more. Of all stages
-    but the last, the last but one has most room.
+    The layers behind the leading dense ones decide. Some stage has at least their mean, and of all stages but the last,
+    the last but one has most room. A dense layer may put up to `virtual - 1` others on virtual stages with fewer
+    micro-batches in flight. Pipelines with leading layers on every device are not judged if they have virtual stages.
     """
-    total, few = train.model.num_layers - leading_layers(train), replace(layout[rows], split=np.ones(rows.size))
-    mean, none = np.ceil(total / few.pipeline), np.zeros(rows.size, dtype=np.int64)
-    stages = [_stage(train, few, none, few.pipeline - before, none - 1.0, mean) for before in (2.0, 1.0)]
-    fits = [found.used <= found.capacity for found in stages_in_use(train, few, costs, stages)]
-    kept = np.flatnonzero(fits[0] | fits[1])
-    rows, few, none = rows[kept], few[kept], none[kept]
-    end = few.pipeline.astype(np.int64) - 1
-    before, behind = (_Room(train, few, costs, none, place, none - 1.0).limits() for place in (end - 1, end))
-    return rows[before * end + behind >= total]
+    leading, subset = leading_layers(train), layout[rows]
+    total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
+    mean, none = np.ceil(total / subset.pipeline), np.zeros(rows.size, dtype=np.int64)
+    no_norm: FloatArray = np.full(rows.size, -1.0)
+    even = replace(subset, split=np.zeros(rows.size))
+    stages = [_stage(train, even, none, subset.pipeline - before, no_norm, mean) for before in (2.0, 1.0)]
+    fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
+    kept = np.flatnonzero(fits[0] | fits[1] | unknown)
+    rows, subset, none, unknown = rows[kept], replace(subset[kept], split=np.ones(kept.size)), none[kept], unknown[kept]
+    end = subset.pipeline.astype(np.int64) - 1
+    before, behind = (_Room(train, subset, costs, none, place, no_norm[kept]).limits() for place in (end - 1, end))
+    return rows[(before * end + behind + (subset.virtual - 1.0) * leading >= total) | unknown]
 
 
 def _possible(train: Training, layout: Layout) -> BoolArray:
@@ -101,7 +106,7 @@ def _possible(train: Training, layout: Layout) -> BoolArray:
     return found & (place < layout.pipeline[:, None, None])
 
 
-def _most(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
     """Return the most layers for which the memory of each stage suffices, by how many of them are leading dense ones:
     (candidates, leading ones, stages).
 
@@ -162,15 +167,17 @@ class _Room:
         """
         fits, fails, steps = fits.copy(), fails.copy(), np.broadcast_to(layer, fits.shape)
         count = np.floor((fits + fails) / 2.0) if guess is None else guess
-        open_ = np.flatnonzero(fits + 1.0 < fails)
-        while open_.size:
-            low, high = fits[open_], fails[open_]
-            here = np.clip(count[open_], low + 1.0, high - 1.0)
-            (left,) = self.bytes(open_, here)
+        unsettled = np.flatnonzero(fits + 1.0 < fails)
+        while unsettled.size:
+            low, high = fits[unsettled], fails[unsettled]
+            here = np.clip(count[unsettled], low + 1.0, high - 1.0)
+            (left,) = self.bytes(unsettled, here)
             low, high = np.where(left >= 0, here, low), np.where(left >= 0, high, here)
-            fits[open_], fails[open_] = low, high
-            count[open_] = np.floor((low + high) / 2.0) if guess is None else here + np.floor(left / steps[open_])
-            open_ = open_[low + 1.0 < high]
+            fits[unsettled], fails[unsettled] = low, high
+            count[unsettled] = (
+                np.floor((low + high) / 2.0) if guess is None else here + np.floor(left / steps[unsettled])
+            )
+            unsettled = unsettled[low + 1.0 < high]
         return fits
 
 

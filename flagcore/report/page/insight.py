@@ -22,7 +22,7 @@ from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.problem import Problem
 from flagcore.stages.predict import in_gib, record
-from flagcore.stages.prune import LEARNED
+from flagcore.stages.prune import LEARNED_MESSAGES
 
 SCHEMA_VERSION = 1
 
@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
     """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
-    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
+    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED_MESSAGES}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "says": {name: text for name, text in problem.messages.items() if name in used},
@@ -77,7 +77,7 @@ def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str,
         return {}
     kernels = costs.kernels.recording()
     workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
-    return {kind: sorted(names) for kind, names in (kernels.answered or {}).items()}
+    return {kind: sorted(names) for kind, names in (kernels.used_sources or {}).items()}
 
 
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
