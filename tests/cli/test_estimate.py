@@ -330,7 +330,7 @@ def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, pr
     large_model = {"hidden_size": 2**16, "ffn_hidden_size": 2**18}
     spec = project.spec(model=large_model, cluster={"chip": "A100-40GB", "memory_per_device": None}, auto_tuner=space)
     completed = flag("estimate", spec)
-    assert "of 40.00 GiB (that of A100-40GB): " in completed.err
+    assert "of 40.00 GiB (memory of A100-40GB): " in completed.err
     assert "auto found" not in completed.err
 
 
