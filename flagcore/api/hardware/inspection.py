@@ -175,7 +175,7 @@ def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
 
 
 def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
-    """Return a record of an installed distribution, not ok if it is missing or of another version than wanted."""
+    """Return a record of an installed distribution, not ok if it is missing or has another version."""
     try:
         installed = version(wanted.name)
     except PackageNotFoundError:

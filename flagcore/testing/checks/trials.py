@@ -207,4 +207,4 @@ def prepared_launch_can_be_stopped(plugin: Subject) -> Problems:
         was_alive = marker.exists() and trial.poll() is None
         exit_record = trial.stop()
         if not was_alive or exit_record.ended_by != "request":
-            yield f"flagcore_prepare_launch: a sleeping trial ended by {exit_record.ended_by} ({exit_record.code})"
+            yield f"flagcore_prepare_launch: a sleeping trial was ended by {exit_record.ended_by} ({exit_record.code})"
