@@ -231,7 +231,9 @@ def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
         if chip.has_name(name):
             return chip
     hint = unknown_chip_hint(name, known)
-    raise NoDevice(_("{key} = {chip!r} is not known to any installed plugin; {hint}", key=key, chip=name, hint=hint))
+    raise NoDevice(
+        _("{key} = {chip!r} is not supported by any installed plugin; {hint}", key=key, chip=name, hint=hint)
+    )
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
