@@ -17,6 +17,7 @@ from flagcore.contracts import (
     KeepsProcesses,
     Launcher,
     OnEvent,
+    OnHosts,
     Plugins,
     SearchContext,
     Strategy,
@@ -139,7 +140,11 @@ class _Search:
         self.started = time.monotonic()
         self.pruned, self.state, self.past = problem.pruned, learn(()), uses.past(problem)
         self.busy = 0
-        """Consecutive trials that failed because other programs used their devices."""
+        """Consecutive trials whose devices were busy, or that lost a host without a spare."""
+        if isinstance(uses.launcher, OnHosts):
+            before = self.store.trials()
+            cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
+            uses.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
         self.search_time = time_of_search(problem, uses.workload) if self.fidelity == RUN else None
         """How long all trials may take; None once an event has it."""
         self._learn()
@@ -334,7 +339,8 @@ class _Search:
 
     def _finish(self, done: Trial) -> None:
         self.store.finish(done)
-        self.busy = self.busy + 1 if done.inconclusive else 0
+        if not (done.lost_host and self.problem.platform.task.spec.cluster.spares):
+            self.busy = self.busy + 1 if done.inconclusive else 0
         self._learn()
         self._emit("trial_finished", done)
 

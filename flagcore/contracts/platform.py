@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -177,4 +177,9 @@ class OnHosts(Protocol):
         `nodes` is how many the spec asks for; 1 if it does not say.
 
         Raises FlagError if they cannot be listed.
+        """
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        """Continue a run: prefer other hosts to those that were `lost`, and end what may be left of trials that were
+        `cut_off`, which are named by their folders.
         """

@@ -51,7 +51,8 @@ class Exit:
     `ended_by` is None (the program itself), `timeout`, `memory`, `disk` (its folder exceeds the limit), `full_disk`
     (little space is left), `request`, `guard` if the guard process was killed, or `host` if a host was lost.
     `peak_memory_bytes` is the largest observed memory of all processes on a host. `detail` names the host that ended
-    it, and its problem. `warm` is whether it was forked from a process that had imported its modules.
+    it, and its problem; `lost_host` is the one that was lost. `warm` is whether it was forked from a process that had
+    imported its modules.
     """
 
     code: int
@@ -59,6 +60,7 @@ class Exit:
     duration_s: float
     peak_memory_bytes: int | None = None
     detail: str = ""
+    lost_host: str | None = None
     warm: bool = False
 
 

@@ -141,9 +141,9 @@ class Trial:
     `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` is the reason and
     `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no further
     candidate was tried. `time_limit` and `shortened` are how it was run. Of an `inconclusive` trial others used the
-    devices: it proves nothing about any candidate, and its own may be tried again. A `warm` one was forked from a
-    process that had imported its modules; others started as a new program. `group` is the number of its group of
-    devices if others ran beside it, None if it ran alone.
+    devices, or `lost_host` was lost: it proves nothing about any candidate, and its own may be tried again. A `warm`
+    one was forked from a process that had imported its modules; others started as a new program. `group` is the number
+    of its group of devices if others ran beside it, None if it ran alone.
     """
 
     number: int
@@ -165,6 +165,7 @@ class Trial:
     shortened: Shortened | None = None
     group: int | None = None
     inconclusive: bool = False
+    lost_host: str | None = None
     warm: bool = False
 
     @property

@@ -21,7 +21,6 @@ from flagcore.domain.chip import Device
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
-from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
 from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
 from flagcore.spec.convert import read_hosts
 
@@ -160,7 +159,7 @@ def require_hosts(
     unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
     if len(unusable) > spares:
         raise NoDevice("; ".join(unusable))
-    launcher.failures.update({host: MAX_LOSSES for host, lines in problems.items() if lines})
+    launcher.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
     usable = [report for report in reports if not problems[report.host]]
     launcher.reached.update(report.host for report in usable)
     warn(_("{line}; it is not used", line=line) for line in unusable)
@@ -174,8 +173,6 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         yield report.problem
         return
     first = next(each for each in reports if not each.problem)
-    if report.free_disk_bytes < FREE_DISK_FLOOR_BYTES:
-        yield _("only {size} MiB of disk are free", size=report.free_disk_bytes >> 20)
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
