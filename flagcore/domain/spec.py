@@ -40,6 +40,7 @@ class ClusterSpec:
     hosts: tuple[str, ...] = ()
     spares: int = 0
     nic_bytes_per_second: float | None = None
+    nic_latency_seconds: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
 
 
@@ -75,7 +76,8 @@ class Control:
     number. A step that is predicted to take more than `max_step_time` is shortened; None: never. `disk_limit` are the
     bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
     devices that others use. With `warm_start`, a trial may be forked from a process that has imported its modules. At
-    most `parallel_trials` run at once, each on devices of its own.
+    most `parallel_trials` run at once, each on devices of its own. With `compare_hosts`, the speed of all hosts is
+    compared before the first trial.
 
     `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run. The best will run
     `planned_steps`; None if that is not known.
@@ -89,6 +91,7 @@ class Control:
     disk_limit: int | None = None
     device_wait: float = 60.0
     warm_start: bool = True
+    compare_hosts: bool = True
     max_trials: int = 20
     parallel_trials: int | Literal["auto"] = 1
     repeats: int = 1

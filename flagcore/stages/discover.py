@@ -43,7 +43,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
         chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(wanted_devices, plugins, engine)
         support = _supported(chip, plugins, engine, engine_version)
-        groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
+        chip = with_network(chip, wanted.nic_bytes_per_second, wanted.nic_latency_seconds)
+        groups.append(_group(wanted, chip, devices, support))
         supports.append(support)
     task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]

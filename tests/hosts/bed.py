@@ -252,11 +252,15 @@ class Bed:
         """Set the clock of a host so many seconds ahead."""
         self.run(name, "sh", "-c", f"echo {ahead} > /run/clock")
 
-    def limit(self, name: str, *, rate: str, delay_ms: float) -> None:
-        """Give the link of a host, in both directions, a rate such as 1gbit, and a delay."""
-        bucket = f"root tbf rate {rate} burst 640k latency 200ms"  # the burst: a segment of TCP, and 5 ms of the rate
+    def set_rate(self, name: str, rate: str) -> None:
+        """Give the link of a host, in both directions, a rate such as 1gbit."""
+        bucket = f"root tbf rate {rate} burst 640k latency 200ms"  # the burst: a segment of TCP, and 5 ms of 1 Gbit/s
         self._on_switch(f"tc qdisc replace dev {PORT}{name} {bucket}")
         _run(*f"nsenter -t {self._first[name]} --net tc qdisc replace dev eth0 {bucket}".split())
+
+    def limit(self, name: str, *, rate: str, delay_ms: float) -> None:
+        """Give the link of a host, in both directions, a rate such as 1gbit, and a delay."""
+        self.set_rate(name, rate)
         near, far = f"q{name}", f"s{name}"
         self._on_switch(f"ip link set {PORT}{name} nomaster")
         self._on_switch(f"ip link add {near} type veth peer name {far}")

@@ -77,10 +77,13 @@ class Project:
         (self.folder / "train.py").write_text(TRAIN)
         (self.folder / "hosts.txt").write_text("".join(f"{name} slots=1\n" for name in bed.names))
 
-    def write_spec(self, *, sleeps: float = 0.1, launcher: str = "ssh", trials: int = 20, repeats: int = 0) -> None:
+    def write_spec(
+        self, *, sleeps: float = 0.1, launcher: str = "ssh", trials: int = 20, repeats: int = 0, compare: bool = False
+    ) -> None:
         """Write the spec of a tune whose steps take so long."""
         hosts = {"hostfile": "hosts.txt"} if launcher == "ssh" else {"devices_per_node": 1}
-        control = {"train_iters": 3, "max_time_per_task": 30, "max_trials": trials, "repeats": repeats}
+        limits = {"train_iters": 3, "max_time_per_task": 30, "max_trials": trials, "repeats": repeats}
+        control = {**limits, "compare_hosts": compare}
         spec = {
             **SPEC,
             "cluster": {"chip": "cpu", "memory_per_device": "512MiB", "spares": 1, **hosts},

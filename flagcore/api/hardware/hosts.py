@@ -27,6 +27,8 @@ from flagcore.spec.convert import read_hosts
 PROGRAM = "flagcore.api.hardware.host_report"
 AT_ONCE = 64
 """Hosts that are asked at the same time."""
+MOST_COMPARED = 64
+"""Hosts whose speeds `flag tune` compares: the comparison takes longer with each."""
 SECONDS = 120.0
 MAX_CLOCK_SECONDS = 5.0
 """A larger difference of clocks is reported: certificates and logs of distributed jobs depend on them."""
@@ -144,12 +146,13 @@ def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
 
 
 def require_hosts(
-    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
+    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = (), *, compare: bool = False
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Hold hosts for this process. Return their names, and the devices of those that can be used, none if unknown.
 
-    `files` must be the same on all. Up to `spares` hosts that cannot be used are left out, with a warning each. Raises
-    NoDevice with a line for each if there are more.
+    `files` must be the same on all. Up to `spares` hosts that cannot be used are left out, with a warning each. With
+    `compare`, slow devices and networks are warned of, too. Raises NoDevice with a line for each host if more than
+    `spares` cannot be used.
     """
     if not isinstance(launcher, HostsLauncher):
         return tuple(hosts), ()
@@ -164,6 +167,8 @@ def require_hosts(
     launcher.reached.update(report.host for report in usable)
     warn(_("{line}; it is not used", line=line) for line in unusable)
     warn(host_warnings(usable))
+    if compare and 1 < len(usable) <= MOST_COMPARED:
+        _speeds(launcher, usable)
     return hosts, tuple(device for report in usable for device in report.devices or ())
 
 
