@@ -98,7 +98,7 @@ class CollectiveCosts(Protocol):
 
 
 class Telemetry(Protocol):
-    """A reading of one device before and while a trial runs. It may have the method of `ReportsUse`, too."""
+    """A reading of one device before and while a trial runs. It may have the method of `DeviceUseReporter`, too."""
 
     def sample(self) -> Mapping[str, float]:
         """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`.
@@ -107,15 +107,15 @@ class Telemetry(Protocol):
         """
 
 
-class ReportsUse(Protocol):
+class DeviceUseReporter(Protocol):
     """Optional: telemetry that knows who uses its device."""
 
     def use(self) -> DeviceUse:
         """Return who uses the device now. Called before each trial, and after one that ran out of memory."""
 
 
-def use_of(reader: Telemetry) -> DeviceUse:
-    """Return `ReportsUse.use`; nothing is known from telemetry without it."""
+def device_use(reader: Telemetry) -> DeviceUse:
+    """Return `DeviceUseReporter.use`; nothing is known from telemetry without it."""
     use = getattr(reader, "use", None)
     return use() if use else DeviceUse()
 

@@ -108,7 +108,7 @@ class Plugins(Protocol):
     """The hooks as typed methods. A plugin that fails costs only its own answer."""
 
     def devices(self) -> tuple[Device, ...]: ...
-    def undetected(self) -> Mapping[str, str]: ...
+    def detection_failures(self) -> Mapping[str, str]: ...
     def chips(self) -> tuple[Chip, ...]: ...
     def vendor(self, environment: Mapping[str, str]) -> str | None: ...
     def topology(self, group: NodeGroup) -> Topology | None: ...
@@ -128,7 +128,7 @@ class Plugins(Protocol):
     def telemetry(self, device: Device) -> Telemetry | None: ...
 
 
-class Running(Protocol):
+class RunningLaunch(Protocol):
     """A started launch."""
 
     def poll(self) -> Exit | None:
@@ -146,12 +146,12 @@ class Launcher(Protocol):
 
     name: str
 
-    def start(self, launch: Launch) -> Running:
+    def start(self, launch: Launch) -> RunningLaunch:
         """Start `launch` in its own process group. Raises FlagError if it cannot be started."""
 
 
 @runtime_checkable
-class KeepsProcesses(Protocol):
+class PersistentLauncher(Protocol):
     """A launcher that keeps processes from one launch to the next. Optional."""
 
     def close(self) -> None:
@@ -159,10 +159,10 @@ class KeepsProcesses(Protocol):
 
 
 @runtime_checkable
-class OnHosts(Protocol):
+class MultiHostLauncher(Protocol):
     """A launcher that starts trials on other hosts. Optional."""
 
-    def at_hand(self) -> bool:
+    def has_allocation(self) -> bool:
         """Return whether flagcore runs in an allocation of several hosts, which `find_hosts` returns. Takes no time."""
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:

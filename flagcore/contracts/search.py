@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from flagcore.domain.experience import Features, Past
+from flagcore.domain.experience import Features, PastMeasurements
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import SearchTime
@@ -31,7 +31,7 @@ class SearchContext:
     open_rows: IntArray
     trials: Sequence[Trial]
     features: Callable[[IntArray], Features]
-    past: Past
+    past: PastMeasurements
     seconds_left: float | None = None
     probes: Sequence[Trial] = ()
     pending: Sequence[Trial] = ()

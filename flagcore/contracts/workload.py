@@ -151,7 +151,7 @@ class Breakdown(Protocol):
 
 
 @runtime_checkable
-class Pipelined(Protocol):
+class PipelineTimeline(Protocol):
     """Optional: the timeline of a pipeline."""
 
     def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
@@ -162,15 +162,15 @@ class Pipelined(Protocol):
 
 
 @runtime_checkable
-class EndsEarly(Protocol):
+class StepLimit(Protocol):
     """Optional: a trial is measured once it has finished some steps, whatever its program does then."""
 
-    def steps_wanted(self, task: Task) -> int | None:
+    def step_limit(self, task: Task) -> int | None:
         """Return after how many steps a trial is stopped and read; None if its program ends by itself."""
 
 
 @runtime_checkable
-class OwnCommand(Protocol):
+class CommandChanges(Protocol):
     """Optional: trials run a command of the user's with some other arguments."""
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
@@ -208,7 +208,7 @@ class ReleaseCheck(Protocol):
 
 
 @runtime_checkable
-class Installed(Protocol):
+class InstalledDefaults(Protocol):
     """Optional: what a spec leaves open is decided by the software of this machine."""
 
     def as_installed(self, platform: Platform) -> Platform:
@@ -219,7 +219,7 @@ class Installed(Protocol):
 
 
 @runtime_checkable
-class Planned(Protocol):
+class ProductionDefaults(Protocol):
     """Optional: a plan of which nothing can run here is predicted as production runs it."""
 
     def as_in_production(self, platform: Platform) -> Platform:
@@ -230,7 +230,7 @@ class Planned(Protocol):
 
 
 @runtime_checkable
-class Packaged(Protocol):
+class NamedDistribution(Protocol):
     """Optional: an engine whose name is not in that of its distribution."""
 
     distribution: str
@@ -238,7 +238,18 @@ class Packaged(Protocol):
 
 
 @runtime_checkable
-class Untested(Protocol):
+class EngineDefaults(Protocol):
+    """Optional: the engine has defaults, and candidates that use fewer devices than the cluster has."""
+
+    def defaults(self, task: Task) -> Mapping[str, KnobValue]:
+        """Return the candidate that runs if no knob is set."""
+
+    def device_counts(self, task: Task, columns: Columns) -> IntArray:
+        """Return the number of devices that each candidate uses."""
+
+
+@runtime_checkable
+class UntestedEngine(Protocol):
     """Optional: an engine that was written from its documentation and has not run yet."""
 
     untested: str
@@ -246,7 +257,7 @@ class Untested(Protocol):
 
 
 @runtime_checkable
-class Shortens(Protocol):
+class StepShortener(Protocol):
     """Optional: trials may run fewer micro-batches a step; the core scales their times by the predictions."""
 
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
@@ -309,8 +320,8 @@ def memory_components(workload: Workload, task: Task, columns: Columns, stages: 
 
 
 def stage_layers(workload: Workload, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-    """Return `Pipelined.stage_layers`, nothing for an engine without."""
-    return workload.stage_layers(task, columns, costs) if isinstance(workload, Pipelined) else ()
+    """Return `PipelineTimeline.stage_layers`, nothing for an engine without."""
+    return workload.stage_layers(task, columns, costs) if isinstance(workload, PipelineTimeline) else ()
 
 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
@@ -323,14 +334,14 @@ def labels_of(workload: Workload) -> Labels:
     return workload.labels if isinstance(workload, Breakdown) else Labels()
 
 
-def steps_wanted(workload: Workload, task: Task) -> int | None:
-    """Return `EndsEarly.steps_wanted`, None for an engine without."""
-    return workload.steps_wanted(task) if isinstance(workload, EndsEarly) else None
+def step_limit(workload: Workload, task: Task) -> int | None:
+    """Return `StepLimit.step_limit`, None for an engine without."""
+    return workload.step_limit(task) if isinstance(workload, StepLimit) else None
 
 
 def untested_reason(workload: Workload) -> str:
-    """Return `Untested.untested`; empty for an engine without it."""
-    return workload.untested if isinstance(workload, Untested) else ""
+    """Return `UntestedEngine.untested`; empty for an engine without it."""
+    return workload.untested if isinstance(workload, UntestedEngine) else ""
 
 
 def start_seconds(workload: Workload) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
@@ -59,7 +59,7 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     reader = _serving if "serve" in data else _training
     document, parts, problems, wrong = reader(data, file, base, engines, plugin_knobs)
     common: Parts = {
-        "model": ((("model",),), lambda: model_from(document.model, base=base, file=file)),
+        "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
         "cluster": ((("cluster",),), lambda: _cluster(document.cluster, file, base)),
     }
     after: Parts = {"envs": ((("envs",),), lambda: _environment(document.envs, file))}
@@ -71,6 +71,15 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     found = gathered(valid, problems)
     tuner = document.auto_tuner
     return Spec(**found, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+
+
+def _model_source(document: Document | ServeDocument, file: str) -> object:
+    """Return the model of a spec, that of the weights if a server has no other. Raises SpecError without any."""
+    weights = document.serve.weights if isinstance(document, ServeDocument) else None
+    if document.model is None and weights is None:
+        fix = _("give a path such as ./Qwen3-8B or a mapping")
+        raise spec_error("model", _("is missing"), fix=fix, file=file)
+    return weights if document.model is None else document.model
 
 
 def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
@@ -102,7 +111,7 @@ def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plu
 
 def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
     if "train" in data:
-        raise spec_error("serve", _("cannot be combined with train"), fix=_("give one of the two"), file=file)
+        raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
     document, found, problems, wrong = _served(data, file, engines, plugin_knobs)
     names = engines_of(data)
     if len(names) > 1:
@@ -135,7 +144,7 @@ def check_engines(data: Mapping[str, Any], *, file: str, engines: Engines) -> No
     """Raise SpecError with each wrong key and knob of a spec that serves with several engines, if all are known."""
     _document, found, problems, _wrong = _served(plain(data, file=file), file, engines, ())
     if problems and len(found) == len(engines_of(data)):
-        raise joined(problems)
+        raise join_errors(problems)
 
 
 def _served(
@@ -261,7 +270,7 @@ def budgets(control: BudgetSection, file: str) -> Control:
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
     problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
     if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
-        raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
+        raise join_errors([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}
 
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from flagcore.domain.model import Model
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.schema import Layers, NoLayers, NoSize, Size
@@ -153,7 +153,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         found = error
     else:
         return model
-    raise joined(
+    raise join_errors(
         [spec_error(each.key, each.problem, value=each.value, fix=each.fix, file=file) for each in found.problems]
     )
 

@@ -154,7 +154,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     record = checked(_ServeRecord, data)
     serve = record.serve
     if (serve.concurrency is None) == (serve.request_rate is None):
-        fix = "give one of the two"
+        fix = "remove one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
     if serve.weights is not None and not Path(serve.weights).is_file():
         fix = "give a GGUF file, or leave it out"

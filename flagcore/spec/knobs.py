@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, SettingValue
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import DID_YOU_MEAN, Section
@@ -123,22 +123,22 @@ def _parsed(knob: Knob, value: Any) -> KnobValue:
 def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = ()) -> dict[str, SettingValue]:
     """Return the settings of a section that are not null, sorted by name. Lists become one text with commas.
 
-    Raises SpecError for a setting that contradicts its opposite.
+    Raises SpecError for a setting that contradicts the setting that it negates.
     """
     settings: dict[str, SettingValue] = {}
     by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
     given = section.model_dump(include=set(by_name))
     for name, value in sorted(given.items()):
-        opposite = by_name[name].opposite
+        negated = by_name[name].negated_knob
         if value is None:
             continue
         if isinstance(value, list):
             settings[name] = ",".join(map(str, sorted(set(value)) if by_name[name].kind == "words" else value))
-        elif opposite:
-            if given.get(opposite) is value:
-                problem = f"is the opposite of {opposite}, which is {str(value).lower()} too"
-                raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="give one of the two")
-            settings[opposite] = not value
+        elif negated:
+            if given.get(negated) is value:
+                problem = f"is the negation of {negated}, which is {str(value).lower()} too"
+                raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="remove one of the two")
+            settings[negated] = not value
         else:
             settings[name] = value
     return settings
@@ -221,7 +221,7 @@ def serving_values(
         knob = by_name[name]
         if (other := first.setdefault(knob.name, name)) != name:
             problem = f"is the same knob as {other}"
-            problems.append(spec_error((*at, name), problem, fix=_("give one of the two"), file=file))
+            problems.append(spec_error((*at, name), problem, fix=_("remove one of the two"), file=file))
         for place, each in enumerate(value if isinstance(value, list) else [value]):
             path = (*at, name, place) if isinstance(value, list) else (*at, name)
             try:
@@ -231,7 +231,7 @@ def serving_values(
                 problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix, file=file))
         found[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
     if problems:
-        raise joined(problems)
+        raise join_errors(problems)
     return found
 
 
@@ -273,7 +273,7 @@ def _kind(knob: Knob) -> Any:
 
     The values of a plugin's knob depend on the chip.
     """
-    low: dict[str, Any] = {"gt": knob.above} if knob.above is not None else {"ge": knob.minimum}
+    low: dict[str, Any] = {"gt": knob.exclusive_minimum} if knob.exclusive_minimum is not None else {"ge": knob.minimum}
     number: Any = Annotated[int, Field(ge=knob.minimum, le=knob.maximum)]
     kinds: dict[str, Any] = {
         "int": number,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flagcore.domain.model import Model
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 
@@ -79,14 +79,14 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
     for key, error in _contradictions(model, ("model",), file, {}).items():
         problems.setdefault(key, error)
     if problems:
-        raise joined(list(problems.values()))
+        raise join_errors(list(problems.values()))
     return model
 
 
 def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mapping[str, str] | None = None) -> None:
     """Raise SpecError if sizes of `model` contradict each other. `names` are the file's own words for fields."""
     if found := _contradictions(model, at, file, names or {}):
-        raise joined(list(found.values()))
+        raise join_errors(list(found.values()))
 
 
 def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, str]) -> dict[str, SpecError]:

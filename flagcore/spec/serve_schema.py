@@ -20,9 +20,11 @@ from flagcore.spec.schema import (
     Factor,
     Folder,
     Fraction,
+    ModelPath,
     NoSize,
     SearchSection,
     Seconds,
+    Shape,
     Text,
     Value,
     Word,
@@ -59,10 +61,12 @@ class ProfileSection(Section):
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
     num_prompts: Requests = 128
     """Number of requests."""
-    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | None = None
-    """Requests in flight (closed loop); a list defines several load points of one launch."""
-    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | None = None
-    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch."""
+    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
+    most that keep the SLO, up to num_prompts."""
+    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
+    trial finds the highest rate that keeps the SLO."""
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
@@ -148,9 +152,10 @@ class ServeTunerSection(SearchSection):
     cards: Devices | None = None
     """Devices that a configuration may use; null: all devices of the cluster."""
     space: Any = Field(default={})
-    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default."""
+    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default.
+    Empty: layouts on all devices and limits of the batch."""
     baseline: Any = None
-    """The configuration that the gain is relative to; null: the engine's own defaults."""
+    """The configuration that the gain is relative to; null: an expert's layout on all devices."""
     control: ServeControlSection = ServeControlSection()
     """Budget of the search."""
     objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]
@@ -160,10 +165,13 @@ class ServeTunerSection(SearchSection):
 class ServeDocument(CommonSection):
     """A tuning task: model, cluster, server with its load, and search."""
 
+    model: ModelPath | Shape | None = None  # type: ignore[assignment]
+    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape; null: that
+    of the weights."""
     serve: ServeSection
     """What is served, the requests of a trial, and the limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()
-    """The search; absent: only the engine's default configuration runs."""
+    """The search; absent: layouts on all devices and limits of the batch."""
 
 
 ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]

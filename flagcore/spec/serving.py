@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.serving import USUAL_CLIENTS, Load, ServeSpec
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load, ServeSpec
+from flagcore.domain.spec import AUTO
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
+
+HIGHEST_RATE = 1e5
+"""Requests per second up to which a rate is searched."""
 
 
 def serve_of(
@@ -18,6 +22,7 @@ def serve_of(
     """Return the serving job of a section, for one of its engines. Raises SpecError."""
     weights = section.weights or (model if isinstance(model, str) else None)
     directory = (base / (section.directory or ".")).resolve()
+    highest = _highest(section, file)
     return ServeSpec(
         engine=engine,
         loads=_loads(section.profile, base, file),
@@ -25,6 +30,7 @@ def serve_of(
         engine_args=dict(section.engine_args),
         slo=slo_of(section.slo),
         repeats=section.repeats,
+        highest=highest,
         **_client(section, file),
         weights=str((base / weights).resolve()) if weights else None,
         command=tuple(section.command) if section.command else None,
@@ -86,22 +92,41 @@ def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
     return {**common, **(space.get(engine) or {})}
 
 
+def _highest(section: ServeSection, file: str) -> str | None:
+    """Return the key of the profile that is searched. Raises SpecError if there is no limit or another generator."""
+    keys = [key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO]
+    if not keys:
+        return None
+    key = f"serve.profile.{keys[0]}"
+    if not slo_of(section.slo):
+        problem, fix = "needs limits that the highest load keeps", "set serve.slo"
+        raise spec_error(key, problem, value=AUTO, fix=fix, file=file)
+    other = "serve.client" if section.client is not None else "serve.profile.trace"
+    if section.client is not None or section.profile.trace is not None:
+        raise spec_error(key, f"cannot be combined with {other}", value=AUTO, fix="give one of the two", file=file)
+    return keys[0]
+
+
 def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.concurrency is not None and profile.request_rate is not None:
-        problem, fix = "cannot be combined with serve.profile.request_rate", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.request_rate", "remove one of the two"
         raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
     if profile.range_spread is not None and profile.range_ratio != 1.0:
-        problem, fix = "cannot be combined with serve.profile.range_ratio", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.range_ratio", "remove one of the two"
         raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
     given = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
     if profile.trace is not None:
         given["trace"] = str((base / profile.trace).resolve())
+    if profile.request_rate == AUTO:
+        return (Load(**given, request_rate=HIGHEST_RATE),)
+    if profile.concurrency == AUTO:
+        return (Load(**given, concurrency=profile.num_prompts),)
     rates = _several(profile.request_rate)
     if rates:
         return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
         return (Load(**given),)  # the trace may say when requests come
-    clients = _several(profile.concurrency) or [min(USUAL_CLIENTS, profile.num_prompts)]
+    clients = _several(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
     return tuple(Load(**given, concurrency=each) for each in clients)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
@@ -48,7 +48,7 @@ def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) ->
     """Return `data` as a `kind`. `at` is the path of `data` in the file. Raises SpecError with every problem."""
     found, kinds = _validated(kind, data)
     if found is None:
-        raise joined(_problems(_schema(kind), data, kinds, file, at))
+        raise join_errors(_problems(_schema(kind), data, kinds, file, at))
     return found
 
 
@@ -110,7 +110,7 @@ def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecE
         except SpecError as error:
             found += error.problems
     if found:
-        raise joined(found)
+        raise join_errors(found)
     return made
 
 

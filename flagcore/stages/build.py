@@ -177,7 +177,7 @@ class _Crossing:
 
 def _codes(axis: Axis) -> IntArray:
     """Return the codes of an axis: the crossed ones, then the others that a row may have."""
-    known = (*axis.values, axis.neutral, *axis.also)
+    known = (*axis.values, axis.neutral, *axis.extra_values)
     return np.array(list(dict.fromkeys(axis.encode(value) for value in known)), dtype=np.int64)
 
 

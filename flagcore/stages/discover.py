@@ -115,7 +115,7 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
     return (plugins.topology(more) or topology_of(more)).levels[-1]
 
 
-def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
+def parallel_probe_ranks(platform: Platform, devices: tuple[Device, ...]) -> int:
     """Return how many devices can run a probed rank at once: 1 if they share memory and time, as CPU devices do,
     and if a variable selects the visible devices.
     """
@@ -124,7 +124,7 @@ def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
     return 1 if platform.support.shared_devices or selected else max(1, len(here))
 
 
-def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
+def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
     """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here.
 
     `needed` is their number, by default that of a node.
@@ -248,8 +248,8 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
         ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
         key=lambda found: found[:2],
     )
-    if not own and plugins.undetected():
-        why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
+    if not own and plugins.detection_failures():
+        why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.detection_failures().items())
         text = N_(
             "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
             "cluster.chip: {chip} to use it"

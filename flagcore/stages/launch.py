@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flagcore.contracts import Launcher, OnHosts, Platform, Running, Workload
+from flagcore.contracts import Launcher, MultiHostLauncher, Platform, RunningLaunch, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
@@ -18,7 +18,7 @@ from flagcore.errors import LaunchError
 def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
     """Return `platform` with the hosts of the next trial. Raises FlagError if too few are left."""
     spec = platform.task.spec
-    if not spec.on_each_host or not isinstance(launcher, OnHosts):
+    if not spec.on_each_host or not isinstance(launcher, MultiHostLauncher):
         return platform
     return platform.on_hosts(launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
 
@@ -32,7 +32,7 @@ def launch(
     limit: TimeLimit,
     *,
     cold: bool = False,
-) -> Running:
+) -> RunningLaunch:
     """Start a trial of `candidate` in `folder`, and return it while it runs.
 
     It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. A `cold` one starts as

@@ -23,16 +23,16 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own = [trial for trial in trials if trial.fidelity == fidelity]
     found = interference(own)
-    if found and not found.quiet:
+    if found and not found.is_negligible:
         disturbed = {each.number for each in own if each.group is not None and each.state in TIMED}
         own = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own]
     first = [trial for trial in own if trial.role not in (Role.REPEAT, Role.INTERFERENCE)]
     by_candidate: dict[Candidate, Trial] = {}
     for trial in first:
         known = by_candidate.get(trial.candidate)
-        if known is None or not known.settles or known.source:
+        if known is None or not known.is_conclusive or known.source:
             by_candidate[trial.candidate] = trial
-    measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.settles]
+    measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.is_conclusive]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
     repeats = tuple(trial for trial in own if trial.role is Role.REPEAT)
     search_state = SearchState(

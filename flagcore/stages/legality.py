@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcore.contracts import Workload
 from flagcore.domain.effects import engine_task, plugin_axes, plugin_axis
-from flagcore.domain.engine import EngineSupport, Refused
+from flagcore.domain.engine import EngineSupport, RefusedValues
 from flagcore.domain.knob import Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, Legality, Rule
 from flagcore.domain.spec import Spec, Task
@@ -37,7 +37,7 @@ def legality(task: Task, workload: Workload, support: EngineSupport | None = Non
 
 def _releases(task: Task, workload: Workload, own: Sequence[Axis]) -> Iterator[Rule]:
     """Yield rules that a knob is neutral in releases of the engine without it."""
-    knobs = {knob.name: knob for knob in workload.knobs if not knob.available(task.spec.work.engine_version)}
+    knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
     for axis in own:
         if knob := knobs.get(axis.knob):
             yield Rule(
@@ -79,7 +79,7 @@ def refusals(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = N
     return tuple(rules)
 
 
-def _refused_knob(axis: Axis, refused: Refused) -> Rule:
+def _refused_knob(axis: Axis, refused: RefusedValues) -> Rule:
     known = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
     codes = np.array([axis.encode(value) for value in known], dtype=np.int64)
     most = np.inf if refused.above is None else refused.above

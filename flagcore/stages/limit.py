@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Workload, start_seconds
-from flagcore.domain.plan import measured_over
+from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchTime
 from flagcore.domain.space import FloatArray, IntArray
@@ -61,7 +61,9 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
         return None
     measured = (each for each in earlier if each.state in (TrialState.MEASURED, TrialState.STOPPED))
-    ratios = [ratio * step["value"] / step["high"] for each in measured if (ratio := measured_over(each, "predicted"))]
+    ratios = [
+        ratio * step["value"] / step["high"] for each in measured if (ratio := measured_to_predicted(each, "predicted"))
+    ]
     high: float = step["high"] * max([1.0, *ratios])
     return high / trial.shortened.scale if trial.shortened else high
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flagcore.contracts import Platform, Running, Telemetry, Workload, steps_wanted
+from flagcore.contracts import Platform, RunningLaunch, Telemetry, Workload, step_limit
 from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
@@ -36,7 +36,7 @@ MAX_SHARE_BEFORE = 0.1
 
 
 def measure(
-    running: Running, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
+    running: RunningLaunch, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
 ) -> Trial:
     """Wait for a running trial, and return it with a measurement or the reason of its failure.
 
@@ -44,7 +44,7 @@ def measure(
     is re-raised.
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
-    warmup, wanted = platform.task.spec.control.warmup_iters, steps_wanted(workload, platform.task)
+    warmup, wanted = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
     scale = trial.shortened.low if trial.shortened else 1.0
     beaten_by: Trial | None = None
     stopped = False

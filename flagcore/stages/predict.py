@@ -11,7 +11,7 @@ from flagcore.contracts import Costs, Workload, memory_components, stage_layers
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import objective_value
 from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction
-from flagcore.domain.serving import ServeSpec, nested
+from flagcore.domain.serving import ServeSpec, nest_statistics
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
@@ -135,7 +135,7 @@ def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> di
 def _served(objective: str, prediction: Prediction) -> dict[str, object]:
     """Return the predicted figures of a server by name, latencies by statistic."""
     cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
-    data = nested({name: figure for name, figure in prediction.figures.items() if name not in cache})
+    data = nest_statistics({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if seconds is not None and low is not None and high is not None:
         bounds = sorted((objective_value(objective, low), objective_value(objective, high)))

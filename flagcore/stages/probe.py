@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
+from flagcore.contracts import Launcher, Platform, RunningLaunch, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.launch import Exit, failure
@@ -27,7 +27,7 @@ POLL_OF_SEVERAL_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class _RunningRank:
     blank: RankProbe
-    process: Running
+    process: RunningLaunch
     folder: str
 
 

@@ -46,17 +46,20 @@ def prune(
     call, only trials that are new are applied, unless others fit now than did then.
     """
     least = needed_share(space, predictions, (*trials, *probes))
-    too_much = predictions.share_in_use * least > 1.0
+    exceeds_memory = predictions.share_in_use * least > 1.0
     pruned = before
-    if pruned is None or not np.array_equal(pruned.too_much, too_much):
-        pruned = _by_prediction(space, predictions, rules, too_much)
+    if pruned is None or not np.array_equal(pruned.exceeds_memory, exceeds_memory):
+        pruned = _by_prediction(space, predictions, rules, exceeds_memory)
     for trial in trials:
-        if trial.number not in pruned.seen:
-            pruned = replace(_by_trial(pruned, space, predictions, workload, trial), seen=pruned.seen | {trial.number})
+        if trial.number not in pruned.applied_trials:
+            pruned = replace(
+                _by_trial(pruned, space, predictions, workload, trial),
+                applied_trials=pruned.applied_trials | {trial.number},
+            )
     for trial in probes:
-        if trial.number not in pruned.seen and trial.state is TrialState.OUT_OF_MEMORY:
+        if trial.number not in pruned.applied_trials and trial.state is TrialState.OUT_OF_MEMORY:
             known = _by_memory(pruned, space, predictions, workload, trial)
-            pruned = replace(known, seen=known.seen | {trial.number})
+            pruned = replace(known, applied_trials=known.applied_trials | {trial.number})
     return pruned
 
 
@@ -70,10 +73,14 @@ def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]
     return least_share(ratios)
 
 
-def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[PruningRule], too_much: BoolArray) -> Pruned:
+def _by_prediction(
+    space: Space, predictions: Predictions, rules: Sequence[PruningRule], exceeds_memory: BoolArray
+) -> Pruned:
     size = len(space)
-    start = Pruned(rule=np.zeros(size, dtype=np.int16), trial=np.full(size, -1, dtype=np.int64), too_much=too_much)
-    pruned = _remove(start, DOES_NOT_FIT, np.arange(size), too_much)
+    start = Pruned(
+        rule=np.zeros(size, dtype=np.int16), trial=np.full(size, -1, dtype=np.int64), exceeds_memory=exceeds_memory
+    )
+    pruned = _remove(start, DOES_NOT_FIT, np.arange(size), exceeds_memory)
     for rule in rules:
         rows = pruned.open_rows
         try:
@@ -140,8 +147,12 @@ def _predicted_at_least(predicted: FloatArray, rows: IntArray, row: int | None) 
 
 def _same_unordered_values(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
     """Return which rows have the values of `candidate` on each axis whose values have no order."""
-    apart = [axis for axis in space.axes if axis.apart]
-    return _same(columns, apart, candidate) if apart else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+    unordered = [axis for axis in space.axes if axis.is_unordered]
+    return (
+        _same(columns, unordered, candidate)
+        if unordered
+        else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+    )
 
 
 def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolArray:

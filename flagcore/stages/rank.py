@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Choice, SearchContext, Strategy, Workload
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Features, Past, features
+from flagcore.domain.experience import Features, PastMeasurements, features
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import IntArray, Space
@@ -34,7 +34,7 @@ def search_context(
     predictions: Predictions,
     pruned: Pruned,
     search_state: SearchState,
-    past: Past,
+    past: PastMeasurements,
     seconds_left: float | None = None,
     pending: Sequence[Trial] = (),
 ) -> SearchContext:

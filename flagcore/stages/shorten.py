@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flagcore.contracts import Shortens, Workload
+from flagcore.contracts import StepShortener, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import engine_candidate, engine_task
 from flagcore.domain.spec import Task
@@ -27,7 +27,7 @@ def shorten(
     `step_s` are the seconds that a step is expected to take, `predicted` predicts it in a task with another batch.
     """
     most = task.spec.control.max_step_time
-    if most is None or step_s is None or step_s <= most or not isinstance(workload, Shortens):
+    if most is None or step_s is None or step_s <= most or not isinstance(workload, StepShortener):
         return None
     batch = workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), most / step_s)
     if batch is None:

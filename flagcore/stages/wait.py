@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from math import nan
 
-from flagcore.contracts import Platform, Telemetry, use_of
+from flagcore.contracts import Platform, Telemetry, device_use
 from flagcore.domain.chip import Device
 from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.domain.serving import ServeSpec
@@ -112,6 +112,6 @@ def _why_not(platform: Platform, device: Device, reader: Telemetry, used: float)
 
 def _use(reader: Telemetry) -> DeviceUse:
     try:
-        return use_of(reader)
+        return device_use(reader)
     except Exception:  # unknown use is no obstacle
         return DeviceUse()

@@ -351,7 +351,7 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
         (3, 100),
     ]
     assert done.measurement.telemetry["peak_power_watts"] == 310
-    assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the others (1 GHz)",)
+    assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the other devices (1 GHz)",)
 
 
 def test_telemetry_is_that_of_the_devices_of_the_trial(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
 class EndsAfterSteps(Engine):
     """An engine whose trials count after four steps."""
 
-    def steps_wanted(self, task: Task) -> int:
+    def step_limit(self, task: Task) -> int:
         return 4
 
 

@@ -30,7 +30,7 @@ from flagcore.api.hardware.hosts import require_any_host, require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
-from flagcore.contracts import Event, Installed, OnEvent, OwnCommand, TrialStore, Workload, require_prober
+from flagcore.contracts import CommandChanges, Event, InstalledDefaults, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
@@ -185,9 +185,9 @@ class _EngineRun:
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
         warn_about_problem(problem, self.workload)
-        if isinstance(self.workload, OwnCommand) and self.spec.control.fidelity == RUN:
+        if isinstance(self.workload, CommandChanges) and self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
-        if isinstance(self.workload, Installed):
+        if isinstance(self.workload, InstalledDefaults):
             warn(self.workload.installation_notes(problem.platform))
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         self.name = directory.claim(fixed_task(self.data, problem), fixed)

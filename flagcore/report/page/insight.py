@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Pipelined, Prober, Workload, memory_components
+from flagcore.contracts import PipelineTimeline, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.prediction import MEMORY, of_row
+from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import KernelCostStack
@@ -61,7 +61,7 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
                 "stage": stage,
                 "rank": rank.rank,
                 **in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"}),
-                "components": {name: in_gib(part) for name, part in of_row(parts, 0).items()},
+                "components": {name: in_gib(part) for name, part in components_of_row(parts, 0).items()},
             }
         )
     return found
@@ -78,7 +78,7 @@ def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str,
 
 
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
-    if not isinstance(workload, Pipelined):
+    if not isinstance(workload, PipelineTimeline):
         return None
     task, columns = problem.platform.task, problem.space.columns(np.array([row]))
     passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
