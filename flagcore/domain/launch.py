@@ -53,8 +53,8 @@ class Exit:
 
     `ended_by` is None if the program ended by itself, else `timeout`, `memory`, `disk` (its folder exceeded the limit),
     `full_disk` (little space is left), `request`, `guard` (the guard process was killed), or `host` (a host was lost,
-    `lost_host`; `detail` has the problem). `peak_memory_bytes` is the largest observed memory of all processes on a host.
-    `warm` is whether the program was forked from a process that had imported its modules.
+    `lost_host`; `detail` has the problem). `peak_memory_bytes` is the largest observed memory of all processes on a
+    host. `warm` is whether the program was forked from a process that had imported its modules.
     """
 
     code: int
