@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -39,6 +40,8 @@ MAX_PENDING_BYTES = 4 << 20
 MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
 SIOCGIFADDR = 0x8915
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+"""With these the host is lost; otherwise the trial cannot be started on any host."""
 
 
 def addresses() -> dict[str, str]:
@@ -248,6 +251,8 @@ class Agent:
                 )  # fmt: skip
             self.send(started=self.trial.pid)
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in BROKEN_DISK:
+                raise
             self.send(problem=str(error))
             self.ended = True
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.launchers import agent
+from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
 
 SILENCE_SECONDS = 12.0
 """Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
 MAX_LINE_BYTES = 1 << 20
+INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
+"""Exceptions that a malformed message raises."""
 SENT = ("guard.py", "guarded.py", "agent.py")
 
 BOOT = """
@@ -62,6 +66,20 @@ def agent_command() -> str:
     """
     script = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1" "$2"'
     return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
+
+
+def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a trial ended on a host, as its agent says. Raises INVALID."""
+    seconds, peak = float(end["duration_s"]), end["peak_memory_bytes"]
+    if not math.isfinite(seconds):
+        raise ValueError(seconds)
+    ended_by = None if end["ended_by"] is None else str(end["ended_by"])
+    return {
+        "code": int(end["code"]),
+        "ended_by": ended_by,
+        "duration_s": seconds,
+        "peak_memory_bytes": None if peak is None else int(peak),
+    }
 
 
 class Connection:
@@ -147,12 +165,10 @@ class Connection:
         try:
             message = json.loads(line)
             if self.hello is None:
-                self.hello = dict(message["hello"])
-                if self.hello["wire"] != agent.WIRE:
-                    self.problem = f"has an agent of version {self.hello['wire']}, not {agent.WIRE}"
+                self._take_hello(message["hello"])
             elif "file" in message:
                 name, at = str(message["file"]), int(message["at"])
-                if os.path.isabs(name) or ".." in Path(name).parts:
+                if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
                     raise ValueError(name)
                 self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
             elif "started" in message:
@@ -160,12 +176,24 @@ class Connection:
             elif "left" in message:
                 self.left = int(message["left"])
             elif "exit" in message:
-                self.exit = dict(message["exit"])
+                self.exit = _exit(message["exit"])
+                if self.exit["ended_by"] == "full_disk":
+                    self.problem = "its disk is full"
             elif "problem" in message:
                 self.problem, self.refused = str(message["problem"]), True
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
-            if self.hello is not None:
+        except INVALID:
+            if self.hello is not None or b'"hello"' in line:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
+
+    def _take_hello(self, hello: Mapping[str, Any]) -> None:
+        """Note what the agent says of its host, and why the host cannot be used. Raises INVALID."""
+        if hello["wire"] != agent.WIRE:
+            self.problem = f"has an agent of version {hello['wire']}, not {agent.WIRE}"
+            return
+        kinds = {"port": int, "time": float, "python": str, "free_disk_bytes": int}
+        self.hello = {name: kind(hello[name]) for name, kind in kinds.items()}
+        if self.hello["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
+            self.problem = f"only {self.hello['free_disk_bytes'] >> 20} MiB of disk are free"
 
     def _closed(self) -> None:
         if self.open:

@@ -201,11 +201,15 @@ class DiskMeter:
     def problem(self) -> str | None:
         """Return `disk` if the folder exceeds the limit, `full_disk` if too little disk space is free, else None."""
         started = time.process_time()
-        used, free_bytes = self._used(), NEVER
-        with contextlib.suppress(OSError):
-            free_bytes = free_disk_bytes(self.folder)
+        used, full = self._used(), self.full()
         self.pace.rest(started)
-        return "disk" if used > self.limit else "full_disk" if free_bytes < FREE_DISK_FLOOR_BYTES else None
+        return "disk" if used > self.limit else "full_disk" if full else None
+
+    def full(self) -> bool:
+        """Return whether too little disk space is free."""
+        with contextlib.suppress(OSError):
+            return free_disk_bytes(self.folder) < FREE_DISK_FLOOR_BYTES
+        return False
 
     def _used(self) -> int:
         """Return the bytes of the folder, links not followed, the folder itself included."""
@@ -320,9 +324,10 @@ class Trial:
 
     def verdict(self) -> dict[str, object]:
         """Return the fields of flagcore.domain.launch.Exit."""
+        failed_alone = bool(self.code) and self.ended_by is None
         return {
             "code": -signal.SIGKILL if self.code is None else self.code,
-            "ended_by": self.ended_by,
+            "ended_by": "full_disk" if failed_alone and self.disk.full() else self.ended_by,
             "duration_s": self.duration or time.monotonic() - self.started_at,
             "peak_memory_bytes": self.memory.peak or None,
         }

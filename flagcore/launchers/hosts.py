@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import resource
@@ -10,7 +11,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -74,6 +75,18 @@ class HostsLauncher:
         best = sorted(usable_hosts, key=lambda host: self.failures[host])[:count]
         replacements = iter([host for host in best if host not in hosts[:count]])
         return tuple(host if host in best else next(replacements) for host in hosts[:count])
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        """Prefer other hosts to those that earlier calls `lost`, and end what may be left of trials in these folders.
+
+        A lost host may have been repaired, so it counts as lost once.
+        """
+        for host in lost:
+            self.failures[host] = max(self.failures[host], 1)
+        for folder in cut_off:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                started = json.loads(Path(folder, "launch.json").read_text(encoding="utf-8"))
+                self.lost |= dict.fromkeys(started["hosts"], started["environment"][MARKER])
 
     @property
     def no_hosts(self) -> str:
@@ -234,7 +247,8 @@ class HostsRunning:
         if first is not None and first.problem:
             is_second_loss = self.launcher.failures[first.host] == MAX_LOSSES
             detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if is_second_loss else "")
-            return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+            ended = Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+            return replace(ended, lost_host=first.host)
         exit_record = (first.exit if first else None) or (exit_records[0] if exit_records else None)
         if exit_record is None:
             return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host responded")
@@ -280,8 +294,8 @@ class HostsRunning:
                     file.write(data)
                 if name in LOGS:
                     self._merge(connection.host, name, data)
-            except OSError as error:
-                connection.problem = f"its file {name} cannot be written here: {error.strerror or error}"
+            except (OSError, ValueError) as error:
+                connection.problem = f"its file {name!r} cannot be written here: {getattr(error, 'strerror', error)}"
 
     def _merge(self, host: str, name: str, data: bytes) -> None:
         """Append the complete lines of one host's log to the log of the trial."""

@@ -73,7 +73,6 @@ def test_a_launcher_without_hosts_is_refused_before_the_first_trial(tmp_path: Pa
         (report("b", devices=FOUR[:3]), 1),
         (report("b", devices=tuple(Device(index=index, chip="Chip-B") for index in range(4))), 1),
         (report("b", versions={"torch": "2.8", "other": "1"}), 1),
-        (report("b", free_disk_bytes=0), 1),
         (report("b", devices=None, versions=None), 0),
         (report("b", clock_s=60.0), 0),
         (report("b", files={"/model": "2f"}), 0),

@@ -21,6 +21,7 @@ import yaml
 from flagcore import i18n
 from flagcore.i18n import Message, choose
 from flagcore.report.text import stop_reason
+from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Project, Ran
 
 Flag = Callable[..., Ran]
@@ -29,17 +30,6 @@ pytestmark = pytest.mark.slow
 
 def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:
     return flag("tune", project.spec(**of_spec), "--run-dir", str(project.run_dir), *more)
-
-
-def books_balance(result: Any) -> bool:
-    counts = result["counts"]
-    completed = counts["measured"] + counts["stopped"] + counts["failed"]
-    settled_count = counts["does_not_fit"] + sum(counts["pruned"].values()) + completed
-    return (
-        counts["combinations"] == sum(counts["illegal"].values()) + counts["merged"] + counts["candidates"]
-        and counts["candidates"] == settled_count + counts["untried"]
-        and completed == len(result["trials"])
-    )
 
 
 def states(result: Any) -> list[str]:
@@ -368,7 +358,6 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: 
     draw = random.Random(11)
     spec = project.spec(sleeps=0.1)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
-    kept: dict[int, Any] = {}
     for _ in range(kills):
         number = sum(1 for _ in (project.run_dir / "trials").glob("*"))
         process = project.start(*arguments)
@@ -384,19 +373,7 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: 
     assert result == project.result()
     assert result["best"]["candidate"].items() >= BEST.items()
     assert books_balance(result)
-    journal = [json.loads(line) for line in (project.run_dir / "journal.log").read_text().splitlines()]
-    for line in journal:
-        for trial in [line.get("user_attr", {}).get("result")] if "trial_id" in line else []:
-            if trial is not None:
-                assert line["trial_id"] not in kept, "a finished trial was written twice"
-                kept[line["trial_id"]] = trial
-    numbers = [trial["number"] for trial in (*result["trials"], *result["repeats"])]
-    assert len(set(numbers)) == len(numbers)
-    measurement = {number for number, trial in kept.items() if trial["state"] == "measured"}
-    trial_numbers = {
-        trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"
-    }
-    assert trial_numbers == measurement
+    check_kept_once(project.run_dir, result)
 
 
 def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:

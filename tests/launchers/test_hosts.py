@@ -72,7 +72,7 @@ def launch(script: str, folder: Path, **how: object) -> Launch:
 
 def says(*lines: str) -> Callable[[str], list[str]]:
     """Return a channel to a host that answers `lines`, and then nothing."""
-    script = "\n".join(["cat > /dev/null &", *(f"echo '{line}'" for line in lines), "wait"])
+    script = "\n".join(["cat > /dev/null &", *(f"printf '%s\\n' '{line}'" for line in lines), "wait"])
     return lambda host: ["sh", "-c", script]
 
 
@@ -191,19 +191,30 @@ def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: s
     assert host_launcher.lost == {}
 
 
-HELLO = '{"hello": {"wire": 1, "port": 4000}}'
+HELLO = '{"hello": {"wire": 1, "port": 4000, "time": 0, "python": "3.11", "free_disk_bytes": 99999999999}}'
 
 
 @pytest.mark.parametrize(
     "lines",
     [
         ['{"hello": {"wire": 99, "port": 4000}}'],
+        ['{"hello": {"wire": 1}}'],
+        [HELLO.replace("99999999999", "0")],
         ["Welcome!", HELLO, "{oops"],
         [HELLO, '{"file": "../../x", "at": 0, "data": ""}'],
         [HELLO, '{"file": "/x", "at": 0, "data": ""}'],
         [HELLO, '{"file": "x", "at": 0, "data": "?"}'],
         [HELLO, "[1]"],
+        [HELLO, '{"file": "x", "at": -1, "data": ""}'],
+        [HELLO, '{"file": "x", "at": 1e400, "data": ""}'],
+        [HELLO, '{"file": "x", "at": 9999999999999999, "data": ""}'],
+        [HELLO, '{"file": "a\\u0000b", "at": 0, "data": ""}'],
+        [HELLO, '{"file": "\\ud800", "at": 0, "data": ""}'],
+        [HELLO, "[" * 100_000],
         [HELLO, '{"exit": 3}'],
+        [HELLO, '{"exit": {}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
@@ -256,6 +267,19 @@ def test_a_spare_replaces_a_host_that_was_lost() -> None:
     with pytest.raises(LaunchError, match="1 of 2"):
         host_launcher.choose_hosts(HOSTS, 2)
     assert host_launcher.choose_hosts(HOSTS, 3) == HOSTS
+
+
+def test_a_resumed_run_prefers_other_hosts_and_ends_what_is_left(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b")))
+    mine = launcher()
+    mine.resume(["a", "a"], [str(tmp_path / "none"), str(tmp_path / "trial")])
+    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
+    mine.failures["b"] = mine.failures["c"] = 2
+    assert mine.choose_hosts(HOSTS[:2], 1) == ("a",)
+    ended = mine.start(launch("true", tmp_path / "next", hosts=("a", "b"))).wait(30)
+    assert ended is not None
+    assert ended.code == 0
+    assert running.wait(30) is not None
 
 
 def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, mark: str) -> None:

@@ -21,13 +21,14 @@ from flagcore.domain.chip import Device
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
-from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
 from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
 from flagcore.spec.convert import read_hosts
 
 PROGRAM = "flagcore.api.hardware.host_report"
 AT_ONCE = 64
 """Maximum number of hosts to check at the same time."""
+MOST_COMPARED = 64
+"""Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""
 SECONDS = 120.0
 MAX_CLOCK_SECONDS = 5.0
 """Maximum difference of clocks without a warning. Certificates and logs of distributed jobs depend on clocks."""
@@ -146,12 +147,12 @@ def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
 
 
 def require_hosts(
-    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
+    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = (), *, compare: bool = False
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
-    `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. Raises NoDevice
-    with a line per unusable host if there are more.
+    `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. With `compare`,
+    slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if there are more.
     """
     if not isinstance(launcher, HostsLauncher):
         return tuple(hosts), ()
@@ -161,11 +162,13 @@ def require_hosts(
     unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
     if len(unusable_hosts) > spares:
         raise NoDevice("; ".join(unusable_hosts))
-    launcher.failures.update({host: MAX_LOSSES for host, lines in problems.items() if lines})
+    launcher.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
     usable_reports = [report for report in reports if not problems[report.host]]
     launcher.reached.update(report.host for report in usable_reports)
     warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
     warn(host_warnings(usable_reports))
+    if compare and 1 < len(usable_reports) <= MOST_COMPARED:
+        _speeds(launcher, usable_reports)
     return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 
 
@@ -175,8 +178,6 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         yield report.problem
         return
     first = next(each for each in reports if not each.problem)
-    if report.free_disk_bytes < FREE_DISK_FLOOR_BYTES:
-        yield _("only {size} MiB of disk are free", size=report.free_disk_bytes >> 20)
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):

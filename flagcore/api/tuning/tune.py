@@ -135,7 +135,9 @@ class _EngineRun:
     def _require_hosts(self) -> tuple[Device, ...]:
         """Reserve the hosts of the spec and return their devices. Raises NoDevice."""
         cluster = self.spec.cluster
-        hosts, devices = require_hosts(self.launcher, cluster.hosts, cluster.spares, self._files())
+        hosts, devices = require_hosts(
+            self.launcher, cluster.hosts, cluster.spares, self._files(), compare=self.spec.control.compare_hosts
+        )
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices
 
