@@ -67,7 +67,7 @@ def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]
         if hook in plugin.hooks:
             yield {"begins": hook}
             before = _frozen(arguments)
-            record = _observe(partial(plugin.ask, hook, arguments))
+            record = _observe(partial(plugin.call, hook, arguments))
             modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
             yield {"hook": hook, "arguments": modified, **record}
 
