@@ -24,7 +24,7 @@ from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
-from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import EARLY_STOP_RATIO
@@ -107,7 +107,7 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:
         return Observations(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
 
     return (
-        observed(sweep.seconds, predictions.step_time_s, LEAST_NOISE),
+        observed(sweep.seconds, predictions.step_time_s, MIN_NOISE),
         observed(sweep.used_bytes, predictions.device_used_bytes, MEMORY_NOISE),
     )
 

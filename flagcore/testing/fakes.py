@@ -93,7 +93,7 @@ def devices(
 
 def ask(plugin: Subject) -> tuple[Device, ...]:
     """Return the devices that the plugin finds on this machine. Raises its exceptions, and BadPlugin."""
-    answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
+    answer = plugin.loaded.plugins[0].call("flagcore_devices", {})
     return () if answer is None else several(Device)(answer)
 
 

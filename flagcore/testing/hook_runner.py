@@ -67,7 +67,7 @@ def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, obje
         if hook in plugin.hooks:
             yield {"begins": hook}
             frozen_arguments = _frozen_copies(arguments)
-            record = _observe(partial(plugin.ask, hook, arguments))
+            record = _observe(partial(plugin.call, hook, arguments))
             modified = [name for name, value in _frozen_copies(arguments).items() if value != frozen_arguments[name]]
             yield {"hook": hook, "arguments": modified, **record}
 

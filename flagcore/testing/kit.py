@@ -219,7 +219,7 @@ class Subject:
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
         """Return the plugin's answer, unchecked. Raises its exceptions."""
-        return self.loaded.plugins[0].ask(hook, arguments)
+        return self.loaded.plugins[0].call(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:
         """Return its chips. Raises Skip if it has no readable chip."""

@@ -133,7 +133,7 @@ CHIPS = (
     Fault("chips_and_devices_are_valid", CHIP, "TODO: made up, replace it by a figure with its source", " ", "memory_bytes.source.method"),
     Fault("measured_figures_have_dates", CHIP, "{kind: estimated, method: \"TODO", "{kind: measured, how: \"TODO", "memory_bytes.source is measured"),
     Fault("source_dates_are_iso", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date"),
-    Fault("chip_names_are_unique", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "answers to", also=("chip_files_match_chip_names",)),
+    Fault("chip_names_are_unique", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "is already a name of", also=("chip_files_match_chip_names",)),
     Fault("chip_names_differ_from_other_plugins", CHIP, "[ACME A1]", "[ACME A1, cpu]", "plugin cpu"),
     Fault("chip_names_are_clean", CHIP, "[ACME A1]", "[ACME A1, 'A1  OAM']", "A1  OAM"),
     Fault("chip_names_are_clean", CHIP, "[ACME A1]", "[ACME A1, acme a1]", "acme a1"),

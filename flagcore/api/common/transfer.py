@@ -21,7 +21,7 @@ from flagcore.domain.experience import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
-from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.plugins import engines
 from flagcore.problem import Problem, candidate_columns
 from flagcore.spec import read_job
@@ -44,7 +44,7 @@ def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run:
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
         return PastMeasurements.empty()
-    records = Experience.of_user().records(chip, spec.work.engine, but=run)
+    records = Experience.of_user().records(chip, spec.work.engine, exclude_run=run)
     return past(records, chip, plugins, workload, spec.objective, problem.platform.knobs)
 
 
@@ -113,7 +113,7 @@ def _observations(
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.log(measured_values) - np.log(expected)
         rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
-        min_noise = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
+        min_noise = MIN_NOISE if unit == 1.0 else MEMORY_NOISE
         pairs.append(
             Observations(
                 known_features.take(rows), ratio[rows], np.full(rows.size, min_noise), np.full(rows.size, number)
