@@ -43,7 +43,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         is_auto = requested.chip == AUTO
         chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(requested.chip, key, plugins)
         support = _require_support(chip, plugins, engine, engine_version)
-        groups.append(_group(requested, with_network(chip, requested.nic_bytes_per_second), devices, support))
+        chip = with_network(chip, requested.nic_bytes_per_second, requested.nic_latency_seconds)
+        groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     support = _join_supports(supports)
     task = Task(spec=_with_forced(spec, support), cluster=Cluster(groups=tuple(groups)))
@@ -231,7 +232,9 @@ def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
         if chip.has_name(name):
             return chip
     hint = unknown_chip_hint(name, chips)
-    raise NoDevice(_("{key} = {chip!r} is not known to any installed plugin; {hint}", key=key, chip=name, hint=hint))
+    raise NoDevice(
+        _("{key} = {chip!r} is not supported by any installed plugin; {hint}", key=key, chip=name, hint=hint)
+    )
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:

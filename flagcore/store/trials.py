@@ -205,6 +205,7 @@ def _result(trial: Trial) -> dict[str, Any]:
         "measurement": measured,
         **({"source": trial.source} if trial.source else {}),
         **({"inconclusive": True} if trial.inconclusive else {}),
+        **({"lost_host": trial.lost_host} if trial.lost_host else {}),
         **({"warm": True} if trial.warm else {}),
     }
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
@@ -242,6 +243,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         fidelity=str(attributes.get("fidelity", RUN)),
         source=result.get("source"),
         inconclusive=bool(result.get("inconclusive")),
+        lost_host=result.get("lost_host"),
         warm=bool(result.get("warm")),
         **{name: None if value is None else SEARCH_FIELDS[name](value) for name, value in search_fields.items()},
     )

@@ -1,4 +1,4 @@
-"""Chips: their names, and each figure with a source."""
+"""Chips: names, and sources of figures."""
 
 from __future__ import annotations
 
