@@ -140,7 +140,7 @@ class Tune:
 
     def finish(self) -> Any:
         """Return the result of the tune."""
-        while self.process.wait(240):
+        while self.process.wait():
             self.resume()
         return self.project.result()
 
