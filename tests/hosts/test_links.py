@@ -40,7 +40,7 @@ SPEC: dict[str, Any] = {
             "use_distributed_optimizer": False,
             "num_layers_per_virtual_pipeline_stage": None,
         },
-        "control": {"train_iters": 4, "warmup_iters": 1, "repeats": 1},
+        "control": {"train_iters": 3, "warmup_iters": 1, "repeats": 0, "compare_hosts": False},
     },
 }
 
