@@ -336,7 +336,7 @@ def test_dualpipe_takes_as_many_stages_and_micro_batches_as_its_authors_allow(
     values = {"pipeline_model_parallel_size": stages, "micro_batch_size": 1}
     broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
     assert [rule.name for rule in broken] == ([] if fits else ["pipeline_schedule"])
-    assert all("micro-batches a stage" in rule.message for rule in broken)
+    assert all("micro-batches per stage" in rule.message for rule in broken)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -107,9 +107,9 @@ def _main(path: str) -> None:
             codes[name] = failures.report(error)
             continue
         program.prepare(job)
-        program.clear(job.output)
+        program.clear_output(job.output)
         import_s = program.warm_up(job)
-        codes[name] = ranks.run_ranks(job.processes, partial(program.work, job, import_s))
+        codes[name] = ranks.run_ranks(job.processes, partial(program.run_forked_rank, job, import_s))
     print(json.dumps(codes))
 
 
