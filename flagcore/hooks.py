@@ -82,6 +82,14 @@ class ChipHooks:
         Shown by `flag plugins list`, in full as JSON. Called once per command that lists plugins.
         """
 
+    @hookspec
+    def flagcore_health(self, chip: Chip) -> Sequence[str] | None:
+        """Return what of this machine's stack prevents trials on `chip` or slows them down, one sentence each.
+
+        None or empty: no problem is known. May take a minute and run frameworks in other processes. Called by
+        `flag doctor` once per kind of chip that is on this machine.
+        """
+
     @hookspec(firstresult=True)
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         """Return the levels over which the devices of `group` communicate, or None to derive them from the chip.

@@ -57,7 +57,8 @@ class EngineSupport:
     Without a device type and a backend, candidates are predicted but not run. `visible_devices` is the environment
     variable with the comma-separated numbers of the devices that a process may use; None if there is none.
     `implementation` is what production runs on the chip, in the engine's words, and plans assume; empty: no source says
-    it. `kubernetes` is what a pod asks for; None if no source says it. `notes` are sentences for the user.
+    it. `kubernetes` is what a pod asks for; None if no source says it. `install` states where the chip's build of the
+    engine comes from; empty: the public one. `notes` are sentences for the user.
     """
 
     support: Support
@@ -69,6 +70,7 @@ class EngineSupport:
     visible_devices: str | None = None
     implementation: str = ""
     kubernetes: KubernetesResource | None = None
+    install: str = ""
     refused: tuple[Refused, ...] = ()
     forced: tuple[Forced, ...] = ()
     notes: tuple[str, ...] = ()

@@ -134,6 +134,11 @@ class LoadedPlugins:
     def maturity(self, plugin: Plugin) -> Maturity | None:
         return self._ask(plugin, "flagcore_maturity", validation.one(Maturity))
 
+    def health(self, chip: Chip) -> tuple[str, ...]:
+        """Return what all plugins find wrong with this machine's stack for `chip`."""
+        found = self._all([chip], "flagcore_health", validation.several(str), chip=chip)
+        return tuple(sentence for sentences in found for sentence in sentences)
+
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the first plugin's answer, or None to derive the levels from the chip."""
         return self._first(

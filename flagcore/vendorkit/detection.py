@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -24,6 +25,8 @@ from flagcore.vendorkit.smi import query_tool, tool_output, visible
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0
 """Time limit of the tool during a trial."""
+DOCTOR_SECONDS = 60.0
+"""Time limit of the first import of torch in `flag doctor`."""
 
 T = TypeVar("T")
 
@@ -121,6 +124,16 @@ class DeviceDetector:
     def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
         """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
         return report.devices if report is not None and self.trusts(report) else ()
+
+    def problems(self) -> tuple[str, ...]:
+        """Return why the torch of this installation cannot use the vendor's devices; empty if it can, or is missing."""
+        if find_spec("torch") is None:
+            return ()
+        report = machine.query_torch(self.torch_device, self.torch_attributes, DOCTOR_SECONDS)
+        if report and self.trusts(report) and report.devices:
+            return ()
+        version = f" {report.version}" if report else ""
+        return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
 
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
         """Return `group` with the network adapters of this machine; None if this machine is not such a node."""

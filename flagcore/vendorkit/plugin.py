@@ -77,6 +77,10 @@ class VendorPlugin:
         return read_maturity(self.package)
 
     @hookimpl
+    def flagcore_health(self, chip: Chip) -> Sequence[str] | None:
+        return self.detector.problems() if self.detector and self.owns(chip) else None
+
+    @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         own = self.detector.with_own_adapters(group) if self.detector and self.owns(group.chip) else None
         return topology_of(own) if own else None
@@ -105,7 +109,7 @@ class VendorPlugin:
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
         for report in applying(quirks.support, *about)[:1]:
             works = support.support if report.works is None else SUPPORT[report.works]
-            support = replace(support, support=works, reason=report.reason)
+            support = replace(support, support=works, reason=report.reason, install=report.install or support.install)
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +17,10 @@ from flagcore.contracts import untested_reason
 from flagcore.domain.chip import Chip, Fact, Support
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import _
+from flagcore.vendorkit.machine import import_problem
+
+IMPORT_SECONDS = 60.0
+"""Time limit of the modules that a chip's engines import first."""
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -74,40 +78,55 @@ def doctor() -> list[dict[str, Any]]:
         _part("flagcore", _("the tuner"), __version__, ""),
         _part("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
-    for name in plugins.names(plugins.WORKLOADS):
-        try:
-            engine = plugins.workload(name)
-        except FlagError as error:
-            records.append(_part(name, _("engine"), None, str(error)))
-            continue
-        for module, requirement in engine.modules.items():
-            purpose = _("engine {name} ({module})", name=name, module=module)
-            part = _requirement(Requirement(requirement), purpose, name)
-            records.append(_untested(part, untested_reason(engine)))
-    records += _support()
+    with loaded_plugins(()) as loaded:
+        found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        for name in plugins.names(plugins.WORKLOADS):
+            records += _engine(name, loaded, tuple(found.values()))
+        records += _support(loaded, tuple(found.values()))
     for record in plugin_table():
-        name, found = record["distribution"] or record["name"], record["version"]
-        records.append(_part(name, _("plugin {name}", name=record["name"]), found, record["problem"] or ""))
+        name, version_found = record["distribution"] or record["name"], record["version"]
+        records.append(_part(name, _("plugin {name}", name=record["name"]), version_found, record["problem"] or ""))
         if record["undetected"]:
             records.append(_part(name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]))
     return records
 
 
-def _support() -> Iterator[dict[str, Any]]:
-    """Yield one record per engine and kind of chip found here: whether the chip's plugin supports it."""
-    with loaded_plugins(()) as loaded:
-        found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
-        for chip in found.values():
-            for engine in plugins.names(plugins.WORKLOADS):
-                answer, reason = loaded.engine_support(chip, engine), ""
-                with suppress(FlagError):
-                    reason = untested_reason(plugins.workload(engine))
-                if answer.support is Support.UNKNOWN:
-                    reason = answer.reason
-                fix = f"{answer.support.value}: {answer.reason}"
-                runs = answer.support in (Support.YES, Support.UNKNOWN)
-                part = _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
-                yield _untested(part, reason)
+def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield one record per module that an engine needs. The fix is the build of the vendor of `chips`, if any."""
+    try:
+        engine = plugins.workload(name)
+    except FlagError as error:
+        yield _part(name, _("engine"), None, str(error))
+        return
+    builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
+    fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
+    for module, requirement in engine.modules.items():
+        purpose = _("engine {name} ({module})", name=name, module=module)
+        yield _untested(_requirement(Requirement(requirement), purpose, fix), untested_reason(engine))
+
+
+def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield the support of each engine on each kind of chip found here, and what is wrong with the chip's stack."""
+    for chip in chips:
+        preload: dict[tuple[str, ...], str] = {}
+        for engine in plugins.names(plugins.WORKLOADS):
+            answer, reason = loaded.engine_support(chip, engine), ""
+            with suppress(FlagError):
+                reason = untested_reason(plugins.workload(engine))
+            if answer.support is Support.UNKNOWN:
+                reason = answer.reason
+            fix = f"{answer.support.value}: {answer.reason}"
+            runs = answer.support in (Support.YES, Support.UNKNOWN)
+            part = _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
+            yield _untested(part, reason)
+            if answer.preload:
+                preload.setdefault(answer.preload, engine)
+        for modules, engine in preload.items():
+            problem = import_problem("torch", *modules, timeout_seconds=IMPORT_SECONDS)
+            purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
+            yield _part(chip.name, purpose, None if problem else _("imported"), problem)
+        for problem in loaded.health(chip):
+            yield _part(chip.name, _("stack of the chip"), None, problem)
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
@@ -166,11 +185,11 @@ def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**part, "ok": _("untested"), "mend": reason} if part["ok"] and reason else part
 
 
-def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
+def _requirement(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
     """Return a record of an installed distribution, not ok if it is missing or of another version than wanted."""
     try:
         found = version(wanted.name)
     except PackageNotFoundError:
         found = None
     ok = found is not None and wanted.specifier.contains(found, prereleases=True)
-    return _part(wanted.name, purpose, found, f"pip install 'flagcore[{extra}]'", ok)
+    return _part(wanted.name, purpose, found, fix, ok)
