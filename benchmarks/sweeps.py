@@ -9,6 +9,7 @@ model says of it stands in for it, even if a search is then given other values.
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,12 +81,19 @@ class _Row:
 
 
 def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Sweep]:
-    """Return the sweeps among job records, in their order. Records that cannot be predicted are left out."""
+    """Return the sweeps among job records, in their order.
+
+    Records that are invalid or cannot be predicted are left out; the invalid ones are reported on stderr.
+    """
     groups: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for record in records:
         measured = record.get("measured") or {}
         if measured.get("step_time_s") or measured.get("oom"):
-            job = read_job(record, plugins.engines())
+            try:
+                job = read_job(record, plugins.engines())
+            except FlagError as error:
+                print(f"record {record.get('id')} is left out: {error}", file=sys.stderr)
+                continue
             alone = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
             reported = {"source": record.get("source", ""), "capacity": capacity}
@@ -95,7 +103,8 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> 
         for members in groups.values()
         if sum(bool(reported.get("step_time_s")) for _, reported in members) >= FEWEST
     ]
-    return [sweep for sweep in (_sweep(members, loaded) for members in some) if len(sweep.problem.space) >= FEWEST]
+    sweeps = (_sweep(members, loaded) for members in some)
+    return [sweep for sweep in sweeps if sweep and len(sweep.problem.space) >= FEWEST]
 
 
 def with_predictions(sweep: Sweep, predictions: Predictions) -> Sweep:
@@ -136,11 +145,13 @@ def _extras(job: Job) -> tuple[object, ...]:
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
-def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins) -> Sweep:
+def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins) -> Sweep | None:
     first, source = members[0][0], str(members[0][1]["source"])
     workload, platform = plugins.workload(first.work.engine), _platform(first, members[0][1]["capacity"], loaded)
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
     rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
+    if not rows:
+        return None
     space = _space(rows, workload)
     at = np.array([space.find(_candidate(row, space.axes)) for row in rows])
     _, order = np.unique(at, return_index=True)

@@ -143,8 +143,10 @@ def _by_recompute(new: Values, old: Entry) -> str | None:
         return "performance"
     if not new[RECOMPUTE] and then[RECOMPUTE] and old.out_of_memory:
         return "memory"
-    worse = new[LAYERS] > then[LAYERS] if new[METHOD] == "uniform" else bool(same_method) and new[LAYERS] < then[LAYERS]
-    return "memory" if same_method and worse and old.out_of_memory else None
+    if not same_method:  # what does not recompute has no number of layers
+        return None
+    worse = new[LAYERS] > then[LAYERS] if new[METHOD] == "uniform" else new[LAYERS] < then[LAYERS]
+    return "memory" if worse and old.out_of_memory else None
 
 
 def _by_sequence_parallel(new: Values, old: Entry) -> str | None:
