@@ -3,11 +3,13 @@
 from flagcore.contracts.chip import (
     AttentionShape,
     CollectiveCosts,
+    DescribesDevice,
     KernelCosts,
     MemoryModel,
     PruningRule,
     ReportsUse,
     Telemetry,
+    description_of,
     use_of,
 )
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
@@ -50,6 +52,7 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "Costs",
+    "DescribesDevice",
     "EndsEarly",
     "Event",
     "History",
@@ -90,6 +93,7 @@ __all__ = [
     "TrialStore",
     "Untested",
     "Workload",
+    "description_of",
     "labels_of",
     "memory_components",
     "model_parts",

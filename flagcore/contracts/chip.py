@@ -114,6 +114,22 @@ class ReportsUse(Protocol):
         """Return who uses the device now. Called before each trial, and after one that ran out of memory."""
 
 
+class DescribesDevice(Protocol):
+    """Optional: telemetry that knows more of its device."""
+
+    def describe(self) -> Mapping[str, str]:
+        """Return `uuid`, `bus` (the PCI address) and `links` (to other devices) as far as known.
+
+        Called by `flag devices`.
+        """
+
+
+def description_of(reader: Telemetry) -> Mapping[str, str]:
+    """Return `DescribesDevice.describe`; empty from telemetry without it."""
+    describe = getattr(reader, "describe", None)
+    return describe() if describe else {}
+
+
 def use_of(reader: Telemetry) -> DeviceUse:
     """Return `ReportsUse.use`; nothing is known from telemetry without it."""
     use = getattr(reader, "use", None)

@@ -68,7 +68,8 @@ class Chip:
 
     `aliases` are the strings under which drivers and frameworks report it. `dense_flops_per_second` maps a
     precision (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is what the
-    interface to the host carries in one direction. A figure that was neither published nor measured is absent.
+    interface to the host carries in one direction, `tdp_watts` the power that one device may take for long. A figure
+    that was neither published nor measured is absent.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Chip:
     link: Link | None = None
     host_bytes_per_second: Fact | None = None
     nic_bytes_per_second: Fact | None = None
+    tdp_watts: Fact | None = None
     notes: str = ""
 
     @property
@@ -93,6 +95,7 @@ class Chip:
             "link.bytes_per_second": self.link.bytes_per_second if self.link else None,
             "host_bytes_per_second": self.host_bytes_per_second,
             "nic_bytes_per_second": self.nic_bytes_per_second,
+            "tdp_watts": self.tdp_watts,
         }
         peaks = {f"dense_flops_per_second.{name}": fact for name, fact in self.dense_flops_per_second.items()}
         return {**{key: fact for key, fact in single.items() if fact is not None}, **peaks}

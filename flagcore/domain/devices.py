@@ -17,12 +17,14 @@ class DeviceUse:
     """Who uses a device. `processes` hold memory on it, such as `4711 python (20.5 GiB)`.
 
     `blocked` is the reason why no process can start on it, such as its compute mode; empty: none, or unknown.
-    `free_bytes` is what new processes can have if devices share the machine's memory; None: unknown.
+    `free_bytes` is what new processes can have if devices share the machine's memory; None: unknown. `pending` is what
+    changes with the next reset of the device.
     """
 
     processes: tuple[str, ...] = ()
     blocked: str = ""
     free_bytes: int | None = None
+    pending: str = ""
 
 
 SLOW_RATIO = 1.25

@@ -63,6 +63,7 @@ class LoadedPlugins:
         self._devices: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
         self._undetected: dict[str, str] = {}
+        self._finders: dict[Device, str] = {}
         self._catalogue: dict[str, tuple[Chip, str]] | None = None
         self._chips: list[Chip] = []
 
@@ -99,6 +100,10 @@ class LoadedPlugins:
             self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
         return self._devices
 
+    def finder(self, device: Device) -> str | None:
+        """Return the name of the plugin that found `device`."""
+        return self._finders.get(device)
+
     def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
         """Take these devices, which are on other hosts, for those that plugins found, and read them by `telemetry`."""
         self._devices, self._telemetry = devices, telemetry
@@ -116,6 +121,7 @@ class LoadedPlugins:
                 found, messages = (), [failed.failure.reason]
         if messages and not found:
             self._undetected[plugin.name] = "; ".join(messages)
+        self._finders.update(dict.fromkeys(found, plugin.name))
         return found
 
     def chips(self) -> tuple[Chip, ...]:

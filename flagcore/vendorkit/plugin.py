@@ -32,6 +32,9 @@ from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import environment
 
+DESCRIPTIONS_SECONDS = 60.0
+"""UUIDs, addresses and links of devices are kept this long."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VendorPlugin:
@@ -59,6 +62,10 @@ class VendorPlugin:
     @cached_property
     def _uses(self) -> Shared[DeviceUse]:
         return Shared(self.detector.uses_now if self.detector else dict)
+
+    @cached_property
+    def _descriptions(self) -> Shared[Mapping[str, str]]:
+        return Shared(self.detector.descriptions if self.detector else dict, fresh_seconds=DESCRIPTIONS_SECONDS)
 
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
@@ -141,7 +148,7 @@ class VendorPlugin:
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
-        return DeviceReading(self._table, device.index, self._uses) if known else None
+        return DeviceReading(self._table, device.index, self._uses, self._descriptions) if known else None
 
 
 def _with_source(note: Note) -> str:

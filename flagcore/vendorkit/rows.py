@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from flagcore.domain.chip import Device
 
-BUS = re.compile(r"\b[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
+BUS = re.compile(r"\b[0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\r\x00\ufeff]")
@@ -18,6 +18,9 @@ _AMOUNT = r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)?"
 _PAIR = re.compile(rf"{_AMOUNT}\s*/\s*{_AMOUNT}")
 _WATTS, _MISSING = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
 _POWER = re.compile(rf"(?:(?<![\w.-]){_WATTS} ?W?|{_MISSING}) */ *(?:{_WATTS} ?W|{_MISSING})")
+
+_PROCESS = re.compile(r"(?m)^ *\| +(\d+)(?: +/)? +(\d+) +(\S.*?) +(\d+)(?: MiB)? *\| *$")
+"""A line of the table of processes: device, maybe a virtual function, process, name and MiB."""
 
 Head = TypeVar("Head")
 
@@ -29,6 +32,8 @@ class Row:
     device: Device
     bus: str = ""
     reading: Mapping[str, float] = field(default_factory=dict)
+    mode: str = ""
+    """Compute mode, in the tool's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,23 @@ def read_table(
         elif len(parts) > 2 and re.match(r"\d+\s+\S", parts[0]) and any(BUS.search(part) for part in parts):
             left_out.append(f"unknown format (please report it): {lines[at]}")
     return _unique(Listing(tuple(rows), tuple(left_out)))
+
+
+def read_processes(text: str) -> dict[int, tuple[str, ...]]:
+    """Return by device the processes below the tables of devices, such as `4711 python (20.5 GiB)`."""
+    found: dict[int, tuple[str, ...]] = {}
+    for line in re.split(r"(?im)^.*\bprocess(?:es)?:", text, maxsplit=1)[1:]:
+        for index, pid, name, used in _PROCESS.findall(line):
+            found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
+    return found
+
+
+def blocked(mode: str, processes: Sequence[str]) -> str:
+    """Return why no process can start on a device in a compute mode; empty if one can."""
+    if mode == "Prohibited":
+        return "is in compute mode Prohibited"
+    exclusive = mode.startswith(("Exclusive", "E. "))
+    return f"is in compute mode {mode}, and {processes[0]} uses it" if exclusive and processes else ""
 
 
 def listing_of(rows: Iterable[Row | str]) -> Listing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +13,9 @@ from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
 from flagcore.api.common.inputs import loaded_plugins
-from flagcore.contracts import untested_reason
-from flagcore.domain.chip import Chip, Fact, Support
+from flagcore.contracts import description_of, untested_reason, use_of
+from flagcore.domain.chip import Chip, Device, Fact, Support
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import _
 from flagcore.vendorkit.machine import import_problem
@@ -149,6 +150,7 @@ def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
         "link_gbytes_per_second": scaled(chip.link.bytes_per_second, 1e9) if chip.link else None,
         "host_gbytes_per_second": scaled(chip.host_bytes_per_second, 1e9),
         "nic_gbytes_per_second": scaled(chip.nic_bytes_per_second, 1e9),
+        "tdp_watts": scaled(chip.tdp_watts, 1.0),
     }
 
 
@@ -156,7 +158,7 @@ def _usual_precision(chip: Chip) -> str | None:
     return next((name for name in ("bf16", "fp16", "fp32") if name in chip.dense_flops_per_second), None)
 
 
-def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
+def _device(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
     chip = loaded.find_chip(device.chip)
     flops = chip.dense_flops_per_second if chip else {}
     best = _usual_precision(chip) if chip else None
@@ -164,13 +166,30 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
         "index": device.index,
         "name": device.chip,
         "chip": chip.name if chip else None,
-        "plugin": loaded.owner(device.chip) if chip else None,
+        "plugin": loaded.owner(device.chip) if chip else loaded.finder(device),
         "memory_gib": device.memory_bytes / 2**30 if device.memory_bytes else None,
+        **_now(loaded, device),
         "peak_tflops": flops[best].value / 1e12 if best else None,
         "peak_precision": best,
         "peak_source": flops[best].source.kind if best else None,
         "driver": device.driver or None,
         "aliases": list(chip.aliases) if chip else [],
+    }
+
+
+def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
+    """Return who uses a device now, and its identity, as far as its telemetry tells; None for the rest."""
+    figures: Mapping[str, float] = {}
+    use, known = DeviceUse(), {"uuid": device.uuid}
+    if reader := loaded.telemetry(device):
+        with suppress(FlagError, LookupError):
+            figures = reader.sample()
+            use, known = use_of(reader), {**known, **description_of(reader)}
+    in_use = figures.get(MEMORY_IN_USE)
+    return {
+        "in_use_gib": None if in_use is None else in_use / 2**30,
+        "use": "; ".join(filter(None, (*use.processes, use.blocked, use.pending))) or None,
+        **{name: known.get(name) or None for name in ("uuid", "bus", "links")},
     }
 
 

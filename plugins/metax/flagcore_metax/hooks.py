@@ -10,8 +10,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.plugin import VendorPlugin
-from flagcore.vendorkit.smi import tool_output
-from flagcore_metax.discover import DETECTOR, adapters
+from flagcore_metax.discover import DETECTOR, adapters, topology
 from flagcore_metax.islands import c500_topology, island_size
 from flagcore_metax.memory import memory_of
 from flagcore_metax.preflight import peer_memory_problem, warn_of_peer_memory
@@ -40,7 +39,7 @@ class MetaxPlugin(VendorPlugin):
 
 
 def _island(group: NodeGroup) -> int:
-    return island_size(group, tool_output("mx-smi", "topo", "-m"))
+    return island_size(group, topology())
 
 
 plugin: VendorPlugin = MetaxPlugin(package="flagcore_metax", vendor="metax", detector=DETECTOR, memory=memory_of)

@@ -23,8 +23,11 @@ BETWEEN_NODES_SECONDS = 34e-6
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
-    """Return how many devices of a C500 node a bridge joins, by `topo` (the output of `mx-smi topo -m`), or 4."""
-    return group_size(group, topo, "MX", ISLAND)
+    """Return how many devices of a C500 node a bridge joins, by `topo` (the output of `mx-smi topo -m`), or 4.
+
+    ht-smi names the link HT.
+    """
+    return group_size(group, topo, "MX|HT", ISLAND)
 
 
 def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:
