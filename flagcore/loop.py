@@ -33,9 +33,10 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, Message, _
 from flagcore.in_flight import InFlight
-from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
+from flagcore.problem import Problem, build_problem, require_launchable
 from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.divide import divide
 from flagcore.stages.learn import learn
@@ -84,7 +85,7 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
     """
     fidelity = spec.control.fidelity
     problem = build_problem(spec, uses.plugins, uses.workload)
-    require_candidate(problem)
+    require_candidate(problem, uses.workload)
     if fidelity != RUN:
         require_predicted_time(problem)
     if fidelity == ESTIMATE:

@@ -18,7 +18,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
-from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
+from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NothingFits, SpecError, joined
 from flagcore.i18n import _
@@ -50,6 +50,11 @@ class Problem:
         """The message of each rule by name: of legality, of pruning, and of those that trials teach."""
         legality = {rule.name: rule.message for rule in self.legality.rules}
         return legality | {rule.name: rule.message for rule in self.rules} | LEARNED
+
+    def set_knobs(self, candidate: Candidate) -> Candidate:
+        """Return a candidate without the knobs that have their neutral value."""
+        neutral = {axis.knob: axis.neutral for axis in self.legality.axes}
+        return Candidate(tuple(item for item in candidate.items if item[1] != neutral[item[0]]))
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
@@ -231,12 +236,6 @@ def sizes_fixed_at_one(problem: Problem) -> list[str]:
     return lines
 
 
-def require_candidate(problem: Problem) -> None:
-    """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
-    if not problem.pruned.open_rows.size:
-        raise NothingFits(_why_nothing_fits(problem))
-
-
 def fastest(problem: Problem) -> IntArray:
     """Return the rows that are left, the fastest predicted first; those without a time are the last.
 
@@ -280,63 +279,3 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
     counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
     why = counts or _("the space is empty")
     return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=why)
-
-
-def _why_nothing_fits(problem: Problem) -> str:
-    """Return one line: what each rule took, how close the closest candidate came, and who chose the hardware."""
-    space, predictions, pruned = problem.space, problem.predictions, problem.pruned
-    counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
-    if limits := _limits_broken(problem):
-        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
-    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
-    row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
-    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
-    given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
-    smallest = _(
-        "the smallest needs ~{need:.2f} GiB a device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
-        need=need,
-        have=have,
-        budget=_budget_from(problem.platform.task),
-        candidate=given,
-        fix=_other_hardware(problem.platform.task),
-    )
-    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
-
-
-def _limits_broken(problem: Problem) -> str:
-    """Return which limits nothing that fits is predicted to keep, and what comes nearest; nothing if some does."""
-    space, predictions = problem.space, problem.predictions
-    limits = {name: most for name, most in problem.platform.task.spec.limits.items() if name in predictions.figures}
-    rows = np.flatnonzero(predictions.fits)
-    if not limits or not rows.size or predictions.keeps(limits)[rows].any():
-        return ""
-    missed = np.max([predictions.figures[name][rows] / most for name, most in limits.items()], axis=0)
-    row = int(rows[np.argmin(np.nan_to_num(missed, nan=np.inf))])
-    given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
-    figures = [f"{name} ~{predictions.figures[name][row]:.4g} s of {most:g} s" for name, most in limits.items()]
-    return _(
-        "nothing is predicted to keep the limits; the nearest would have {figures}: {candidate}",
-        figures=", ".join(figures),
-        candidate=given,
-    )
-
-
-def _budget_from(task: Task) -> str:
-    """Return where the memory of a device is from."""
-    group = task.cluster.groups[0]
-    if len(task.cluster.groups) > 1:
-        return task.cluster.chips
-    if task.spec.cluster.memory_bytes_per_device:
-        return "cluster.memory_per_device"
-    here = _("what this machine has for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
-    return here if group.memory_bytes is not None else _("that of {chip}", chip=group.chip.name)
-
-
-def _other_hardware(task: Task) -> str:
-    """Return which chip was taken where the spec left that to this machine, and how to plan for other hardware."""
-    if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
-        return _("give cluster more devices or nodes, or a chip with more memory")
-    return _(
-        "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
-        chip=task.cluster.chips,
-    )

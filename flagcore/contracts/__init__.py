@@ -17,6 +17,7 @@ from flagcore.contracts.platform import Costs, KeepsProcesses, Launcher, OnHosts
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,
+    Defaults,
     EndsEarly,
     Installed,
     InstalledVersion,
@@ -52,6 +53,7 @@ __all__ = [
     "Choice",
     "CollectiveCosts",
     "Costs",
+    "Defaults",
     "DescribesDevice",
     "EndsEarly",
     "Event",

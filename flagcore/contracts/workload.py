@@ -238,6 +238,17 @@ class Packaged(Protocol):
 
 
 @runtime_checkable
+class Defaults(Protocol):
+    """Optional: the engine has defaults, and candidates that use fewer devices than the cluster has."""
+
+    def defaults(self, task: Task) -> Mapping[str, KnobValue]:
+        """Return the candidate that runs if no knob is set."""
+
+    def device_counts(self, task: Task, columns: Columns) -> IntArray:
+        """Return the number of devices that each candidate uses."""
+
+
+@runtime_checkable
 class Untested(Protocol):
     """Optional: an engine that was written from its documentation and has not run yet."""
 

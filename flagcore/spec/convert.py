@@ -59,7 +59,7 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     reader = _serving if "serve" in data else _training
     document, parts, problems, wrong = reader(data, file, base, engines, plugin_knobs)
     common: Parts = {
-        "model": ((("model",),), lambda: model_from(document.model, base=base, file=file)),
+        "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
         "cluster": ((("cluster",),), lambda: _cluster(document.cluster, file, base)),
     }
     after: Parts = {"envs": ((("envs",),), lambda: _environment(document.envs, file))}
@@ -71,6 +71,15 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     found = gathered(valid, problems)
     tuner = document.auto_tuner
     return Spec(**found, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+
+
+def _model_source(document: Document | ServeDocument, file: str) -> object:
+    """Return the model of a spec, that of the weights if a server has no other. Raises SpecError without any."""
+    weights = document.serve.weights if isinstance(document, ServeDocument) else None
+    if document.model is None and weights is None:
+        fix = _("give a path such as ./Qwen3-8B or a mapping")
+        raise spec_error("model", _("is missing"), fix=fix, file=file)
+    return weights if document.model is None else document.model
 
 
 def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:

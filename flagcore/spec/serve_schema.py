@@ -20,9 +20,11 @@ from flagcore.spec.schema import (
     Factor,
     Folder,
     Fraction,
+    ModelPath,
     NoSize,
     SearchSection,
     Seconds,
+    Shape,
     Text,
     Value,
     Word,
@@ -148,9 +150,10 @@ class ServeTunerSection(SearchSection):
     cards: Devices | None = None
     """Devices that a configuration may use; null: all devices of the cluster."""
     space: Any = Field(default={})
-    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default."""
+    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default.
+    Empty: layouts on all devices and limits of the batch."""
     baseline: Any = None
-    """The configuration that the gain is relative to; null: the engine's own defaults."""
+    """The configuration that the gain is relative to; null: an expert's layout on all devices."""
     control: ServeControlSection = ServeControlSection()
     """Budget of the search."""
     objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]
@@ -160,10 +163,13 @@ class ServeTunerSection(SearchSection):
 class ServeDocument(CommonSection):
     """A tuning task: model, cluster, server with its load, and search."""
 
+    model: ModelPath | Shape | None = None  # type: ignore[assignment]
+    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape; null: that
+    of the weights."""
     serve: ServeSection
     """What is served, the requests of a trial, and the limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()
-    """The search; absent: only the engine's default configuration runs."""
+    """The search; absent: layouts on all devices and limits of the batch."""
 
 
 ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import InstalledVersion, KeyWarnings, OnHosts, Workload, labels_of, untested_reason
+from flagcore.contracts import Defaults, InstalledVersion, KeyWarnings, OnHosts, Workload, labels_of, untested_reason
 from flagcore.domain.chip import Support, unknown_chip_hint
+from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
@@ -262,9 +263,9 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
-    of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
-    nothing, and of flags that cannot be checked.
+    """Warn of an engine that is untested on the chip, of devices that no candidate uses, of variables that the user
+    sets differently from plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of
+    settings that do nothing, and of flags that cannot be checked.
     """
     support, task = problem.platform.support, problem.platform.task
     engine, lines = task.spec.work.engine, list[object]()
@@ -272,12 +273,26 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if reasons := [reason for reason in (unknown, untested_reason(workload)) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
+    lines += _idle_devices(problem, workload)
     lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):
         lines += _unchecked(task.spec.work, task.spec, workload)
     warn(lines)
+
+
+def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
+    """Return that no candidate uses all devices that a trial may use."""
+    work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
+    if not isinstance(work, ServeSpec) or not isinstance(workload, Defaults) or not rows.size:
+        return []
+    most = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
+    usable = work.cards or task.cluster.devices
+    if most >= usable:
+        return []
+    text = _("candidates use at most {most} of {usable} devices; ", most=most, usable=usable)
+    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=most)]
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:

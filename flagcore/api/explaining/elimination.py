@@ -20,8 +20,9 @@ from flagcore.domain.search_state import DOES_NOT_FIT, rivals
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, _
-from flagcore.problem import Problem, fastest, require_candidate
+from flagcore.problem import Problem, fastest
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
@@ -268,7 +269,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         )
     nothing_fits = None
     try:
-        require_candidate(problem)
+        require_candidate(problem, found.workload)
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(

@@ -20,9 +20,10 @@ from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
+from flagcore.problem import Problem, build_problem, fastest, require_launchable
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.stages.combine import combine
@@ -81,7 +82,7 @@ def probe(
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         devices, probed = side_by_side(problem.platform, here), []
-        for number, each in enumerate(_chosen(problem, candidate, top)):
+        for number, each in enumerate(_chosen(problem, workload, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             probed.append(_probe(problem, workload, each, where, ranks, devices, on_rank))
     if not any(each.measured or each.out_of_memory for each in probed):
@@ -129,10 +130,10 @@ def _probe(
         raise Interrupted(_("interrupted")) from None
 
 
-def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
+def _chosen(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
     if candidate == "baseline":
         return [problem.baseline]
-    require_candidate(problem)
+    require_candidate(problem, workload)
     order = fastest(problem)
     if candidate is not None:
         number = int(candidate)
