@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
@@ -37,6 +39,9 @@ from flagcore.plugins.installed import (
 from flagcore.plugins.loader import Plugin, make_plugin
 from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
+LOG = logging.getLogger(__name__)
+SLOW_SECONDS = 5.0
+"""A hook that takes longer is reported with its plugin."""
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 
@@ -273,10 +278,12 @@ class LoadedPlugins:
 
     def _try(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
         """Ask one plugin and check its answer. Raises _Failed, after recording the failure, and KeyboardInterrupt."""
-        stage = "ask"
+        stage, start = "ask", time.monotonic()
         try:
             with stdout_to_stderr():
                 answer = plugin.ask(hook, arguments)
+                if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook != "flagcore_health":
+                    LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
                 stage = "answer"
                 return None if answer is None else wrap_objects(plugin.name, hook, check(answer))
         except KeyboardInterrupt:

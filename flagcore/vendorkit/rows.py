@@ -59,10 +59,20 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
 
+def columns(line: str) -> list[str]:
+    """Return the words of a line of a table without bars, which two or more spaces separate."""
+    return [word for word in re.split(r"\s{2,}", line.strip()) if word]
+
+
 def read_table(
-    text: str, head: Callable[[list[str]], Head | None], body: Callable[[Head, list[str], list[str]], Row | str | None]
+    text: str,
+    head: Callable[[list[str]], Head | None],
+    body: Callable[[Head, list[str], list[str]], Row | str | None],
+    *,
+    split: Callable[[str], list[str]] = cells,
+    lines_per_device: int = 2,
 ) -> Listing:
-    """Return the devices of a table with two lines per device.
+    """Return the devices of a table with two or more lines per device, each split by `split`.
 
     `head` parses the cells of a first line, None for any other line. `body` makes a row of that, of the cells of the
     second line and of those of the line after it; a reason if the device cannot be used, None if the line has an
@@ -70,12 +80,14 @@ def read_table(
     """
     rows, left_out = [], []
     lines = [line.strip() for line in text.splitlines()]
-    split = [cells(line) for line in lines]
-    for at, parts in enumerate(split):
-        start = head(parts) if len(parts) > 1 else None
+    found = [split(line) for line in lines]
+    end = 0
+    for at, parts in enumerate(found):
+        start = head(parts) if len(parts) > 1 and at >= end else None  # the line of a body is no head
         if start is not None:
-            below, after = (split[at + n] if at + n < len(split) else [] for n in (1, 2))
+            below, after = (found[at + n] if at + n < len(found) else [] for n in (1, 2))
             row = body(start, below, after)
+            end = at + lines_per_device if isinstance(row, Row) else at + 1
             if isinstance(row, Row):
                 rows.append(row)
             elif row is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
+from flagcore.plugins.installed import capture_warnings
 from flagcore.testing import fakes
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore.testing.transcripts import FOLDER, SOURCES, Transcript
@@ -175,7 +176,18 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
             continue  # this machine has its own devices
         wanted = [listed for listed in each.lists for _ in range(listed.devices)]
         if len(found) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, found, strict=True)):
-            yield f"{FOLDER / each.name}: flagcore_devices returns {_shown(found)}"
+            expected = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
+            yield f"{FOLDER / each.name}: flagcore_devices returns {_shown(found)}, expected {expected or 'no device'}"
+
+
+@check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")
+def transcripts_leave_nothing_out(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        with fakes.machine(fakes.printing(each)), fakes.audible(), capture_warnings() as messages:
+            fakes.ask(plugin)
+        if len(messages) != each.left_out:
+            shown = "; ".join(messages)[:200] or "nothing"
+            yield f"{FOLDER / each.name}: {len(messages)} devices are left out, expected {each.left_out}: {shown}"
 
 
 @check("leave out a device with incomplete lines")
