@@ -22,7 +22,7 @@ import pluggy
 from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
@@ -137,6 +137,15 @@ class EngineHooks:
 
         `engine_version` is that of the spec, else the installed one; None if unknown. Called once per task. If all
         plugins return None, support is unknown: the engine can be predicted, but not run.
+        """
+
+    @hookspec
+    def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
+        """Return why `task` cannot run, what of it to warn of, and values for settings that it leaves open.
+
+        For what depends on several of its keys, as on nodes and precision; `flagcore_engine_support` knows the chip
+        alone. Settings that chips force are already in the spec. None: nothing to say. All answers are joined; of two
+        values for one setting that of the plugin called first wins. Called once per task.
         """
 
     @hookspec

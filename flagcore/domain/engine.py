@@ -39,6 +39,33 @@ class Forced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preferred:
+    """A value of a shared setting that trials get if the user does not set it, with the reason. Others work, too.
+
+    `setting` is that of `Forced`.
+    """
+
+    setting: str
+    value: KnobValue
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskAdvice:
+    """A plugin's answer about a whole task.
+
+    `impossible` says why no candidate of it can run; empty: some can. `refused`, `forced` and `preferred` hold for this
+    task, beyond those of the engine. `notes` are sentences for the user.
+    """
+
+    impossible: str = ""
+    refused: tuple[Refused, ...] = ()
+    forced: tuple[Forced, ...] = ()
+    preferred: tuple[Preferred, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesResource:
     """The name under which a vendor's device plugin for Kubernetes offers devices, and what it counts."""
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support, bare
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
@@ -204,6 +204,12 @@ class LoadedPlugins:
         about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         found = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **about)
         return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
+
+    def check_task(self, task: Task, engine_version: str | None = None) -> tuple[TaskAdvice, ...]:
+        """Return the advice of all plugins, the chip's own plugin's last."""
+        chips = [group.chip for group in task.cluster.groups]
+        one, about = validation.one(TaskAdvice), {"task": task, "engine_version": engine_version}
+        return tuple(self._all(chips, "flagcore_check_task", one, **about))
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         chips = [group.chip for group in task.cluster.groups]

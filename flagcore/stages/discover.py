@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, Forced, Preferred, TaskAdvice
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
@@ -42,10 +42,11 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     for place, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
         key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
         chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(wanted_devices, plugins, engine)
-        support = _supported(chip, plugins, engine, engine_version)
-        groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
-        supports.append(support)
-    task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
+        supports.append(_supported(chip, plugins, engine, engine_version))
+        groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, supports[-1]))
+    support = _joined(supports)
+    asked = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
+    task, support = _advised(asked, support, plugins.check_task(asked, engine_version))
     chips = [group.chip for group in groups]
     here = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
     read = [(device, plugins.telemetry(device)) for device in here]
@@ -57,7 +58,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     return Platform(
         task=task,
         costs=costs(task.cluster, plugins, engine),
-        support=_joined(supports),
+        support=support,
         environment={name: os.environ.get(name, value) for name, value in environment.items()},
         pruning_rules=plugins.pruning_rules(task),
         failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
@@ -166,17 +167,40 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
                 break
 
 
-def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
-    """Return `spec` with the settings that plugins require, unless it sets them. flagcore's trial program
-    has no flags, and takes no such settings."""
-    for forced in support.forced:
-        where, _, name = forced.setting.partition(".")
+def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -> tuple[Task, EngineSupport]:
+    """Return both with what plugins say about the task. Raises NoDevice if one says that it cannot run."""
+    for each in advice:
+        if each.impossible:
+            where = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
+            raise NoDevice(_("{engine} does not run on {chip}: {why}", **where))
+    spec = task.spec
+    for each in advice:
+        spec = _with_settings(spec, each.forced)
+    notes = []
+    for preferred in (preferred for each in advice for preferred in each.preferred):
+        if (more := _with_settings(spec, [preferred])) != spec:
+            spec = more
+            notes.append(f"{preferred.setting} = {preferred.value}: {preferred.reason}")
+    support = replace(
+        support,
+        refused=(*support.refused, *(refused for each in advice for refused in each.refused)),
+        forced=(*support.forced, *(forced for each in advice for forced in each.forced)),
+        notes=(*support.notes, *notes, *(note for each in advice for note in each.notes)),
+    )
+    return replace(task, spec=spec), support
+
+
+def _with_settings(spec: Spec, values: Iterable[Forced | Preferred]) -> Spec:
+    """Return `spec` with settings of plugins, unless it sets them. flagcore's trial program has no flags, and takes no
+    such settings."""
+    for given in values:
+        where, _, name = given.setting.partition(".")
         work = spec.work
-        if where == "settings" and isinstance(work, TrainSpec) and work.command and forced.value is not None:
-            spec = replace(spec, work=replace(work, settings={name: forced.value, **work.settings}))
-        elif where == "engine_args" and isinstance(work, ServeSpec) and forced.value is not None:
+        if where == "settings" and isinstance(work, TrainSpec) and work.command and given.value is not None:
+            spec = replace(spec, work=replace(work, settings={name: given.value, **work.settings}))
+        elif where == "engine_args" and isinstance(work, ServeSpec) and given.value is not None:
             known = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
-            more = {} if name.replace("_", "-") in known else {name: forced.value}
+            more = {} if name.replace("_", "-") in known else {name: given.value}
             spec = replace(spec, work=replace(work, engine_args={**work.engine_args, **more}))
     return spec
 

@@ -70,7 +70,8 @@ def foreign(name: str) -> Fault:
         "task": f"task = replace(task, cluster=replace(task.cluster, groups=tuple({group})))",
         "device": f"device = replace(device, chip={mine}.name)",
     }[subject]
-    return hook("foreign_chips_get_no_answer", name, "return own", f"flagcore_{name}", before=before)
+    also = ("topology_uses_the_users_network",) if name == "topology" else ()
+    return hook("foreign_chips_get_no_answer", name, "return own", f"flagcore_{name}", before=before, also=also)
 
 
 def memory(check: str, method: str, body: str) -> Fault:
@@ -101,6 +102,22 @@ def reading(check: str, figures: str, names: str) -> Fault:
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
     """Change a field of the support of an engine."""
     return hook(check, "engine_support", f"return own and replace(own, {change})", names, also=also)
+
+
+def advice(check: str, answer: str, names: str, *, owned: bool = True) -> Fault:
+    """Add a hook about tasks, for the plugin's own chips or for any."""
+    body = f"""
+
+class AdvisingPlugin(AcmePlugin):
+    @hookimpl
+    def flagcore_check_task(self, task):
+        from flagcore.domain.engine import Forced, Preferred, Refused, TaskAdvice
+        return {answer} if {'self.owns(task.cluster.groups[0].chip)' if owned else 'True'} else None
+
+
+plugin = AdvisingPlugin(**vars(plugin))
+"""
+    return Fault(check, HOOKS, "", body, names)
 
 
 MODULE = (
@@ -190,6 +207,13 @@ COSTS = (
     Fault("measured_curves_do_not_exceed_the_link", COLLECTIVES, "6.9e-04, 9.8e-03]", "2.9e-04, 2.8e-03]", "a device sends"),
 )
 ENGINES = (
+    advice("foreign_chips_get_no_answer", "TaskAdvice()", "flagcore_check_task", owned=False),
+    advice("check_task_is_valid", "'no'", "flagcore_check_task"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(impossible='too small')", "too small"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(notes=(' ',))", "A1: a note"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(forced=(Forced(name='a', setting='settings.no_flag', value=1, reason='r'),))", "settings.no_flag"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(preferred=(Preferred(setting='bf16', value=True, reason='r'),))", "bf16"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(refused=(Refused(name='a', knob='no_knob', values=(1,), reason='r'),))", "no_knob"),
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
     support("supported_engines_have_device_and_backend", "distributed_backend=None", "megatron"),
     support("untested_engines_have_a_reason", "reason=''", "megatron"),
