@@ -41,13 +41,13 @@ class Unmet:
 
 
 def require_candidate(problem: Problem, workload: Workload) -> None:
-    """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
+    """Raise NothingFits if no candidate is left, with the count of each rule and the candidate that came closest."""
     if not problem.pruned.open_rows.size:
         raise NothingFits(_why_nothing_fits(problem, workload))
 
 
 def _why_nothing_fits(problem: Problem, workload: Workload) -> str:
-    """Return one line: what each rule took, how close the closest candidate came, and who chose the hardware."""
+    """Return one line: the count of each rule, the candidate that came closest, and how to use other hardware."""
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
     if limits := unmet_text(problem, workload):
@@ -71,7 +71,7 @@ def unmet(problem: Problem, workload: Workload) -> Unmet | None:
     task, predictions = problem.platform.task, problem.predictions
     limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
     rows = np.flatnonzero(predictions.fits)
-    if not limits or not rows.size or predictions.keeps(limits)[rows].any():
+    if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
         return None
     rows = rows[np.argsort(excess(predictions, limits)[rows])][:NEAREST_ROWS]
     columns, found = problem.space.columns(rows), dict[str, Any]()
@@ -83,7 +83,7 @@ def unmet(problem: Problem, workload: Workload) -> Unmet | None:
             return False
         spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
         again = predict_columns(replace(task, spec=spec), workload, columns, problem.platform.costs)
-        kept = np.flatnonzero(again.keeps(limits))
+        kept = np.flatnonzero(again.keeps_limits(limits))
         if kept.size:
             found.update(load=loads[-1], candidate=problem.space.candidate(int(rows[kept[0]])))
         return bool(kept.size)
@@ -107,6 +107,8 @@ def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
 def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
     """Return the loads with a share of their clients or rates; None if they have neither, or one client at most."""
     loads = []
+    if serve.highest is not None:
+        return None
     for load in serve.loads:
         rate = load.request_rate
         if load.concurrency is not None and load.concurrency * share >= 1:
@@ -138,18 +140,18 @@ def unmet_text(problem: Problem, workload: Workload) -> str:
 
 
 def _budget_from(task: Task) -> str:
-    """Return where the memory of a device is from."""
+    """Return the source of a device's memory budget."""
     group = task.cluster.groups[0]
     if len(task.cluster.groups) > 1:
         return task.cluster.chips
     if task.spec.cluster.memory_bytes_per_device:
         return "cluster.memory_per_device"
-    here = _("what this machine has for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
-    return here if group.memory_bytes is not None else _("that of {chip}", chip=group.chip.name)
+    here = _("this machine's memory for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
+    return here if group.memory_bytes is not None else _("memory of {chip}", chip=group.chip.name)
 
 
 def _other_hardware(task: Task) -> str:
-    """Return which chip was taken where the spec left that to this machine, and how to plan for other hardware."""
+    """Return how to use other hardware, with the chip that was found if the spec leaves it to this machine."""
     if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
         return _("give cluster more devices or nodes, or a chip with more memory")
     return _(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.spec import ClusterSpec, Control, Spec
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.loop import MAX_BUSY, Dependencies, tune
+from flagcore.loop import MAX_CONSECUTIVE_BUSY, Dependencies, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.stages import wait
@@ -65,7 +65,14 @@ class OnTwoHosts(Player):
 
     lost = False
 
-    def at_hand(self) -> bool:
+    def __init__(self) -> None:
+        super().__init__()
+        self.resumed: list[str] = []
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        self.resumed = [*lost]
+
+    def has_allocation(self) -> bool:
         return False
 
     def find_hosts(self) -> tuple[str, ...]:
@@ -130,7 +137,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(wait, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("flagcore.attempt.SETTLE_SECONDS", 0.02)
+    monkeypatch.setattr("flagcore.trial_runner.SETTLE_SECONDS", 0.02)
     return Bench(tmp_path)
 
 
@@ -227,7 +234,11 @@ def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench
     bench.used_gib = lambda: 20.0
     plan = bench.tune(device_wait=0.05)
     assert bench.player.launches == []
-    assert [event.kind for event in bench.events] == ["trial_started", "trial_waits", "trial_finished"] * MAX_BUSY
+    assert [event.kind for event in bench.events] == [
+        "trial_started",
+        "trial_waits",
+        "trial_finished",
+    ] * MAX_CONSECUTIVE_BUSY
     waiting = bench.events[1].trial.reason
     assert waiting is not None
     assert "device 0" in waiting
@@ -293,3 +304,16 @@ def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> 
     assert [launch.hosts for launch in player.launches] == [("a",), ("a",), ("b",), ("b",)]
     assert [event.trial.reason for event in bench.events if event.trial.inconclusive] == ["host a: gone"]
     assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: Bench, spares: int) -> None:
+    bench.player = player = OnTwoHosts()
+    bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=spares)
+    gone = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
+    player.ends = lambda number: gone if number <= MAX_CONSECUTIVE_BUSY + 1 else None
+    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert len(player.launches) == (MAX_CONSECUTIVE_BUSY + 4 if spares else MAX_CONSECUTIVE_BUSY)
+    assert plan.counts.balanced
+    bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert player.resumed == ["a"] * (MAX_CONSECUTIVE_BUSY + bool(spares))

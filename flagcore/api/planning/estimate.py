@@ -1,4 +1,4 @@
-"""Predict without running: the candidates of a spec, where they went, and what plugins add to the engine."""
+"""Predictions without trials: the candidates of a spec, counts by outcome, and the knobs of plugins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
-from flagcore.contracts import Defaults, Planned, Platform, Workload, labels_of, model_parts
+from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
 from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
@@ -21,26 +21,27 @@ from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.feasibility import require_candidate, unmet_text
 from flagcore.i18n import _
-from flagcore.problem import Problem, candidate_columns, fastest, no_launch_reason
+from flagcore.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.names import COLUMNS
 from flagcore.report.text import candidate_columns as shown_knobs
-from flagcore.report.text import candidate_line, loads_text
+from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
-from flagcore.trial_plan import time_of_search
+from flagcore.trial_plan import estimate_search_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Notebook):
-    """The best predicted candidates of a spec, and where all others went.
+    """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
-    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` the
-    implementation and settings of a plan that the spec does not name, `notes` what plugins say of engine and chip.
-    `defaults` is the candidate of the engine's own defaults if the baseline is another one. With latency limits, `slo`
-    of a candidate has the figures that exceed them, and `unmet` explains if every candidate exceeds one.
-    `search` is how long `flag tune` may take. `knobs` are those of the task, `labels` the engine's.
+    `number` of a candidate is its position, from 1. `model` has the weights of the model by part. `untimed` is the
+    number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of the trials,
+    `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine and chip.
+    `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency limits,
+    `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds one.
+    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
+    engine.
     """
 
     chip: str
@@ -65,10 +66,10 @@ class Estimate(Notebook):
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
-        shown = {
+        table_columns = {
             name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
         }
-        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **shown}
+        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **table_columns}
         return render(self.candidates, "table", columns)
 
 
@@ -80,14 +81,14 @@ def estimate(
     without: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Estimate:
-    """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
+    """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
-    `chip` names a chip to plan for instead of the spec's, `data` is the content of the file if it was imported. Raises
-    the errors of `flagcore.errors`.
+    `chip` replaces the chip of the spec, `data` is the content of the file if it was imported. Raises the errors of
+    `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     require_candidate(problem, workload)
-    order = fastest(problem)
+    order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
     assert baseline is not None
@@ -108,7 +109,7 @@ def estimate(
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=time_of_search(problem, workload),
+        search=estimate_search_time(problem, workload),
         knobs=problem.knobs,
         labels=labels_of(workload),
     )
@@ -118,20 +119,20 @@ def _runs(task: Task) -> str:
     """Return the runner of a predicted job: the user's command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
         work = task.spec.work
-        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=loads_text(work.loads))
+        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
     train = task.spec.train
     if train.command is not None:
         return _("as train.command runs it")
     if train.implementation in (None, "local"):
-        how = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+        method = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
     else:
         names = {"engine": train.engine, "implementation": train.implementation}
-        how = _("as {engine} runs it with the layers of {implementation}", **names)
-    return _("{how}; with train.settings", how=how) if train.settings else how
+        method = _("as {engine} runs it with the layers of {implementation}", **names)
+    return _("{how}; with train.settings", how=method) if train.settings else method
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
-    """Return the implementation and the settings that a plan assumes, nothing if it assumes none."""
+    """Return the implementation and the settings that a plan assumes; empty if it assumes none."""
     work = task.spec.work
     if isinstance(work, ServeSpec) or not work.assumed:
         return {}
@@ -139,25 +140,25 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return the counts of combinations by outcome before anything ran."""
+    """Return the counts of combinations by outcome before any trial."""
     nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
     return count(problem.space, problem.pruned, nothing)
 
 
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
-    """Return candidates with their predictions and, by component, what their worst stages hold."""
+    """Return candidates with their predictions and the memory of their worst stages by component."""
     space, platform = problem.space, problem.platform
     records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
     if limits := platform.task.spec.limits:
-        records = [{**record, "slo": _missed(record, limits)} for record in records]
+        records = [{**record, "slo": _missed_limits(record, limits)} for record in records]
     candidates = [space.candidate(int(row)) for row in rows]
-    if isinstance(workload, Planned) and _assumed(platform.task):
+    if isinstance(workload, ProductionDefaults) and _assumed(platform.task):
         assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
         records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
     return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
 
 
-def _missed(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float]:
+def _missed_limits(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of a predicted server that exceed their limit, in seconds."""
     figures = {name: lookup(record, name) for name in limits}
     return {name: figure for name, figure in figures.items() if figure is not None and figure > limits[name]}
@@ -166,7 +167,7 @@ def _missed(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str,
 def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | None:
     """Return the candidate of the engine's own defaults with its predictions, None if it is the baseline."""
     task, platform = engine_task(problem.platform.task), problem.platform
-    if not isinstance(workload, Defaults):
+    if not isinstance(workload, EngineDefaults):
         return None
     values = {**problem.baseline.as_dict(), **workload.defaults(task)}
     if values == problem.baseline.as_dict():
@@ -183,7 +184,7 @@ def plugin_notes(platform: Platform) -> tuple[str, ...]:
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     """Return a plugin's knob as plain data. `not_launched` gives the reason for each value that no trial can have."""
-    why = {value: no_launch_reason(task, knob, value) for value in knob.effects}
+    not_launched = {value: no_launch_reason(task, knob, value) for value in knob.effects}
     source = knob.source
     return {
         "knob": knob.name,
@@ -194,6 +195,6 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
         "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
-        "not_launched": {str(value): reason for value, reason in why.items() if reason},
+        "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,
     }

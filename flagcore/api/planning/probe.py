@@ -1,4 +1,4 @@
-"""Probe candidates: one device of this machine plays single ranks of worlds of any size."""
+"""Probe candidates: one device of this machine runs single ranks of jobs of any size."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.feasibility import require_candidate
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem, build_problem, fastest, require_launchable
+from flagcore.problem import Problem, build_problem, require_launchable, rows_by_time
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.stages.combine import combine
-from flagcore.stages.discover import present, side_by_side
+from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.predict import in_gib, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
-from flagcore.trial_plan import limit_of, predicted_trial
+from flagcore.trial_plan import plan_time_limit, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed(Notebook):
-    """A candidate: what was predicted, what was probed, and the prediction that both together give, as plain data."""
+    """A probed candidate as plain data: the prediction, the probed ranks, and the combination of both."""
 
     candidate: Mapping[str, Any]
     predicted: Mapping[str, Any]
@@ -60,11 +60,11 @@ def probe(
 ) -> list[Probed]:
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
-    `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
-    without it the `top` fastest predicted are probed. `ranks` are global ones; by default the most informative. The
-    probes of a candidate take at most `seconds` in all (default: `control.max_time_per_task`, or derived from the
-    prediction). `folder` receives their jobs and logs; by default they are not saved. Raises the errors of
-    `flagcore.errors`; EveryTrialFailed if no rank gave a result.
+    `candidate` is a position in the list of the fastest predicted candidates, from 1, `baseline`, or knobs as
+    `name=value,...`; by default the `top` fastest predicted candidates are probed. `ranks` are global ranks, by default
+    the most informative. All probes of a candidate take at most `seconds` (default: `control.max_time_per_task`, or
+    derived from the prediction). `folder` is for jobs and logs; by default they are not saved. Raises the errors of
+    `flagcore.errors`; EveryTrialFailed if no rank has a result.
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
@@ -77,30 +77,30 @@ def probe(
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
         here, world = loaded.devices(), problem.platform.task.cluster.devices
-        present(problem.platform, here, needed=1)
+        require_devices(problem.platform, here, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
-        devices, probed = side_by_side(problem.platform, here), []
-        for number, each in enumerate(_chosen(problem, workload, candidate, top)):
-            where = str((place / f"candidate-{number}").resolve())
-            probed.append(_probe(problem, workload, each, where, ranks, devices, on_rank))
+        devices, probed = parallel_probe_ranks(problem.platform, here), []
+        for number, each in enumerate(_choose_candidates(problem, workload, candidate, top)):
+            job_folder = str((place / f"candidate-{number}").resolve())
+            probed.append(_probe(problem, workload, each, job_folder, ranks, devices, on_rank))
     if not any(each.measured or each.out_of_memory for each in probed):
-        last = probed[-1].ranks[-1]
-        why = f"{state_name(last.state.value)}: {last.reason}"
-        raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
+        last_rank = probed[-1].ranks[-1]
+        failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
+        raise EveryTrialFailed(_("no rank has a result; the last one: {reason}", reason=failure))
     return [_probed_record(problem, prober, each) for each in probed]
 
 
 def _problem(
     spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
 ) -> tuple[Problem, str | None]:
-    """Return the problem of a spec and the name of the candidate in it: knobs with values become the baseline."""
+    """Return the problem of a spec and the name of the candidate in it; knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem, workload)
-        typed = as_candidate(problem.space.axes, columns).as_dict()
-        problem, candidate = build_problem(replace(spec, baseline=typed), loaded, workload), "baseline"
+        given_values = as_candidate(problem.space.axes, columns).as_dict()
+        problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, workload), "baseline"
     require_launchable(problem, workload)
     warn_about_problem(problem, workload)
     return problem, candidate
@@ -121,7 +121,7 @@ def _probe(
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
 
     trial = predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE)
-    limit, launcher = limit_of(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
+    limit, launcher = plan_time_limit(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
     try:
         return probe_candidate(
             problem.platform, workload, launcher, candidate, folder, limit, ranks, report, devices=devices
@@ -130,11 +130,11 @@ def _probe(
         raise Interrupted(_("interrupted")) from None
 
 
-def _chosen(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
+def _choose_candidates(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
     if candidate == "baseline":
         return [problem.baseline]
     require_candidate(problem, workload)
-    order = fastest(problem)
+    order = rows_by_time(problem)
     if candidate is not None:
         number = int(candidate)
         if not 1 <= number <= order.size:

@@ -1,4 +1,4 @@
-"""How a candidate is started: the trial program with a job, or the servers of the final configuration."""
+"""Starts a candidate: the trial program with a job, or the servers of the final configuration."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ PROGRAM = "flagcore.engines.serving.trial"
 
 
 def ready(spec: Spec, engine: Engine) -> None:
-    """Raise SpecError or NoDevice unless servers of `spec` can be started and loaded here."""
+    """Raise SpecError or NoDevice unless servers of `spec` can run here."""
     serve, cluster = spec.serve, spec.cluster
     if cluster.groups:
-        chips, problem = [group.chip for group in cluster.groups], "are several kinds of chips, not one machine"
-        fix = "plan with `flag estimate`"
+        chips, problem = [group.chip for group in cluster.groups], "are several chips, but one machine has one"
+        fix = "predict with `flag estimate`"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
     if cluster.nodes > 1:
-        problem, fix = "is more than one: servers start on one machine", "use 1, or plan with `flag estimate`"
+        problem, fix = "is more than one, but servers start on one machine", "use 1, or predict with `flag estimate`"
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))
     if serve.directory is not None and not Path(serve.directory).is_dir():
-        problem, fix = "is not a folder, but serve.command starts there", "name an existing folder, or remove it"
+        problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
         raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
-        problem, fix = "counts requests that keep the SLO, but there is none", "set serve.slo"
+        problem, fix = "needs an SLO: it counts the requests that meet it", "set serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
     engine.program.ready(spec)
 
 
 def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
-    """Write what `candidate` needs into `folder` and return how to start it. Raises LaunchError."""
+    """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError."""
     task, serve = platform.task, platform.task.spec.serve
-    instances = tuple(_placed(platform, engine, each) for each in placements(task, candidate.as_dict()))
+    instances = tuple(_instance(platform, engine, each) for each in placements(task, candidate.as_dict()))
     directory = serve.directory or folder
     try:
         if for_real:
@@ -66,6 +66,8 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             client=serve.client,
             report=serve.report,
             slo=serve.slo,
+            highest=serve.highest,
+            start=_first_load(platform, engine, candidate),
             patterns=platform.failure_patterns,
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
@@ -79,23 +81,35 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
     return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
 
 
-def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:
-    """Return one server with its devices. Variables of the user override those of the engine."""
+def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> float:
+    """Return the predicted highest load of a candidate, by its rate or, with Little's law, its requests in flight."""
+    task, serve = platform.task, platform.task.spec.serve
+    if serve.highest is None:
+        return 1.0
+    own = {axis.knob for axis in engine.axes(task)}
+    values = {knob: value for knob, value in candidate.items if knob in own}
+    figures = engine.predict(task, engine.columns(task, values), platform.costs).row(0).figures
+    rate = figures.get("requests_per_s") or 1.0
+    return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
+
+
+def _instance(platform: Platform, engine: Engine, placement: Placement) -> Instance:
+    """Return one server with its devices. The user's variables override the engine's."""
     task, variable = platform.task, platform.support.visible_devices
     cores = Hardware.of(task).cores(placement.first, placement.width)
-    started = engine.server(task, placement.values, cores)
-    environment = {name: value for name, value in started.environment.items() if name not in task.spec.envs}
+    instance = engine.server(task, placement.values, cores)
+    environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
     if variable is not None:
         environment[variable] = ",".join(
-            _visible(platform, variable)[placement.first : placement.first + placement.width]
+            _visible_devices(platform, variable)[placement.first : placement.first + placement.width]
         )
-    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # for such a value the engine chooses
-    asked = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
-    return replace(started, environment=environment, cores=cores, asked=asked)
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
+    set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
+    return replace(instance, environment=environment, cores=cores, asked=set_values)
 
 
-def _visible(platform: Platform, variable: str) -> list[str]:
-    """Return the names of the visible devices in order, or of all devices of a node."""
+def _visible_devices(platform: Platform, variable: str) -> list[str]:
+    """Return the names of the visible devices in order, by default the indices of a node's devices."""
     names = platform.task.spec.envs.get(variable) or os.environ.get(variable)
     if names:
         return [word.strip() for word in names.split(",")]

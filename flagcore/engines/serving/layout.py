@@ -31,7 +31,7 @@ def usual_space(
     if Hardware.of(task).on_cores:
         return usual
     for knob in (knob for knob in knobs if knob.name in LAYOUT and knob.name not in fixed):
-        named = knob.named_in(space)
+        named = knob.value_in(space)
         if named is not None:
             usual[knob.name] = named
         elif not space:

@@ -12,7 +12,7 @@ from flagcore.testing.examples import FOREIGN_CHIP, questions
 from flagcore.testing.kit import Check, Problems, Subject, check
 
 
-@check("return None unless chip.vendor is yours")
+@check("return None for chips of other vendors")
 def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
     for hook, arguments in questions(FOREIGN_CHIP):
         try:
@@ -47,7 +47,7 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "check_task_is_valid": lambda plugin: [(task,) for task in plugin.tasks()],
     "pruning_rules_are_valid": lambda plugin: [(task,) for task in plugin.tasks()],
 }
-"""The arguments with which each check asks its hook."""
+"""The arguments of the hook in each check."""
 
 
 def _made(name: str) -> Check:

@@ -1,4 +1,4 @@
-"""Chips: their names, and each figure with a source."""
+"""Chips: names, and sources of figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import date, datetime
 from typing import Any
 
-from flagcore.domain.chip import Chip, bare
+from flagcore.domain.chip import Chip, normalize_name
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check, chips
 from flagcore.vendorkit.fields import SOURCE_KEYS
 
@@ -21,7 +21,7 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
     plugin.loaded.chips()
     plugin.loaded.devices()
     for problem in plugin.problems_of("flagcore_chips", "flagcore_devices"):
-        if "answers to" not in problem.message:
+        if "is already a name of" not in problem.message:
             yield problem
 
 
@@ -46,16 +46,16 @@ def measured_figures_have_dates(plugin: Subject) -> Problems:
 def chip_names_are_unique(plugin: Subject) -> Problems:
     plugin.own_chips()
     for problem in plugin.problems_of("flagcore_chips"):
-        if "answers to" in problem.message:
+        if "is already a name of" in problem.message:
             yield problem.message
 
 
 @check("list only names that this vendor's tools print")
 def chip_names_differ_from_other_plugins(plugin: Subject) -> Problems:
     for chip in plugin.own_chips():
-        vendor = bare(chip.vendor)
+        vendor = normalize_name(chip.vendor)
         for name in (chip.name, *chip.aliases):
-            spellings = dict.fromkeys((name, bare(name).removeprefix(vendor)))
+            spellings = dict.fromkeys((name, normalize_name(name).removeprefix(vendor)))
             if owner := next(filter(None, map(plugin.others.owner, spellings)), None):
                 yield f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}"
 

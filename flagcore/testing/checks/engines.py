@@ -1,4 +1,4 @@
-"""Engines: whether and how they run, which values do not work, and knobs that the plugin adds."""
+"""Engines: support, rejected values, and knobs of the plugin."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import re
 from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
-from flagcore.domain.engine import EngineSupport, Forced, Refused
+from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues
 from flagcore.domain.knob import Factor, Knob
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.stages.legality import JOB_KEYS, SHARED
+from flagcore.stages.legality import JOB_KEYS, SHARED_PREFIXES
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
 
+PREFIXES = ", ".join(SHARED_PREFIXES)
 Supported = tuple[str, Chip, str, EngineSupport]
 
 
 def _supports(plugin: Subject) -> list[Supported]:
-    """Return each answer after the words that begin a message about it, the chip and the engine."""
+    """Return the start of messages, the chip, the engine and the answer for each chip and engine."""
     plugin.implements("flagcore_engine_support")
-    found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
-    answered = [
+    supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
+    answers = [
         (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
-        for chip, engine, answer in found
+        for chip, engine, answer in supports
         if not answer.reason.startswith("no plugin supports")
     ]
-    if not answered:
+    if not answers:
         raise Skip("the plugin supports no engine")
-    return answered
+    return answers
 
 
 @check("give torch's names: without both, nothing can run", each=_supports)
@@ -59,8 +60,8 @@ def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answ
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
 def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for axis in workload(engine).axes(task_on(chip)) if engine == "megatron" else ():
-        gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
-        if set(axis.values) <= gone:
+        refused_values = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
+        if set(axis.values) <= refused_values:
             yield f"{where}: every value of {axis.knob} is refused"
 
 
@@ -81,33 +82,35 @@ def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
             yield from _incomplete(where, advice.refused, advice.forced)
             yield from _unknown(where, task.spec.work.engine, advice.refused, advice.forced)
             for preferred in advice.preferred:
-                if not (preferred.reason.strip() and preferred.setting.startswith(SHARED)):
-                    yield f"{where}: {preferred.setting!r} lacks a reason, or begins with none of {', '.join(SHARED)}"
+                if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
+                    yield f"{where}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
             if not all(note.strip() for note in advice.notes):
                 yield f"{where}: a note is empty"
 
 
-def _incomplete(where: str, refusals: tuple[Refused, ...], settings: tuple[Forced, ...]) -> Problems:
+def _incomplete(where: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]) -> Problems:
     for refused in refusals:
         limits = bool(refused.values) or refused.above is not None
         if not (refused.name.isidentifier() and refused.reason.strip() and limits):
             yield f"{where}: {refused.name!r} is incomplete"
     for forced in settings:
-        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
-            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {', '.join(SHARED)}"
+        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED_PREFIXES)):
+            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {PREFIXES}"
 
 
-def _unknown(where: str, engine: str, refusals: tuple[Refused, ...], settings: tuple[Forced, ...]) -> Problems:
+def _unknown(
+    where: str, engine: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]
+) -> Problems:
     for refused in refusals:
         if not _is_known(engine, refused.knob, refused.values):
             yield f"{where}: unknown knob {refused.knob!r} with {refused.values}"
     for forced in settings:
-        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
+        if forced.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, forced.setting, (forced.value,)):
             yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
-    """Return whether a knob, a key of the job or a setting of an engine can have these values."""
+    """Return whether these values are valid for a knob, a key of the job or a setting of an engine."""
     where, _, name = key.rpartition(".")
     if key == "precision":
         return set(values) <= set(PRECISIONS)
@@ -124,10 +127,10 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
 
 def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     plugin.implements("flagcore_knobs")
-    found = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
-    if not found:
+    knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
+    if not knobs:
         raise Skip("the plugin adds no knobs")
-    return found
+    return knobs
 
 
 @check("add a sentence for `flag explain`", each=_knobs)

@@ -24,7 +24,7 @@ from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale import FlagScale, Imported, translate
 from flagcore.importers.flagscale.compose import compose
-from flagcore.importers.flagscale.engines import OWN_ARGUMENTS
+from flagcore.importers.flagscale.engines import RESERVED_ARGUMENTS
 from flagcore.spec import parse_spec
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
@@ -246,7 +246,7 @@ def test_a_hostfile_of_several_chips_keeps_the_sizes_and_a_broken_one_is_refused
     assert found.data["cluster"]["nodes"] == 2
     assert "line 2 of hosts.txt differs from the first host" in notes(found)["experiment.runner.hostfile"]
     for text, says in {
-        "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' names a host for the second time",
+        "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' repeats a host",
         "# nobody\n": "hosts.txt: experiment.runner.hostfile names no host",
     }.items():
         Path("hosts.txt").write_text(text)
@@ -491,7 +491,11 @@ def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
     refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in module.PROGRAM.reserved}
-    assert {name.replace("-", "_") for name in refused} - OWN_ARGUMENTS.keys() == {"model", "model_path", "model_tag"}
+    assert {name.replace("-", "_") for name in refused} - RESERVED_ARGUMENTS.keys() == {
+        "model",
+        "model_path",
+        "model_tag",
+    }
 
 
 @pytest.mark.parametrize("name", TRAIN)

@@ -1,4 +1,4 @@
-"""The job of the trial program: `serve.json`, written by flagcore and read by the program."""
+"""The job of the trial program: flagcore writes `serve.json`, and the trial program reads it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SERVE = "serve.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One server. `argv` has PORT in place of the port; `cores` pins it, empty: it may use all.
+    """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
 
-    `asked` are the knob values that must be read back; None: the engine chooses.
+    `asked` are the knob values that the server must report back; None: the engine chooses.
     """
 
     argv: tuple[str, ...]
@@ -32,7 +32,7 @@ class Instance:
     asked: Mapping[str, KnobValue] = field(default_factory=dict)
 
     def at_port(self, port: int) -> Instance:
-        """Return the instance with its port."""
+        """Return the instance with `port` in place of PORT."""
         argv = tuple(word.replace(PORT, str(port)) for word in self.argv)
         environment = {name: value.replace(PORT, str(port)) for name, value in self.environment.items()}
         return replace(self, argv=argv, environment=environment)
@@ -40,10 +40,11 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One candidate to be served and loaded.
+    """The serving and the load of one candidate.
 
-    `engine` is the place of its record, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
-    bounds the figures of good requests. `client` is the command of another client, which writes `report`.
+    `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
+    are the limits for goodput. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
+    command of another load client, which writes `report`.
     """
 
     engine: str
@@ -58,6 +59,8 @@ class Job:
     versions: Mapping[str, str] = field(default_factory=dict)
     client: tuple[str, ...] | None = None
     report: str = ""
+    highest: str | None = None
+    start: float = 1.0
 
 
 def as_text(job: Job) -> str:
@@ -77,6 +80,6 @@ def read_job(folder: Path) -> Job:
 
 
 def plain_load(load: Load) -> dict[str, Any]:
-    """Return a load point as JSON can hold it: an endless rate is the word inf."""
+    """Return a load point as plain JSON data; an infinite rate is the text inf."""
     rate = load.request_rate
     return {**asdict(load), "request_rate": "inf" if rate is not None and math.isinf(rate) else rate}

@@ -1,10 +1,12 @@
-"""One candidate from start to stop: start servers, read values back, warm up, load, and write the figures."""
+"""Runs the trial of one candidate: start servers, read values back, warm up, send the load, write the metrics."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,43 +18,48 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.common.metrics import joined
+from flagcore.engines.serving.common.metrics import combine
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
+from flagcore.engines.serving.load.highest import highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
-from flagcore.engines.serving.trial.client import ask_client
+from flagcore.engines.serving.trial.client import run_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.engines.serving.trial.job import Job, plain_load
 from flagcore.engines.serving.trial.servers import PORT_TRIES, PortTaken, Server
 
 MARGIN_SECONDS = 5.0
-"""The part of a trial's time for stopping its servers, so that it ends in time and reports why."""
-MEANS = {
+"""Part of a trial's time that is reserved to stop its servers and to report."""
+STATES_BY_PROBLEM = {
     ProblemKind.STATUS.value: TrialState.INVALID,
     ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
-"""The state of a trial by the kind of its first problem; for other kinds it failed."""
+"""The state of a trial by the kind of its first problem; the default is FAILED."""
 EXIT_SECONDS = 2.0
-"""The most seconds from lost requests to the end of their server."""
+"""Maximum number of seconds between lost requests and the exit of their server."""
+LEAST_SHARE = 1e-4
+"""The lowest rate of a search as a share of the highest."""
+TIME_SHARE = 1.5
+"""A search ends if the time left is less than this share of that of its longest load."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
-"""Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
+"""Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
 
 
 def run(job: Job, folder: Path) -> None:
-    """Serve, load and measure `job`, and write the figures into `folder`. Raises TrialFailure."""
+    """Run `job` and write its metrics into `folder`. Raises TrialFailure."""
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
-    with _running(job, engine, folder, deadline) as servers:
+    with _running_servers(job, engine, folder, deadline) as servers:
         effective = _read_back(engine, servers)
-        points = _Loads(job, engine, servers, folder, deadline).points()
+        points = _LoadRunner(job, engine, servers, folder, deadline).points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
-            "counters": _joined([engine.read_counters(server.fetch) for server in servers]),
+            "counters": _combine_counters([engine.read_counters(server.fetch) for server in servers]),
             "startup_s": [server.startup_s for server in servers],
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
@@ -62,19 +69,19 @@ def run(job: Job, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
-    """Yield the servers when all are healthy, and always stop them."""
+def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
+    """Start the servers, yield them when all are healthy, and stop them."""
     patterns = (*engine.program.failures, *job.patterns)
     servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
     try:
         for server in servers:
             server.start(job.directory)
         for server in servers:
-            _wait(server, job, engine.health, deadline)
+            _wait_until_healthy(server, job, engine.health, deadline)
         _check_all_alive(servers, "while others started")
         yield servers
     except TrialFailure as failure:
-        log(str(failure))  # in case this program is ended while it stops them
+        log(str(failure))  # in case this program is killed while it stops the servers
         raise
     finally:
         for server in servers:
@@ -83,14 +90,14 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
             server.stop()
 
 
-def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
-    """Wait until a server is healthy; if its port was taken, restart it on another one."""
+def _wait_until_healthy(server: Server, job: Job, health: str, deadline: float) -> None:
+    """Wait until a server is healthy; restart it on another port if its port is in use."""
     for attempt in range(1, PORT_TRIES + 1):
         try:
             return server.wait_until_healthy(health, deadline)
         except PortTaken as error:
             if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} fixed_values") from None
+                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} attempts") from None
             log(f"{error}; restarting on another one")
             server.stop()
             server.start(job.directory)
@@ -98,30 +105,29 @@ def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
 
 
 def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue]:
-    """Return the values in use, without those that differ between servers.
-
-    Raises TrialFailure if one is not what was set.
-    """
-    each: list[Mapping[str, KnobValue]] = []
+    """Return the knob values in use that are equal on all servers. Raises TrialFailure if one differs from its knob."""
+    reported: list[Mapping[str, KnobValue]] = []
     for server in servers:
         try:
-            found = engine.effective(server.fetch, log_text(server.log))
+            values = engine.effective(server.fetch, log_text(server.log))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
-        for knob, value in found.items():
-            wanted = server.instance.asked.get(knob)
-            if wanted is not None and wanted != value:
-                reason = f"{server.name} runs {knob} = {value} instead of {wanted}"
+        for knob, value in values.items():
+            set_value = server.instance.asked.get(knob)
+            if set_value is not None and set_value != value:
+                reason = f"{server.name} runs {knob} = {value} instead of {set_value}"
                 raise TrialFailure(TrialState.INVALID, reason)
-        each.append(found)
-    together = {knob: value for values in each for knob, value in values.items()}
-    return {knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in each)}
+        reported.append(values)
+    together = {knob: value for values in reported for knob, value in values.items()}
+    return {
+        knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in reported)
+    }
 
 
-class _Loads:
+class _LoadRunner:
     """Sends all loads to running servers. A round of all load points is one repeat.
 
-    Prompts differ between points and repeats, so that no cache has them, and are the same for each candidate.
+    Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
     """
 
     def __init__(self, job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> None:
@@ -130,75 +136,141 @@ class _Loads:
         self.targets = [Target(url=server.url, path=engine.api) for server in servers]
 
     def points(self) -> list[dict[str, Any]]:
-        """Return the figures of each load point in each repeat. Raises TrialFailure."""
+        """Return the metrics of each load point in each repeat. Raises TrialFailure."""
         job = self.job
-        self._send(_warm_up(job.loads[0], len(self.servers)), "warm-up", seed=0)
+        self._warm_up()
+        if job.highest is not None:
+            return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
         for repeat in range(job.repeats):
-            for place, load in enumerate(job.loads):
-                name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
+            for index, load in enumerate(job.loads):
+                name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
                 log(name)
+                measurement: dict[str, Any] | None
                 if job.client is not None:
-                    measured = self._by_client(job.client, f"client-{repeat}", name)
+                    measurement = self._run_client(job.client, f"client-{repeat}", name)
                 else:
-                    measured = self._measured(load, name, seed=1 + place * job.repeats + repeat)
-                points[place]["repeats"].append(measured)
+                    measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
+                points[index]["repeats"].append(measurement)
         return points
 
-    def _by_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
-        where = self.folder / folder
-        figures, took = ask_client(command, self.job.report, self.servers, self.model, where, self.deadline, name)
-        _check_all_alive(self.servers, f"during {name}")
-        return {"figures": figures, "duration_s": took}
+    def _search(self, key: str) -> list[dict[str, Any]]:
+        """Return the load points of a search for the highest load that keeps the limits, without stopped ones.
 
-    def _measured(self, load: Load, name: str, seed: int) -> dict[str, Any]:
-        before = sum(server.cpu_seconds() for server in self.servers)
-        found = self._send(load, name, seed)
-        figures = {**found.figures, "engine_cpu_s": sum(server.cpu_seconds() for server in self.servers) - before}
+        The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
+        load keeps the limits, the only point is the lowest load that was tried.
+        """
+        base, whole, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
+        most = float((base.concurrency if whole else base.request_rate) or 1)
+        tried: dict[float, bool] = {}
+        longest_s = 0.0
+
+        def run(value: float, *, stop: bool = True) -> bool:
+            nonlocal longest_s
+            began = time.monotonic()
+            if points and self.deadline - began < TIME_SHARE * longest_s:
+                log(f"no time left for {key} {value:.4g}")
+                return False
+            load = base.at(key, value)
+            log(f"{key} {value:.4g}")
+            seed = 1 + len(tried) + sum(len(point["repeats"]) for point in points.values())
+            measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            if measured is None:
+                self._warm_up()  # returns when the server has dropped the requests of the stopped load
+                tried[value] = False
+            else:
+                points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
+                tried[value] = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+            longest_s = max(longest_s, time.monotonic() - began)
+            return tried[value]
+
+        highest_load(run, self.job.start, least=1.0 if whole else most * LEAST_SHARE, most=most, whole=whole)
+        for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
+            repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
+            if not repeated or repeated[-1]:
+                break
+        if not points:
+            run(min(tried), stop=False)
+        return [points[value] for value in sorted(points)]
+
+    def _warm_up(self) -> None:
+        self._send(_warm_up(self.job.loads[0], len(self.servers)), "warm-up", seed=0)
+
+    def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
+        client_folder = self.folder / folder
+        figures, duration_s = run_client(
+            command, self.job.report, self.servers, self.model, client_folder, self.deadline, name
+        )
+        _check_all_alive(self.servers, f"during {name}")
+        return {"figures": figures, "duration_s": duration_s}
+
+    def _measure(
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
+        cpu_start_s = sum(server.cpu_seconds() for server in self.servers)
+        result = self._send(load, name, seed, limits)
+        if result.stopped:
+            return None
+        figures = {**result.figures, "engine_cpu_s": sum(server.cpu_seconds() for server in self.servers) - cpu_start_s}
         if self.job.slo:
-            figures["goodput_requests_per_s"] = goodput(found, self.job.slo)
+            figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
         return {
             "figures": figures,
-            "quantiles": quantiles_of(found.requests),
-            "duration_s": found.duration_s,
-            "completed": found.completed,
-            "notes": list(found.notes),
+            "quantiles": quantiles_of(result.requests),
+            "duration_s": result.duration_s,
+            "completed": result.completed,
+            "notes": list(result.notes),
         }
 
-    def _send(self, load: Load, name: str, seed: int) -> LoadResult:
-        """Return the result of a load. Raises TrialFailure unless every request was answered in full."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+    def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
+        """Return the result of a load. Raises TrialFailure unless every request has a complete answer."""
+        timeout_s = self.deadline - time.monotonic()
+        if timeout_s <= 0:
             raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
-        vocab_size = self.job.vocab_size
-        found = measure(self.targets, load, model=self.model, vocab_size=vocab_size, seed=seed, timeout_s=left)
-        if found.problems or found.failed:
-            raise _problem(found, name, self.servers)
+        result = measure(
+            self.targets,
+            load,
+            model=self.model,
+            vocab_size=self.job.vocab_size,
+            seed=seed,
+            timeout_s=timeout_s,
+            limits=limits,
+        )
+        if result.problems or result.failed:
+            raise _load_failure(result, name, self.servers)
         _check_all_alive(self.servers, f"during {name}")
-        return found
+        return result
+
+
+def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
+    """Return whether the median of each figure keeps its limit; a figure that is missing does not."""
+    return all(
+        statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
+    )
 
 
 def _warm_up(load: Load, servers: int) -> Load:
-    """Return one wave of short answers, at least two for each server, for what engines build at first use."""
+    """Return one wave of short answers, at least two per server, so that engines finish their lazy initialization."""
     wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MAX_WARM_UP)
     length = 32 if load.trace is not None else load.input_len
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
 
-def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
-    """Return the failure of a load. A cause in a server's log goes first.
+def _load_failure(result: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
+    """Return the failure of a load. A cause in a server's log takes precedence.
 
-    Raises the failure of a server that ended, now or soon: connections may be lost before it ends.
+    Raises the failure of a server that has ended or ends soon: connections may be lost before it ends.
     """
-    reason = found.problems[0] if found.problems else "unknown reason"
-    state = MEANS.get(reason.partition(":")[0], TrialState.FAILED)
+    reason = result.problems[0] if result.problems else "unknown reason"
+    state = STATES_BY_PROBLEM.get(reason.partition(":")[0], TrialState.FAILED)
     if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
         state = TrialState.FAILED
-    reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {reason}"
-    until = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
+    reason = f"{result.failed} of {result.completed + result.failed} requests in {name}: {reason}"
+    deadline = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
         _check_all_alive(servers, f"during {name}")
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             break
         time.sleep(0.1)
     for server in servers if state is TrialState.FAILED else ():
@@ -222,17 +294,17 @@ def _model(server: Server) -> str:
         raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
 
 
-def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _combine_counters(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in counters for name in each)
-    return {name: joined(name, [each[name] for each in counters if name in each]) for name in names}
+    return {name: combine(name, [each[name] for each in counters if name in each]) for name in names}
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    half = file.with_suffix(".new")
-    half.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
-    half.replace(file)
+    temporary = file.with_suffix(".new")
+    temporary.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
+    temporary.replace(file)
 
 
 def log(line: str) -> None:
-    """Report progress: the last line shows where a trial was that had to be ended."""
+    """Print a line of progress to stderr; the last line shows where a killed trial was."""
     print(line, file=sys.stderr, flush=True)
