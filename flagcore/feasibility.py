@@ -1,4 +1,4 @@
-"""Whether a candidate is left that fits and keeps the latency limits; if not, what comes nearest and what helps."""
+"""Checks whether a candidate fits and meets the latency limits, and describes the closest candidate if none does."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from flagcore.problem import Problem
 from flagcore.stages.predict import predict_columns
 
 NEAREST_ROWS = 64
-"""Candidates, those nearest to the limits first, that are predicted again at other loads."""
+"""The number of candidates, those closest to the limits, that are also predicted at lower loads."""
 HALVINGS, BISECTIONS = 10, 4
-"""Loads from a half to 2^-10 of the spec's are tried, then the highest that keeps the limits is found to 7%."""
+"""The load is halved at most HALVINGS times, and the highest load within the limits is found by bisection to 7%."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unmet:
-    """Limits that no candidate is predicted to keep.
+class UnmetLimits:
+    """Limits that no candidate is predicted to meet.
 
-    `figures` are those of the `nearest` candidate. `load` is the highest load at which `candidate` would keep them,
-    None if there is none.
+    `figures` are the figures of the `nearest` candidate. `load` is the highest load at which a candidate, `candidate`,
+    is predicted to meet the limits; None if there is none.
     """
 
     figures: Mapping[str, float]
@@ -66,35 +66,35 @@ def _why_nothing_fits(problem: Problem, workload: Workload) -> str:
     return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
 
 
-def unmet(problem: Problem, workload: Workload) -> Unmet | None:
-    """Return what comes nearest to the limits if no candidate that fits is predicted to keep them, else None."""
+def unmet_limits(problem: Problem, workload: Workload) -> UnmetLimits | None:
+    """Return the limits that no candidate is predicted to meet, with the nearest candidate, or None."""
     task, predictions = problem.platform.task, problem.predictions
     limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
     rows = np.flatnonzero(predictions.fits)
     if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
         return None
     rows = rows[np.argsort(excess(predictions, limits)[rows])][:NEAREST_ROWS]
-    columns, found = problem.space.columns(rows), dict[str, Any]()
+    columns, solution = problem.space.columns(rows), dict[str, Any]()
 
-    def keeps(share: float) -> bool:
-        """Return whether a candidate keeps the limits at a share of the load, and remember load and candidate."""
+    def is_feasible(share: float) -> bool:
+        """Return whether a candidate meets the limits at a share of the load, and store the load and the candidate."""
         loads = scaled_loads(task.spec.serve, share)
         if loads is None:
             return False
         spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
-        again = predict_columns(replace(task, spec=spec), workload, columns, problem.platform.costs)
-        kept = np.flatnonzero(again.keeps_limits(limits))
-        if kept.size:
-            found.update(load=loads[-1], candidate=problem.space.candidate(int(rows[kept[0]])))
-        return bool(kept.size)
+        scaled_predictions = predict_columns(replace(task, spec=spec), workload, columns, problem.platform.costs)
+        feasible = np.flatnonzero(scaled_predictions.keeps_limits(limits))
+        if feasible.size:
+            solution.update(load=loads[-1], candidate=problem.space.candidate(int(rows[feasible[0]])))
+        return bool(feasible.size)
 
-    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if keeps(share)), 0.0)
+    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if is_feasible(share)), 0.0)
     high = 2 * low
     for _step in range(BISECTIONS if low else 0):
-        middle = (low + high) / 2
-        low, high = (middle, high) if keeps(middle) else (low, middle)
+        mean = (low + high) / 2
+        low, high = (mean, high) if is_feasible(mean) else (low, mean)
     figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
-    return Unmet(figures=figures, nearest=problem.space.candidate(int(rows[0])), **found)
+    return UnmetLimits(figures=figures, nearest=problem.space.candidate(int(rows[0])), **solution)
 
 
 def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
@@ -105,7 +105,7 @@ def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
 
 
 def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
-    """Return the loads with a share of their clients or rates; None if they have neither, or one client at most."""
+    """Return the loads with a share of their clients or rates; None if a load cannot be reduced."""
     loads = []
     if serve.highest is not None:
         return None
@@ -121,21 +121,23 @@ def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
 
 
 def unmet_text(problem: Problem, workload: Workload) -> str:
-    """Return what `unmet` found in one line; empty if a candidate is predicted to keep the limits."""
-    found, limits = unmet(problem, workload), problem.platform.task.spec.limits
-    if found is None:
+    """Return the result of `unmet_limits` in one line; empty if a candidate is predicted to meet the limits."""
+    result, limits = unmet_limits(problem, workload), problem.platform.task.spec.limits
+    if result is None:
         return ""
     text = _(
         "no candidate is predicted to keep the latency limits; the nearest has {figures}: {candidate}",
-        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in found.figures.items()),
-        candidate=problem.set_knobs(found.nearest),
+        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in result.figures.items()),
+        candidate=problem.set_knobs(result.nearest),
     )
-    if found.load is None or found.candidate is None:
+    if result.load is None or result.candidate is None:
         return text + "; " + _("a lower load does not help: use other hardware, or allow more time")
-    load = found.load.concurrency or found.load.request_rate
-    at = _("{load:.3g} clients", load=load) if found.load.concurrency else _("{load:.3g} requests/s", load=load)
+    load = result.load.concurrency or result.load.request_rate
+    at = _("{load:.3g} clients", load=load) if result.load.concurrency else _("{load:.3g} requests/s", load=load)
     return (
-        text + "; " + _("at {load}, {candidate} would keep them", load=at, candidate=problem.set_knobs(found.candidate))
+        text
+        + "; "
+        + _("at {load}, {candidate} would keep them", load=at, candidate=problem.set_knobs(result.candidate))
     )
 
 
@@ -146,8 +148,10 @@ def _budget_from(task: Task) -> str:
         return task.cluster.chips
     if task.spec.cluster.memory_bytes_per_device:
         return "cluster.memory_per_device"
-    here = _("this machine's memory for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
-    return here if group.memory_bytes is not None else _("memory of {chip}", chip=group.chip.name)
+    local_memory = _(
+        "this machine's memory for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name
+    )
+    return local_memory if group.memory_bytes is not None else _("memory of {chip}", chip=group.chip.name)
 
 
 def _other_hardware(task: Task) -> str:

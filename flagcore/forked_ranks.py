@@ -117,8 +117,8 @@ def _run_rank(number: int, work: Work, listener: socket.socket | None, output: B
 def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
     """Wait until a rank fails, and return it; return None if all ranks succeed.
 
-    When a rank fails, its peers often fail at nearly the same time. The first to fail is the one with the oldest last
-    output.
+    When a rank fails, its peers often fail at nearly the same time. Of several failed ranks, the one whose output ended
+    first is returned.
     """
     by_pid = {rank.pid: rank for rank in ranks}
     running = len(ranks)

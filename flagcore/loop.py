@@ -189,18 +189,18 @@ class _Search:
 
         To measure the interference, the first candidate that was measured alone runs again beside other trials.
         """
-        alone, found = measured_alone(self.state.trials), self.interference
+        trial_alone, interference = measured_alone(self.state.trials), self.interference
         is_measuring = any(trial.role is Role.INTERFERENCE for trial in self.pool.trials)
-        if self.is_parallelism_decided or alone is None or is_measuring:
+        if self.is_parallelism_decided or trial_alone is None or is_measuring:
             return
-        if found:
-            self.is_parallelism_decided, self.note = True, found.text
-            self.pool.limit = len(self.groups) if found.is_negligible else 1
+        if interference:
+            self.is_parallelism_decided, self.note = True, interference.text
+            self.pool.limit = len(self.groups) if interference.is_negligible else 1
         elif self.pool.trials:  # the interference trial failed because other programs used its devices
             self.pool.limit = 1
         elif self._stop_reason() is None and self._context().open_rows.size > 1:
             self.pool.limit = len(self.groups)
-            self._start(alone.candidate, Role.INTERFERENCE)
+            self._start(trial_alone.candidate, Role.INTERFERENCE)
 
     def _is_baseline_done(self, baseline: Candidate) -> bool:
         """Return whether the baseline has a trial of this run, or cannot be probed."""

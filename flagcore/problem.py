@@ -148,25 +148,27 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
     task, spec = platform.task, platform.task.spec
     engine_names = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
     plugin_knobs = tuple(knob for knob in platform.knobs if knob.name not in engine_names)
-    named = {**(spec.baseline or {}), **spec.space}
-    settings = [_compared_setting(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named]
-    chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named))
+    named_knobs = {**(spec.baseline or {}), **spec.space}
+    settings = [
+        _compared_setting(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named_knobs
+    ]
+    chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named_knobs))
     plugin_names = ", ".join(knob.name for knob in plugin_knobs)
     if isinstance(spec.work, TrainSpec):
-        for name in named.keys() - engine_names - {knob.name for knob in chosen}:
+        for name in named_knobs.keys() - engine_names - {knob.name for knob in chosen}:
             section = "space" if name in spec.space else "baseline"
             problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
             fix = f"knobs of plugins there: {plugin_names or 'none'}"
-            raise SpecError(key=f"auto_tuner.{section}.{name}", value=named[name], problem=problem, fix=fix)
+            raise SpecError(key=f"auto_tuner.{section}.{name}", value=named_knobs[name], problem=problem, fix=fix)
     for knob in chosen:
         _check_knob(spec, knob)
     task = replace(task, knobs=chosen)
     try:
         workload.axes(engine_task(task))
     except SpecError as error:
-        more = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
+        hint = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
         raise join_errors(
-            [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + more) for e in error.problems]
+            [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + hint) for e in error.problems]
         ) from None
     searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
     environment = {name: value for name, value in platform.environment.items() if name not in searched}
@@ -175,11 +177,11 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
 
 def _compared_setting(task: Task, knob: Knob) -> Knob:
     """Return the knob of a setting with the values that the spec compares. Raises SpecError for an undefined `auto`."""
-    asked, baseline = task.spec.space.get(knob.name, ()), task.spec.baseline or {}
-    if isinstance(asked, str) and knob.auto is None:
+    listed, baseline = task.spec.space.get(knob.name, ()), task.spec.baseline or {}
+    if isinstance(listed, str) and knob.auto is None:
         problem, fix = "cannot be auto", "list the values to compare"
-        raise SpecError(key=f"auto_tuner.space.{knob.name}", value=asked, problem=problem, fix=fix)
-    values = knob.auto(task) if isinstance(asked, str) and knob.auto else asked
+        raise SpecError(key=f"auto_tuner.space.{knob.name}", value=listed, problem=problem, fix=fix)
+    values = knob.auto(task) if isinstance(listed, str) and knob.auto else listed
     baseline_values = (baseline[knob.name],) if knob.name in baseline else ()
     return knob.with_compared_values([*values, *baseline_values])
 
@@ -202,8 +204,8 @@ def require_launchable(problem: Problem, workload: Workload) -> None:
         for name in {name for effect in knob.effects.values() for name in effect.environment} & os.environ.keys():
             conflict = f"sets the variable {name}, which is also set in this shell"
             raise SpecError(key=key, value=os.environ[name], problem=conflict, fix=f"unset {name}")
-        asked, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.neutral)
-        for value in (*(() if isinstance(asked, str) else asked), baseline):
+        listed, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.neutral)
+        for value in (*(() if isinstance(listed, str) else listed), baseline):
             if reason := no_launch_reason(task, knob, value):
                 fix = "remove it; `flag estimate` can predict it"
                 raise SpecError(key=key, value=value, problem=f"cannot run in a trial: {reason}", fix=fix)
@@ -216,20 +218,20 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 
 
 def _check_knob(spec: Spec, knob: Knob) -> None:
-    asked, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
-    for value in () if isinstance(asked, str) else asked:
+    listed, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
+    for value in () if isinstance(listed, str) else listed:
         knob.parse(value, f"auto_tuner.space.{knob.name}")
     if knob.name in baseline:
         knob.parse(baseline[knob.name], f"auto_tuner.baseline.{knob.name}")
     settings = spec.work.settings if isinstance(spec.work, TrainSpec) else {}
     for effect in knob.effects.values():
-        for section, given, names in (
+        for section, values, names in (
             ("train.settings", settings, effect.settings),
             ("envs", spec.envs, effect.environment),
         ):
-            if duplicates := [name for name in names if name in given]:
+            if duplicates := [name for name in names if name in values]:
                 key, problem = f"{section}.{duplicates[0]}", f"is also set by auto_tuner.space.{knob.name}"
-                raise SpecError(key=key, value=given[duplicates[0]], problem=problem, fix="remove one of the two")
+                raise SpecError(key=key, value=values[duplicates[0]], problem=problem, fix="remove one of the two")
         if duplicates := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
             problem = f"has {duplicates[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
             raise SpecError(key="train.command", problem=problem, fix="remove one of the two")
@@ -269,8 +271,8 @@ def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candid
     The candidate is from the engine's usual space, or from the whole space if the usual space has no legal candidate.
     Candidates that the chip's pruning rules remove are avoided.
     """
-    task, given = platform.task, platform.task.spec.baseline
-    if given is None:
+    task, baseline = platform.task, platform.task.spec.baseline
+    if baseline is None:
         usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
         for searched in (legality(usual_task, workload, platform.support), legal):
             space = build(searched.axes, searched.rules, searched.merges)
@@ -282,10 +284,10 @@ def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candid
         open_rows = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
         rows = open_rows if open_rows.size else np.arange(len(space))
         return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
-    columns, broken = check(candidate_columns(task, workload, given), legal.rules, legal.merges)
+    columns, broken = check(candidate_columns(task, workload, baseline), legal.rules, legal.merges)
     if broken:
         problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
-        raise SpecError(key="auto_tuner.baseline", value=dict(given), problem=problem)
+        raise SpecError(key="auto_tuner.baseline", value=dict(baseline), problem=problem)
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in legal.axes))
 
 

@@ -87,8 +87,8 @@ def _row(problem: Problem, candidate: Candidate) -> int:
 
 def _expected_step(trial: Trial) -> float | None:
     """Return the predicted seconds of a step, corrected by earlier trials if possible; None if unknown."""
-    for known in (trial.believed or {}, trial.predicted):
-        step: Any = known.get("step_time_s")
+    for prediction in (trial.believed or {}, trial.predicted):
+        step: Any = prediction.get("step_time_s")
         if isinstance(step, Mapping) and math.isfinite(step["value"]):
             return float(step["value"])
     return None

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
 from flagcore.spec import parse_spec, read_spec
-from flagcore.spec.serving import engines_of, only
+from flagcore.spec.serving import engines_of, select_engine
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 from tests.small import ENGINES
@@ -107,7 +107,7 @@ def _is_of(key: tuple[str, str], block: Block) -> bool:
 def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, workshop: Path) -> None:
     part = yaml.safe_load(block.text)
     whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
-    for data in [only(part, engine) for engine in engines_of(part)] or [part]:
+    for data in [select_engine(part, engine) for engine in engines_of(part)] or [part]:
         parse_spec({**whole, **data}, file=block.page, base=workshop, engines=ENGINES)
 
 

@@ -91,7 +91,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     """Return a trial as a job record."""
     group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
-    used = measured.device_used_bytes
+    used_bytes = measured.device_used_bytes
     kind, job = (
         ("serve", _serve_fields(work, measured))
         if isinstance(work, ServeSpec)
@@ -109,7 +109,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
             "objective": task.spec.objective,
             "step_time_s": measured.scaled_from or measured.step_time_s,
             "noise": measured.spread_s / measured.step_time_s if measured.step_time_s else 0.0,
-            **({"device_used_gib": used / GIB} if used else {}),
+            **({"device_used_gib": used_bytes / GIB} if used_bytes else {}),
         },
     }
 
@@ -117,8 +117,8 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
 def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
     """Return the fields of the training job, with the batch size that ran."""
     names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
-    found = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
-    return found | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})
+    fields = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
+    return fields | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})
 
 
 def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class Calibrations:
         for path, error in unreadable:
             if _is_file_of(path, chip):
                 raise error
-        found = [pair for pair in readable if pair[1].matches(chip)]
-        return next((pair for pair in found if pair[1].torch == torch), found[0] if found else None)
+        matching = [pair for pair in readable if pair[1].matches(chip)]
+        return next((pair for pair in matching if pair[1].torch == torch), matching[0] if matching else None)
 
     def check_writable(self) -> None:
         """Raise RunError unless a calibration can be written."""
@@ -182,8 +182,8 @@ def _slug(name: str) -> str:
 
 def _text(calibration: Calibration) -> str:
     """Return a calibration as JSON with one line per row."""
-    known = {name: value for name, value in asdict(calibration).items() if value is not None}
-    head = {"schema": SCHEMA, **{name: value for name, value in known.items() if name != "rows"}}
+    fields = {name: value for name, value in asdict(calibration).items() if value is not None}
+    head = {"schema": SCHEMA, **{name: value for name, value in fields.items() if name != "rows"}}
     if calibration.others is not None:
         head["others"] = round(calibration.others, 4)
     rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)

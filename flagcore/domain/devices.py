@@ -55,9 +55,9 @@ def slow_devices(
     """
     lines = []
     for name, describe in ((SPEED_TEST, partial(_speed_problem, slow_ratio)), (CLOCK, _clock_problem)):
-        known = [(int(each["device"]), float(each[name])) for each in devices if each.get(name, 0.0) > 0.0]
-        for index, (number, figure) in enumerate(known):
-            others = [other for _, other in known[:index] + known[index + 1 :]]
+        figures = [(int(each["device"]), float(each[name])) for each in devices if each.get(name, 0.0) > 0.0]
+        for index, (number, figure) in enumerate(figures):
+            others = [other for _, other in figures[:index] + figures[index + 1 :]]
             if others and (text := describe(figure, median(others))):
                 node = number // devices_per_node
                 host = hosts[node] if node < len(hosts) else f"node {node}"

@@ -26,12 +26,12 @@ def has_user_command(spec: Spec) -> bool:
 
 def plugin_axis(task: Task, knob: Knob) -> Axis:
     """Return the axis of a knob with effects: the values that the spec lists; for auto, those that trials can use."""
-    asked, user_command = task.spec.space.get(knob.name, (knob.neutral,)), has_user_command(task.spec)
-    if isinstance(asked, str):
+    listed, user_command = task.spec.space.get(knob.name, (knob.neutral,)), has_user_command(task.spec)
+    if isinstance(listed, str):
         effects = knob.effects.items()
         usable = [value for value, effect in effects if not effect.no_launch_reason(user_command=user_command)]
-        asked = tuple(dict.fromkeys((knob.neutral, *usable)))
-    return knob.axis(asked, extra_values=knob.values)
+        listed = tuple(dict.fromkeys((knob.neutral, *usable)))
+    return knob.axis(listed, extra_values=knob.values)
 
 
 def plugin_axes(task: Task) -> tuple[Axis, ...]:
@@ -65,8 +65,8 @@ def engine_candidate(task: Task, candidate: Candidate) -> Candidate:
 
 def effects_of(task: Task, values: Mapping[str, KnobValue]) -> list[Effect]:
     """Return the effects of a candidate's `values`. Neutral values have none."""
-    found = (knob.effect(values.get(knob.name, knob.neutral)) for knob in task.knobs)
-    return [effect for effect in found if effect is not None]
+    effects = (knob.effect(values.get(knob.name, knob.neutral)) for knob in task.knobs)
+    return [effect for effect in effects if effect is not None]
 
 
 def environment_of(effects: Sequence[Effect]) -> dict[str, str]:
@@ -118,26 +118,29 @@ def scaled(predictions: Predictions, effects: Sequence[Effect]) -> Predictions:
 def _scale_time(predictions: Predictions, part: str, factor: Factor) -> Predictions:
     if factor == Factor():
         return predictions
-    before = predictions.step_time_s
+    old_time = predictions.step_time_s
     if part == WHOLE_STEP:
         time_s = {name: seconds * factor.value for name, seconds in predictions.time_s.items()}
-        after, bounds = before * factor.value, (factor.low / factor.value, factor.high / factor.value)
+        new_time, bounds = old_time * factor.value, (factor.low / factor.value, factor.high / factor.value)
         shares: tuple[FloatArray | float, FloatArray | float] = bounds
         figures = {name: _scale_figure(name, each, factor) for name, each in predictions.figures.items()}
         predictions = replace(predictions, figures=figures)
     else:
-        part_s = predictions.time_s.get(part, np.zeros_like(before))
+        part_s = predictions.time_s.get(part, np.zeros_like(old_time))
         time_s = dict(predictions.time_s)
         if part in time_s:
             time_s[part] = part_s * factor.value
-        after = before + part_s * (factor.value - 1.0)
-        shares = ((before + part_s * (factor.low - 1.0)) / after, (before + part_s * (factor.high - 1.0)) / after)
-    low, high = predictions.low_s / before, predictions.high_s / before
+        new_time = old_time + part_s * (factor.value - 1.0)
+        shares = (
+            (old_time + part_s * (factor.low - 1.0)) / new_time,
+            (old_time + part_s * (factor.high - 1.0)) / new_time,
+        )
+    low, high = predictions.low_s / old_time, predictions.high_s / old_time
     return replace(
         predictions,
-        step_time_s=after,
-        low_s=after * np.exp(-np.hypot(np.log(low), np.log(shares[0]))),
-        high_s=after * np.exp(np.hypot(np.log(high), np.log(shares[1]))),
+        step_time_s=new_time,
+        low_s=new_time * np.exp(-np.hypot(np.log(low), np.log(shares[0]))),
+        high_s=new_time * np.exp(np.hypot(np.log(high), np.log(shares[1]))),
         time_s=time_s,
     )
 

@@ -33,14 +33,14 @@ class Features:
         )
 
     @classmethod
-    def join(cls, several: Sequence[Features]) -> Features:
+    def join(cls, parts: Sequence[Features]) -> Features:
         """Concatenate the rows of several tasks."""
-        joined = []
+        arrays = []
         for each in fields(cls):
-            groups = [(getattr(features, each.name), np.zeros(len(features))) for features in several]
+            groups = [(getattr(features, each.name), np.zeros(len(features))) for features in parts]
             names = dict.fromkeys(name for group, _ in groups for name in group)
-            joined.append({name: np.concatenate([group.get(name, zeros) for group, zeros in groups]) for name in names})
-        return cls(*joined)
+            arrays.append({name: np.concatenate([group.get(name, zeros) for group, zeros in groups]) for name in names})
+        return cls(*arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Observations:
         return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
 
     @classmethod
-    def join(cls, several: Sequence[Observations]) -> Observations:
+    def join(cls, parts: Sequence[Observations]) -> Observations:
         """Concatenate measurements."""
-        nonempty = [each for each in several if len(each)]
+        nonempty = [each for each in parts if len(each)]
         if not nonempty:
             return cls.empty()
         arrays = [np.concatenate([getattr(each, name) for each in nonempty]) for name in ("log_ratio", "noise", "task")]

@@ -44,16 +44,16 @@ class Interference:
 
 def measured_alone(trials: Sequence[Trial]) -> Trial | None:
     """Return the first trial of the run that was measured alone, usually the baseline, or None."""
-    alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
-    return next((trial for trial in alone if trial.state is TrialState.MEASURED), None)
+    trials_alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
+    return next((trial for trial in trials_alone if trial.state is TrialState.MEASURED), None)
 
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
     """Return the last measurement of interference in a run, or None."""
     alone = measured_alone(trials)
-    beside = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
-    if alone is None or not beside:
+    conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
+    if alone is None or not conclusive:
         return None
-    last = beside[-1]
+    last = conclusive[-1]
     slowdown = speed(alone) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None
     return Interference(slowdown=slowdown, noise=noise([alone]), trials=(alone.number, last.number))

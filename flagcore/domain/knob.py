@@ -200,8 +200,10 @@ class Knob:
 
     def with_compared_values(self, values: Sequence[KnobValue]) -> Knob:
         """Return a knob with effects for a setting whose `values` a space compares."""
-        given = [value for value in dict.fromkeys((self.neutral, *values)) if value is not None]
-        effects: dict[KnobValue, Effect] = {value: Effect(settings={self.name: value}, passed=True) for value in given}
+        settings = (value for value in (self.neutral, *values) if value is not None)
+        effects: dict[KnobValue, Effect] = {
+            value: Effect(settings={self.name: value}, passed=True) for value in settings
+        }
         return replace(self, effects=effects)
 
     def is_available(self, version: str | None) -> bool:
@@ -227,11 +229,11 @@ class Knob:
         if value is None and (self.neutral is None or not self.effects):
             return self.neutral
         parser = _parse_listed if self.effects else _PARSERS[self.kind]
-        found: KnobValue = parser(self, value)
-        if found is _INVALID:
+        result: KnobValue = parser(self, value)
+        if result is _INVALID:
             problem, fix = f"is not a valid value of {self.name}", _suggestion(self, value)
             raise SpecError(key=key, value=value, problem=problem, fix=fix)
-        return found
+        return result
 
     def parse_space(self, task: Task, default: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
         """Return the values that the space of a task lists; `auto` is resolved. Raises SpecError.
@@ -239,12 +241,12 @@ class Knob:
         `default` is `auto` or a list of values. It is used if the space does not have the knob.
         """
         space = task.spec.space
-        asked = next((space[name] for name in self.names if name in space), default)
-        if isinstance(asked, str):
-            found = self.auto(task) if self.auto else self.values or (self.neutral,)
+        listed = next((space[name] for name in self.names if name in space), default)
+        if isinstance(listed, str):
+            values = self.auto(task) if self.auto else self.values or (self.neutral,)
         else:
-            found = [self.parse(each, f"auto_tuner.space.{self.name}") for each in asked]
-        return tuple(dict.fromkeys(found))
+            values = [self.parse(each, f"auto_tuner.space.{self.name}") for each in listed]
+        return tuple(dict.fromkeys(values))
 
     def axis(self, values: Sequence[KnobValue], extra_values: Sequence[KnobValue] = ()) -> Axis:
         """Return an axis of `values`. `extra_values` are valid for candidates, but not crossed with other knobs."""
@@ -313,10 +315,10 @@ def _parse_text(knob: Knob, value: object) -> Any:
 
 def _parse_words(knob: Knob, value: object) -> Any:
     """Return a list of words as one text, sorted and separated by commas."""
-    given = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(given, list):
+    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(items, list):
         return _INVALID
-    words = {str(knob.spellings.get(each, each)) for each in given}
+    words = {str(knob.spellings.get(each, each)) for each in items}
     return ",".join(sorted(words)) if words and words <= set(knob.words) else _INVALID
 
 

@@ -131,8 +131,8 @@ def classify(
                 return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
-    how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    return TrialState.FAILED, f"{how}; last line: {last}"
+    ending = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+    return TrialState.FAILED, f"{ending}; last line: {last}"
 
 
 def _without_state(state: TrialState, line: str) -> str:

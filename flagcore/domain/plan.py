@@ -94,11 +94,11 @@ class Plan:
     def prediction_error(self) -> PredictionError | None:
         """The errors of predicted step times, over the trials whose prediction had been corrected."""
         pairs = [[measured_to_predicted(trial, name) for name in ("predicted", "believed")] for trial in self.trials]
-        known = [[abs(math.log(ratio)) for ratio in pair if ratio] for pair in pairs if None not in pair]
-        if not known:
+        log_errors = [[abs(math.log(ratio)) for ratio in pair if ratio] for pair in pairs if None not in pair]
+        if not log_errors:
             return None
-        before, after = (math.expm1(median(errors)) for errors in zip(*known, strict=True))
-        return PredictionError(before=before, after=after, trials=len(known))
+        before, after = (math.expm1(median(errors)) for errors in zip(*log_errors, strict=True))
+        return PredictionError(before=before, after=after, trials=len(log_errors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,10 @@ def summarize(
 
 def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
     """Count combinations by outcome. A candidate with a trial counts by its trial, also if a rule removed it later."""
-    ran = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
-    states = Counter(trial.state for trial in ran.values())
+    trial_of_row = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
+    states = Counter(trial.state for trial in trial_of_row.values())
     rule = pruned.rule.copy()
-    rule[list(ran)] = -1
+    rule[list(trial_of_row)] = -1
     removed = {name: int((rule == place + 1).sum()) for place, name in enumerate(pruned.rules)}
     return Counts(
         combinations=space.combinations,
@@ -194,13 +194,16 @@ def gains(search_state: SearchState) -> tuple[float, ...]:
         return ()
     if best.candidate == baseline.candidate:
         return (0.0,)
-    slow = (baseline, *search_state.repeats_of(baseline.candidate))
+    baseline_runs = (baseline, *search_state.repeats_of(baseline.candidate))
     rounds = [
-        (fast, [each for each in slow if each.number < fast.number][-1:])
-        for fast in (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
+        (best_run, [each for each in baseline_runs if each.number < best_run.number][-1:])
+        for best_run in (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
     ]
     return tuple(
-        speed(fast) / speed(before[0]) - 1
-        for fast, before in rounds
-        if before and fast.state is before[0].state is TrialState.MEASURED and fast.is_final and before[0].is_final
+        speed(best_run) / speed(earlier_runs[0]) - 1
+        for best_run, earlier_runs in rounds
+        if earlier_runs
+        and best_run.state is earlier_runs[0].state is TrialState.MEASURED
+        and best_run.is_final
+        and earlier_runs[0].is_final
     )

@@ -85,28 +85,28 @@ class Predictions:
 
     def keeps_limits(self, limits: Mapping[str, float]) -> BoolArray:
         """Return whether the figures of each candidate are within upper bounds; True if a figure is unknown."""
-        kept = np.ones(self.step_time_s.shape, dtype=np.bool_)
+        is_kept = np.ones(self.step_time_s.shape, dtype=np.bool_)
         for name, limit in limits.items():
             if name in self.figures:
-                kept &= ~(self.figures[name] > limit)
-        return kept
+                is_kept &= ~(self.figures[name] > limit)
+        return is_kept
 
     def row(self, row: int) -> Prediction:
         """Return the prediction of one candidate."""
-        known, capacity = bool(np.isfinite(self.step_time_s[row])), self._capacity(row)
+        has_time, capacity = bool(np.isfinite(self.step_time_s[row])), self._capacity(row)
         memory: dict[str, Any] = {name: float(getattr(self, name)[row]) for name in MEMORY}
         figures = {name: float(values[row]) for name, values in self.figures.items()}
         return Prediction(
-            step_time_s=float(self.step_time_s[row]) if known else None,
-            low_s=float(self.low_s[row]) if known else None,
-            high_s=float(self.high_s[row]) if known else None,
-            time_s={name: float(part[row]) for name, part in self.time_s.items()} if known else {},
+            step_time_s=float(self.step_time_s[row]) if has_time else None,
+            low_s=float(self.low_s[row]) if has_time else None,
+            high_s=float(self.high_s[row]) if has_time else None,
+            time_s={name: float(part[row]) for name, part in self.time_s.items()} if has_time else {},
             **memory,
             capacity_bytes=capacity,
             fits=None if capacity is None else bool(self.device_used_bytes[row] <= capacity),
             worst_stage=int(self.worst_stage[row]),
             model_flops=self.model_flops,
-            figures={name: value for name, value in figures.items() if known and math.isfinite(value)},
+            figures={name: value for name, value in figures.items() if has_time and math.isfinite(value)},
         )
 
     def _capacity(self, row: int) -> float | None:
@@ -122,10 +122,10 @@ class Predictions:
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of some rows."""
         figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in self._array_fields()}
-        named: dict[str, Any] = {
+        mappings: dict[str, Any] = {
             mapping: {name: part[rows] for name, part in getattr(self, mapping).items()} for mapping in _BY_NAME
         }
-        return replace(self, **figures, **named)
+        return replace(self, **figures, **mappings)
 
     @classmethod
     def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
@@ -157,8 +157,10 @@ class Predictions:
         figures: dict[str, Any] = {
             name: np.empty(rows, dtype=getattr(self, name).dtype) for name in self._array_fields()
         }
-        named: dict[str, Any] = {field: {name: np.empty(rows) for name in getattr(self, field)} for field in _BY_NAME}
-        return replace(self, **figures, **named)
+        mappings: dict[str, Any] = {
+            field: {name: np.empty(rows) for name in getattr(self, field)} for field in _BY_NAME
+        }
+        return replace(self, **figures, **mappings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,14 +150,14 @@ def rivals(search_state: SearchState) -> tuple[Trial, ...]:
     if best is None:
         return ()
     best_runs, best_speed = search_state.runs_of(best.candidate), search_state.speed_of(best.candidate)
-    found = []
+    near_best = []
     for trial in search_state.trials:
         if trial.candidate == best.candidate or not search_state.keeps_limits(trial.candidate):
             continue
         runs, own_speed = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
         if own_speed and not significant(best_speed / own_speed - 1.0, best_runs, runs):
-            found.append(trial)
-    return tuple(sorted(found, key=lambda trial: -search_state.speed_of(trial.candidate)))
+            near_best.append(trial)
+    return tuple(sorted(near_best, key=lambda trial: -search_state.speed_of(trial.candidate)))
 
 
 def finalists(search_state: SearchState) -> tuple[Trial, ...]:

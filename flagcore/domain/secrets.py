@@ -55,8 +55,8 @@ def is_secret(name: str) -> bool:
 
 def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]:
     """Return the secret values of an environment, the longest first."""
-    found = {str(value) for name, value in environment.items() if is_secret(name) and len(str(value)) >= MIN_LENGTH}
-    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+    values = {str(value) for name, value in environment.items() if is_secret(name) and len(str(value)) >= MIN_LENGTH}
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 
 def secrets_in_data(data: Any) -> tuple[str, ...]:
@@ -101,9 +101,9 @@ def redact_arguments(words: Sequence[str], known: Collection[str] = ()) -> Itera
 
 def secrets_in_arguments(words: Sequence[str]) -> list[str]:
     """Return the secrets in the arguments of a command line: values of secret options, and passwords in URLs."""
-    found = [value for value in _secret_values(words) if value]
-    found += [part[2] for word in words for part in _URL.finditer(word)]
-    return list(dict.fromkeys(found))
+    secrets = [value for value in _secret_values(words) if value]
+    secrets += [part[2] for word in words for part in _URL.finditer(word)]
+    return list(dict.fromkeys(secrets))
 
 
 def _walk(data: Any) -> Iterator[str]:

@@ -161,16 +161,16 @@ def decode(
     rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
 ) -> dict[str, IntArray]:
     """Convert mixed-radix numbers, in which the first knob varies fastest, to columns of all or the `wanted` knobs."""
-    columns, rest, divisor = {}, rows, 1
+    columns, remainder, divisor = {}, rows, 1
     for knob, values in zip(knobs, codes, strict=True):
         size = int(values.size)
         if wanted is not None and knob not in wanted:
             divisor *= size
             continue
-        rest, divisor = rest // divisor if divisor > 1 else rest, 1
-        quotient = rest // size  # many times faster than the remainder in NumPy
-        columns[knob] = values.take(rest - quotient * size)
-        rest = quotient
+        remainder, divisor = remainder // divisor if divisor > 1 else remainder, 1
+        quotient = remainder // size  # many times faster than the remainder in NumPy
+        columns[knob] = values.take(remainder - quotient * size)
+        remainder = quotient
     return columns
 
 

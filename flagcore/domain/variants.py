@@ -90,12 +90,12 @@ def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Var
     if len(errors) == len(variants):
         raise errors[0]
     for place, knob in enumerate(knobs):
-        asked = task.spec.space.get(knob.name, ())
-        for value in () if isinstance(asked, str) else asked:
-            found = [each.error for each in variants if each.values[place] == value]
-            if all(found) and found[0]:
+        listed = task.spec.space.get(knob.name, ())
+        for value in () if isinstance(listed, str) else listed:
+            value_errors = [each.error for each in variants if each.values[place] == value]
+            if all(value_errors) and value_errors[0]:
                 key = f"auto_tuner.space.{knob.name}"
-                raise SpecError(key=key, value=value, problem=f"is not possible: {found[0]}")
+                raise SpecError(key=key, value=value, problem=f"is not possible: {value_errors[0]}")
 
 
 def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:

@@ -69,7 +69,7 @@ MIN_FIGURE = 1e-9
 """The lower bound of predicted figures, in seconds."""
 
 
-def feasibility_probability(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
+def feasibility_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
     """Return the probability that each row meets all limits, which are assumed to be independent.
 
     `found` are the features of `rows`. The error of a figure is learned like that of the step time. Figures without a
@@ -80,7 +80,7 @@ def feasibility_probability(context: SearchContext, rows: IntArray, found: Featu
         predicted = context.predictions.figures.get(name)
         if predicted is None:
             continue
-        ratio = Ratios(observed_figure(context, name), found, TIME).of(found)
+        ratio = Ratios(observed_figure(context, name), features, TIME).of(features)
         margin = math.log(limit) - np.log(np.maximum(predicted[rows], MIN_FIGURE)) - ratio.mean
         probability *= np.nan_to_num(scipy.special.ndtr(margin / np.maximum(ratio.deviation, 1e-6)), nan=1.0)
     return probability

@@ -135,12 +135,16 @@ class Ratios:
         no_rows = rows.take(np.zeros(0, dtype=np.int64))
         self._features = Features.join((observed.features, no_rows)) if len(observed) else no_rows
         points = Points.of(self._features, observed.task)
-        own, past = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
-        self._scales, self._own = scales, points.take(own)
+        task_rows, past_rows = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
+        self._scales, self._own = scales, points.take(task_rows)
         task_priors = [_TaskPrior(scales, 1.0, np.log(FACTOR_PROBABILITIES))]
-        if past.size:
-            task_priors = _task_priors(scales, points.take(past), observed.log_ratio[past], observed.noise[past])
-        self._processes = _processes(scales, task_priors, self._own, observed.log_ratio[own], observed.noise[own])
+        if past_rows.size:
+            task_priors = _task_priors(
+                scales, points.take(past_rows), observed.log_ratio[past_rows], observed.noise[past_rows]
+            )
+        self._processes = _processes(
+            scales, task_priors, self._own, observed.log_ratio[task_rows], observed.noise[task_rows]
+        )
 
     def of(self, rows: Features) -> Posterior:
         """Return the posterior of each of `rows`."""
@@ -209,7 +213,7 @@ def _processes(
 
     The scale of a process is at least that of its prior, because a task has few trials.
     """
-    prior, found, log_posterior = covariance(scales, own, own), [], []
+    prior, components, log_posterior = covariance(scales, own, own), [], []
     for task_prior in task_priors:
         mean, root = task_prior.mean_and_root(own)
         unexplained = prior - root.T @ root
@@ -217,9 +221,9 @@ def _processes(
         for factor, log_probability in zip(ERROR_FACTORS, task_prior.factor_log_probabilities, strict=True):
             row = factor * scales.row
             fit = _Fit.of(unexplained, noise**2 + row**2, measured - mean, prior_scale, min_scale=prior_scale)
-            found.append((task_prior, fit, row))
+            components.append((task_prior, fit, row))
             log_posterior.append(np.log(task_prior.probability) + log_probability + fit.log_likelihood)
     probabilities = np.exp(np.array(log_posterior) - scipy.special.logsumexp(log_posterior))
-    kept = np.flatnonzero(probabilities > MIN_PROBABILITY)
-    probabilities /= probabilities[kept].sum()
-    return tuple(_Process(*found[index], float(probabilities[index])) for index in kept)
+    likely = np.flatnonzero(probabilities > MIN_PROBABILITY)
+    probabilities /= probabilities[likely].sum()
+    return tuple(_Process(*components[index], float(probabilities[index])) for index in likely)

@@ -153,8 +153,8 @@ def _expected_ratios(
 
 def trial_rows(context: SearchContext) -> Sequence[tuple[Trial, int]]:
     """Return the trials, and the probes of candidates that did not run, with their rows."""
-    ran = {trial.candidate for trial in context.trials if trial.state is not TrialState.INTERRUPTED}
-    trials = (*context.trials, *(probe for probe in context.probes if probe.candidate not in ran))
+    candidates_with_runs = {trial.candidate for trial in context.trials if trial.state is not TrialState.INTERRUPTED}
+    trials = (*context.trials, *(probe for probe in context.probes if probe.candidate not in candidates_with_runs))
     return [(trial, row) for trial in trials if (row := context.space.find(trial.candidate)) is not None]
 
 

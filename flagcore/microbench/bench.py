@@ -78,23 +78,23 @@ class Bench:
         sample = self._device
         if self.cpu:
             sample = self._core if alone and torch.get_num_threads() == 1 else self._host
-        found = sorted(sample(call, calls) / calls for _ in range(samples))
-        median, spread = found[len(found) // 2], found[(3 * len(found)) // 4] - found[len(found) // 4]
-        return Timing(self.agree(found[int(TIME_QUANTILE * len(found))]), spread / median, samples)
+        times = sorted(sample(call, calls) / calls for _ in range(samples))
+        median, spread = times[len(times) // 2], times[(3 * len(times)) // 4] - times[len(times) // 4]
+        return Timing(self.agree(times[int(TIME_QUANTILE * len(times))]), spread / median, samples)
 
     def host_time(self, call: Callable[[], object], calls: int) -> Timing:
         """Return the host's processor time to launch `call`, without waiting for the device."""
         call()
-        found = []
+        times = []
         for _ in range(MIN_SAMPLES):
             self.synchronize()
             start = time.process_time()
             for _ in range(calls):
                 call()
-            found.append((time.process_time() - start) / calls)
+            times.append((time.process_time() - start) / calls)
         self.synchronize()
-        found.sort()
-        return Timing(found[1], (found[-1] - found[0]) / found[1], MIN_SAMPLES)
+        times.sort()
+        return Timing(times[1], (times[-1] - times[0]) / times[1], MIN_SAMPLES)
 
     def _core(self, call: Callable[[], object], calls: int) -> float:
         """Return the processor time of `calls` calls."""

@@ -58,25 +58,25 @@ def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = T
     """
     items = sorted(items, key=lambda item: item.work)
     order = [index for first in (0, 4, 2, 6, 1, 5, 3, 7) for index in range(first, len(items), 8)]
-    found: dict[int, Timing] = {}
+    timings: dict[int, Timing] = {}
     for _ in range(ROUNDS):
         start = bench.clock()
         for done, index in enumerate(order):
             left = seconds / ROUNDS - bench.agree(bench.clock() - start)
-            if left <= 0 or MIN_CALLS * _expected_seconds(items, found, index) > left:
+            if left <= 0 or MIN_CALLS * _expected_seconds(items, timings, index) > left:
                 continue
             timing = bench.time(items[index].make(), 0.7 * left / (len(items) - done), alone=alone)
-            if index not in found or timing.seconds < found[index].seconds:
-                found[index] = timing
-    return (items[index].row | record(timing) for index, timing in sorted(found.items()))
+            if index not in timings or timing.seconds < timings[index].seconds:
+                timings[index] = timing
+    return (items[index].row | record(timing) for index, timing in sorted(timings.items()))
 
 
-def _expected_seconds(items: list[Item], found: dict[int, Timing], index: int) -> float:
+def _expected_seconds(items: list[Item], timings: dict[int, Timing], index: int) -> float:
     """Return the estimated seconds of an item from the nearest measured item, scaled if it has more work."""
-    if not found:
+    if not timings:
         return 0.0
-    nearest = min(found, key=lambda other: abs(other - index))
-    return found[nearest].seconds * max(1.0, items[index].work / items[nearest].work)
+    nearest = min(timings, key=lambda other: abs(other - index))
+    return timings[nearest].seconds * max(1.0, items[index].work / items[nearest].work)
 
 
 def record(timing: Timing) -> Row:
@@ -253,13 +253,13 @@ class _Scale(torch.nn.Module):  # type: ignore[misc]
 def launches(bench: Bench) -> list[Row]:
     """Return the host's time for a kernel of a chain of modules, forward and backward."""
     chain = torch.nn.Sequential(*[_Scale().to(bench.device) for _ in range(MODULES)])
-    one, weights = torch.ones(1, device=bench.device), list(chain.parameters())
-    forward = bench.host_time(lambda: chain(one), 1)
-    end = chain(one)
+    value, weights = torch.ones(1, device=bench.device), list(chain.parameters())
+    forward = bench.host_time(lambda: chain(value), 1)
+    end = chain(value)
     backward = bench.host_time(lambda: torch.autograd.grad(end, weights, retain_graph=True), 1)
-    both = [
+    launch_times = [
         Timing(timing.seconds / (kernels * MODULES), timing.spread, timing.repeats)
         for timing, kernels in ((forward, 1), (backward, 2))
     ]
     names = ("forward", "backward")
-    return [{"kernel": "launch", "name": name, **record(each)} for name, each in zip(names, both, strict=True)]
+    return [{"kernel": "launch", "name": name, **record(each)} for name, each in zip(names, launch_times, strict=True)]

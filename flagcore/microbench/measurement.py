@@ -52,8 +52,8 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
 
 def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    usual: list[str] = [name for name in ("bf16", "fp32") if name in job.precisions]
-    main = tuple(usual) or ("fp32",)
+    supported: list[str] = [name for name in ("bf16", "fp32") if name in job.precisions]
+    main = tuple(supported) or ("fp32",)
     rows += kernels.launches(bench)
     rows += kernels.measured(bench, kernels.memory(bench, job, main[0]), seconds * SHARES["memory"])
     rows += kernels.measured(bench, kernels.host_copies(bench), seconds * SHARES["host_copy"])
@@ -70,12 +70,12 @@ def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
 
 def _precisions(bench: Bench, job: Job) -> tuple[str, ...]:
     """Return the precisions to measure. If a chip has bf16, fp16 is left out; a CPU has neither tf32 nor fp8."""
-    known = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
-    if "bf16" in known and "fp16" in known:
-        known.remove("fp16")
+    precisions = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
+    if "bf16" in precisions and "fp16" in precisions:
+        precisions.remove("fp16")
     if bench.cpu:
-        known = [name for name in known if name not in ("tf32", "fp8")]
-    return tuple(known) or ("fp32",)
+        precisions = [name for name in precisions if name not in ("tf32", "fp8")]
+    return tuple(precisions) or ("fp32",)
 
 
 def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
@@ -108,5 +108,5 @@ def _join(job: Job, number: int, listener: socket.socket) -> None:
 
 
 def _write(job: Job, rows: list[dict[str, Any]], seconds: float) -> None:
-    found = {"torch": torch.__version__, "seconds": seconds, "rows": rows}
-    job.output.write_text(json.dumps(found), encoding="utf-8")
+    results = {"torch": torch.__version__, "seconds": seconds, "rows": rows}
+    job.output.write_text(json.dumps(results), encoding="utf-8")

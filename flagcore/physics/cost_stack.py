@@ -86,13 +86,13 @@ def with_slowdown(kernels: KernelCosts, slowdown: float) -> KernelCosts:
 
 
 def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:
-    found = seconds_of(sources[0])
+    seconds = seconds_of(sources[0])
     for costs in sources[1:]:
-        missing = np.isnan(found)
+        missing = np.isnan(seconds)
         if not missing.any():
             break
-        found = np.where(missing, seconds_of(costs), found)
-    return found
+        seconds = np.where(missing, seconds_of(costs), seconds)
+    return seconds
 
 
 def _first_known_figure(figures: Sequence[Callable[[], float]]) -> float:

@@ -30,8 +30,8 @@ def workload(name: str, key: str = "engine") -> Workload:
 
     Raises SpecError if it is not installed, NoDevice if it cannot be loaded.
     """
-    found: Workload = _named(WORKLOADS, "engine", name, Workload, key)
-    return found
+    engine: Workload = _named(WORKLOADS, "engine", name, Workload, key)
+    return engine
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
@@ -86,14 +86,14 @@ def _kind(engine: str) -> str:
 
 def launcher(name: str) -> Launcher:
     """Return the launcher `name`. Raises like `workload`."""
-    found: Launcher = _named(LAUNCHERS, "launcher", name, Launcher, "auto_tuner.launcher")
-    return found
+    result: Launcher = _named(LAUNCHERS, "launcher", name, Launcher, "auto_tuner.launcher")
+    return result
 
 
 def strategy(name: str) -> Strategy:
     """Return the strategy `name`. Raises like `workload`."""
-    found: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
-    return found
+    result: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
+    return result
 
 
 def importer(name: str | None = None) -> Importer:
@@ -101,21 +101,21 @@ def importer(name: str | None = None) -> Importer:
     installed_names = names(IMPORTERS)
     if name is None and len(installed_names) != 1:
         raise UsageError(f"several importers are installed, or none: {', '.join(installed_names) or 'none'}")
-    found: Importer = _named(IMPORTERS, "importer", name or installed_names[0], Importer, "importer")
-    return found
+    result: Importer = _named(IMPORTERS, "importer", name or installed_names[0], Importer, "importer")
+    return result
 
 
 def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
     points = installed(group).points
     if name not in points:
         similar = get_close_matches(name, points, n=3)
-        known = ", ".join(sorted(points)) or "none"
-        fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {known}"
+        installed_names = ", ".join(sorted(points)) or "none"
+        fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {installed_names}"
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
         return check_protocol(protocol, load_only(points[name]))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        where = origins(points[name])
-        raise NoDevice(f"the {kind} {name} (from {where}) cannot be used: {one_line(error)}") from error
+        distributions = origins(points[name])
+        raise NoDevice(f"the {kind} {name} (from {distributions}) cannot be used: {one_line(error)}") from error

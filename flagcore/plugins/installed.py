@@ -63,20 +63,20 @@ class EntryPoints:
 def installed(group: str) -> EntryPoints:
     """Return the entry points in `group`. Of distributions with the same name, the first on the path is used."""
     points: dict[str, list[EntryPoint]] = {}
-    skipped, seen = [], set()
+    skipped, distribution_names = [], set()
     for distribution in distributions():
         try:
             if group not in (distribution.read_text("entry_points.txt") or ""):
                 continue
             key = canonicalize_name(distribution.metadata["Name"])
-            if key in seen:
+            if key in distribution_names:
                 continue
-            seen.add(key)
+            distribution_names.add(key)
             for point in distribution.entry_points.select(group=group):
                 points.setdefault(point.name, []).append(point)
         except Exception as error:
-            where = str(getattr(distribution, "_path", "?"))
-            skipped.append(PluginFailure(name=where, distribution="", stage="discover", reason=one_line(error)))
+            path = str(getattr(distribution, "_path", "?"))
+            skipped.append(PluginFailure(name=path, distribution="", stage="discover", reason=one_line(error)))
     return EntryPoints(points=points, skipped_files=tuple(skipped))
 
 

@@ -175,18 +175,18 @@ class LoadedPlugins:
         def check(result: object) -> CollectiveCosts:
             return validation.collective_costs(result, levels)
 
-        found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
-        return None if found is None else CollectiveCostStack((found, Collectives(topology=levels)))
+        costs = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
+        return None if costs is None else CollectiveCostStack((costs, Collectives(topology=levels)))
 
     def environment(
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
     ) -> Mapping[str, str]:
         """Return the variables of all plugins. If several set a variable, the first is used."""
-        joined: dict[str, str] = {}
+        environment: dict[str, str] = {}
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         for variables in self._all([chip], "flagcore_environment", validation.environment, task=task, **arguments):
-            joined = {**variables, **joined}
-        return joined
+            environment = {**variables, **environment}
+        return environment
 
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
         """Return the knobs of all plugins. Of knobs with the same name, the first is used."""
@@ -203,8 +203,8 @@ class LoadedPlugins:
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first result of a plugin, or UNKNOWN."""
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
-        found = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
-        return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
+        support = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
+        return support or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def check_task(self, task: Task, engine_version: str | None = None) -> tuple[TaskAdvice, ...]:
         """Return the advice of all plugins, the chip's own plugin's last."""
@@ -214,8 +214,8 @@ class LoadedPlugins:
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         chips = [group.chip for group in task.cluster.groups]
-        found = self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, task=task)
-        return tuple(rule for rules in found for rule in rules)
+        results = self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, task=task)
+        return tuple(rule for rules in results for rule in rules)
 
     def prepare_launch(self, launch: Launch, task: Task) -> Launch:
         """Return `launch` with the changes of all plugins. The plugin of the chip is called first.
@@ -236,8 +236,8 @@ class LoadedPlugins:
     ) -> tuple[FailurePattern, ...]:
         """Return the patterns of all plugins, those of the chip's plugin last."""
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **arguments)
-        return tuple(pattern for patterns in found for pattern in patterns)
+        results = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **arguments)
+        return tuple(pattern for patterns in results for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
         if self._telemetry:
@@ -309,14 +309,14 @@ class LoadedPlugins:
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     """Load all installed plugins, except those in `disabled` or in the comma-separated FLAGCORE_DISABLE_PLUGINS."""
-    found = installed(GROUP)
+    entry_points = installed(GROUP)
     excluded = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
     excluded = {name.strip() for name in excluded} - {""}
-    unknown = sorted(excluded - set(found.points))
-    failures = [*found.skipped_files, *(_unknown_plugin(name, found.points) for name in unknown)]
+    unknown = sorted(excluded - set(entry_points.points))
+    failures = [*entry_points.skipped_files, *(_unknown_plugin(name, entry_points.points) for name in unknown)]
     plugins = []
-    for name in sorted(set(found.points) - excluded):
-        points = found.points[name]
+    for name in sorted(set(entry_points.points) - excluded):
+        points = entry_points.points[name]
         stage = "load"
         try:
             hooks = load_only(points)

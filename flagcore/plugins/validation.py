@@ -140,7 +140,7 @@ def telemetry(answer: object) -> Telemetry:
     return found
 
 
-def data(kind: Any, answer: object, where: str = "") -> Any:
+def data(kind: Any, answer: object, name: str = "") -> Any:
     """Return `answer` if it is a valid `kind`, including elements and fields. Raises BadPlugin.
 
     Lists are valid instead of tuples.
@@ -152,8 +152,8 @@ def data(kind: Any, answer: object, where: str = "") -> Any:
             if found["type"] != "tuple_type" or not isinstance(found["input"], list):
                 path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"][1:])
                 message = found["msg"].replace("Input should be", "must be")
-                shown = f"{where}{path} = {_short_repr(found['input'])}".lstrip(". =")
-                raise BadPlugin(f"returned {shown}: {message}") from None
+                text = f"{name}{path} = {_short_repr(found['input'])}".lstrip(". =")
+                raise BadPlugin(f"returned {text}: {message}") from None
     return answer
 
 

@@ -177,12 +177,12 @@ def _serve_document(
 
 def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpec:
     """Return the training job of a section. The default directory of the user's command is `base`."""
-    given = train.model_dump(exclude={"command", "directory", "settings"})
-    given["settings"] = settings_of(train.settings, knobs)
+    fields = train.model_dump(exclude={"command", "directory", "settings"})
+    fields["settings"] = settings_of(train.settings, knobs)
     if not train.command:
-        return TrainSpec(**given)
+        return TrainSpec(**fields)
     directory = (base / (train.directory or ".")).resolve()
-    return TrainSpec(**given, command=tuple(train.command), directory=str(directory))
+    return TrainSpec(**fields, command=tuple(train.command), directory=str(directory))
 
 
 def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path) -> ClusterSpec:
@@ -278,8 +278,8 @@ def budgets(control: BudgetSection, file: str) -> Control:
 
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
     problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
-    if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
-        raise join_errors([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
+    if invalid := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+        raise join_errors([spec_error(("envs", name), problem, fix=fix, file=file) for name in invalid])
     return {name: str(value) for name, value in envs.items()}
 
 

@@ -142,8 +142,8 @@ def _read_serve_job(line: Mapping[str, object], engines: Engines) -> Job:
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
     engine = serve.get("engine") if isinstance(serve, dict) else None
-    known = knobs_of(engine, engines, "serve.engine", kind="serve") if isinstance(engine, str) else ()
-    knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
+    engine_knobs = knobs_of(engine, engines, "serve.engine", kind="serve") if isinstance(engine, str) else ()
+    knobs = dict.fromkeys((name for knob in engine_knobs for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
     _reject_misplaced_keys(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if (
@@ -183,13 +183,15 @@ def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord],
 
     `sections` maps names of keys to the section to which they belong.
     """
-    known = list(record.model_fields)
+    known_keys = list(record.model_fields)
     for key in line:
-        if key in known or not isinstance(key, str):
+        if key in known_keys or not isinstance(key, str):
             continue
         if key in sections:
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {sections[key]}")
-        if close := difflib.get_close_matches(key[:64], [name for name in known if name not in line], n=1, cutoff=0.7):
+        if close := difflib.get_close_matches(
+            key[:64], [name for name in known_keys if name not in line], n=1, cutoff=0.7
+        ):
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
 
 
@@ -225,24 +227,24 @@ def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file. Lines longer than LONGEST_LINE are truncated."""
     while line := stream.readline(LONGEST_LINE):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = stream.readline(LONGEST_LINE)
+        remainder = line
+        while remainder and not remainder.endswith(b"\n"):
+            remainder = stream.readline(LONGEST_LINE)
         yield line
 
 
-def _record(line: bytes, where: str) -> Line:
+def _record(line: bytes, place: str) -> Line:
     fix = "write one JSON object per line"
     try:
         record = load_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return spec_error(where, f"is not UTF-8 text (byte {error.start})", fix=fix)
+        return spec_error(place, f"is not UTF-8 text (byte {error.start})", fix=fix)
     except ValueError as error:
         problem = f"is longer than {LONGEST_LINE >> 20} MiB" if len(line) >= LONGEST_LINE else str(error)
-        return spec_error(where, problem, fix=fix)
+        return spec_error(place, problem, fix=fix)
     if not isinstance(record, dict):
         kind = "a list" if isinstance(record, list) else "a single value"
-        return spec_error(where, f"must be a JSON object, not {kind}", fix=fix)
+        return spec_error(place, f"must be a JSON object, not {kind}", fix=fix)
     if not isinstance(record.get("id"), str):
-        return spec_error(where, "id must be a string", fix="give each record a unique id")
+        return spec_error(place, "id must be a string", fix="give each record a unique id")
     return record

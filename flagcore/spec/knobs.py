@@ -108,10 +108,10 @@ def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[K
 
 def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> dict[str, KnobValue]:
     """Return the knob values of a baseline or of a record's candidate. With `settings`, include comparable settings."""
-    given = section.model_dump(exclude_unset=True)
+    values = section.model_dump(exclude_unset=True)
     scopes = {knob.name: knob.searchable or "record" in knob.scope or (settings and knob.comparable) for knob in knobs}
     candidates = {knob.name: knob for knob in knobs if scopes[knob.name]}
-    return {name: _parsed(candidates[name], value) for name, value in given.items() if name in candidates}
+    return {name: _parsed(candidates[name], value) for name, value in values.items() if name in candidates}
 
 
 def _parsed(knob: Knob, value: Any) -> KnobValue:
@@ -126,15 +126,15 @@ def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[
     """
     settings: dict[str, SettingValue] = {}
     by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
-    given = section.model_dump(include=set(by_name))
-    for name, value in sorted(given.items()):
+    values = section.model_dump(include=set(by_name))
+    for name, value in sorted(values.items()):
         negated = by_name[name].negated_knob
         if value is None:
             continue
         if isinstance(value, list):
             settings[name] = ",".join(map(str, sorted(set(value)) if by_name[name].kind == "words" else value))
         elif negated:
-            if given.get(negated) is value:
+            if values.get(negated) is value:
                 problem = f"is the negation of {negated}, which is {str(value).lower()} too"
                 raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="remove one of the two")
             settings[negated] = not value

@@ -36,39 +36,39 @@ def model_from(source: object, *, base: Path, file: str = "") -> Model:
 
 def model_of_shape(shape: Shape, *, file: str = "") -> Model:
     """Return the model of an inline shape with resolved defaults. Raises SpecError with all broken rules."""
-    given, problems = shape.model_dump(), dict[str, SpecError]()
+    sizes, problems = shape.model_dump(), dict[str, SpecError]()
 
     def fail(key: str, problem: str, fix: str) -> None:
-        problems[key] = spec_error(("model", key), problem, value=given[key], fix=fix, file=file)
+        problems[key] = spec_error(("model", key), problem, value=sizes[key], fix=fix, file=file)
 
     if shape.multi_latent_attention:
         for key in _MLA_SIZES:
-            if given[key] is None:
+            if sizes[key] is None:
                 problem = "is missing, but multi_latent_attention is true"
                 fail(key, problem, "give its size, or remove multi_latent_attention")
     else:
         for key in ("q_lora_rank", *_MLA_SIZES):
-            if given[key] is not None:
+            if sizes[key] is not None:
                 fail(key, "needs multi_latent_attention: true", "add that, or remove this key")
     if shape.num_moe_experts is None:
         for key in _MOE_SIZES:
-            if given[key]:
+            if sizes[key]:
                 fail(key, "needs num_moe_experts", "add that, or remove this key")
     elif not shape.moe_router_topk:
         fail("moe_router_topk", "is missing, but num_moe_experts is given", f"use 1 to {shape.num_moe_experts}")
     else:
-        given["moe_ffn_hidden_size"] = shape.moe_ffn_hidden_size or shape.ffn_hidden_size
+        sizes["moe_ffn_hidden_size"] = shape.moe_ffn_hidden_size or shape.ffn_hidden_size
     heads = shape.num_attention_heads
     if shape.kv_channels is None:
         if shape.multi_latent_attention:
-            given["kv_channels"] = shape.qk_head_dim
+            sizes["kv_channels"] = shape.qk_head_dim
         else:
-            given["kv_channels"] = shape.hidden_size // heads
+            sizes["kv_channels"] = shape.hidden_size // heads
             if shape.hidden_size % heads:
                 text = _("must be divisible by {name} = {value}", name="num_attention_heads", value=heads)
                 fail("hidden_size", text, _("change it, or give kv_channels"))
     model = Model(
-        **given
+        **sizes
         | {
             "num_query_groups": shape.num_query_groups or heads,
             "moe_router_topk": shape.moe_router_topk or 0,
@@ -92,26 +92,31 @@ def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mappin
 
 def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, str]) -> dict[str, SpecError]:
     """Return an error for each field that contradicts another."""
-    named, found = {field: names.get(field, field) for field in Model.__dataclass_fields__}, dict[str, SpecError]()
+    names_of_fields, errors = (
+        {field: names.get(field, field) for field in Model.__dataclass_fields__},
+        dict[str, SpecError](),
+    )
 
     def fail(field: str, problem: str, fix: str) -> None:
-        found[field] = spec_error((*at, named[field]), problem, value=getattr(model, field), fix=fix, file=file)
+        errors[field] = spec_error(
+            (*at, names_of_fields[field]), problem, value=getattr(model, field), fix=fix, file=file
+        )
 
     heads, groups, experts = model.num_attention_heads, model.num_query_groups, model.num_moe_experts
     if heads % groups:
         divisors = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0][-6:]
-        problem = _("must divide {name} = {value}", name=named["num_attention_heads"], value=heads)
+        problem = _("must divide {name} = {value}", name=names_of_fields["num_attention_heads"], value=heads)
         fail("num_query_groups", problem, _("use {values}", values=", ".join(divisors)))
     elif model.multi_latent_attention and groups != heads:
-        problem = f"must equal {named['num_attention_heads']} = {heads} with multi-latent attention"
+        problem = f"must equal {names_of_fields['num_attention_heads']} = {heads} with multi-latent attention"
         fail("num_query_groups", problem, f"use {heads}")
     if experts is not None and not 1 <= model.moe_router_topk <= experts:
-        problem = f"must be from 1 to {named['num_moe_experts']} = {experts}"
+        problem = f"must be from 1 to {names_of_fields['num_moe_experts']} = {experts}"
         fail("moe_router_topk", problem, f"use {experts} or fewer")
     if experts is not None and model.moe_first_dense_layers >= model.num_layers:
-        problem = f"must be below {named['num_layers']} = {model.num_layers} in a model with experts"
+        problem = f"must be below {names_of_fields['num_layers']} = {model.num_layers} in a model with experts"
         fail("moe_first_dense_layers", problem, f"use {model.num_layers - 1} or fewer")
-    return found
+    return errors
 
 
 def _model_at(source: str, base: Path, file: str) -> Model:
@@ -147,5 +152,5 @@ def _model_of_gguf(path: Path, file: str) -> Model:
 
 
 def _name(path: Path) -> str:
-    where = path.absolute()
-    return (where.parent.name if path.name == "config.json" else path.stem) or "model"
+    absolute = path.absolute()
+    return (absolute.parent.name if path.name == "config.json" else path.stem) or "model"

@@ -207,9 +207,9 @@ def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
 
 def json_schema(engines: Engines) -> dict[str, Any]:
     """Return the JSON Schema of specs for all `engines`."""
-    named = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
-    documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in named if kind == "train"]
-    served = tuple((name, knobs) for name, kind, knobs in named if kind == "serve")
+    rows = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
+    documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in rows if kind == "train"]
+    served = tuple((name, knobs) for name, kind, knobs in rows if kind == "serve")
     documents += [serve_document_of((each,)) for each in served]
     if len(served) > 1:
         documents.append(serve_document_of(served))

@@ -13,7 +13,7 @@ from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
 
 HIGHEST_RATE = 1e5
-"""Requests per second up to which a rate is searched."""
+"""The upper bound of the search for a request rate, in requests per second."""
 
 
 def serve_of(
@@ -43,8 +43,8 @@ def serve_of(
 def _client(section: ServeSection, file: str) -> dict[str, Any]:
     if section.client is None:
         return {}
-    several = section.profile.concurrency, section.profile.request_rate
-    if any(isinstance(each, list) and len(each) > 1 for each in several):
+    load_points = section.profile.concurrency, section.profile.request_rate
+    if any(isinstance(each, list) and len(each) > 1 for each in load_points):
         problem, fix = "sends one load point, but serve.profile has several", "give one number in serve.profile"
         raise spec_error("serve.client", problem, fix=fix, file=file)
     if "/" in section.client.report:
@@ -66,9 +66,9 @@ def slo_of(section: SloSection) -> dict[str, float]:
 def engines_of(data: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the serving engines in a spec's data, without duplicates; empty for a training spec."""
     serve = data.get("serve")
-    wanted = serve.get("engine") if isinstance(serve, Mapping) else None
-    several = wanted if isinstance(wanted, list) else [wanted]
-    return tuple(dict.fromkeys(name for name in several if isinstance(name, str)))
+    engine = serve.get("engine") if isinstance(serve, Mapping) else None
+    names = engine if isinstance(engine, list) else [engine]
+    return tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
@@ -119,20 +119,20 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.range_spread is not None and profile.range_ratio != 1.0:
         problem, fix = "cannot be combined with serve.profile.range_ratio", "remove one of the two"
         raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
-    given = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
+    fields = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
     if profile.trace is not None:
-        given["trace"] = str((base / profile.trace).resolve())
+        fields["trace"] = str((base / profile.trace).resolve())
     if profile.request_rate == AUTO:
-        return (Load(**given, request_rate=HIGHEST_RATE),)
+        return (Load(**fields, request_rate=HIGHEST_RATE),)
     if profile.concurrency == AUTO:
-        return (Load(**given, concurrency=profile.num_prompts),)
+        return (Load(**fields, concurrency=profile.num_prompts),)
     rates = _as_list(profile.request_rate)
     if rates:
-        return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
+        return tuple(Load(**fields, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
-        return (Load(**given),)  # the trace may have arrival times
+        return (Load(**fields),)  # the trace may have arrival times
     clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
-    return tuple(Load(**given, concurrency=each) for each in clients)
+    return tuple(Load(**fields, concurrency=each) for each in clients)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -129,9 +129,9 @@ def describe(schema: Schema, root: Schema) -> str:
 def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Schema]]:
     """Yield the path and the schema of each key below `schema`, a part of `root`. Paths have no indices of lists."""
     for part in _alternatives(schema, root):
-        for name, below in part.get("properties", {}).items():
-            yield (*at, name), below
-            yield from keys_of(below, root, (*at, name))
+        for name, subschema in part.get("properties", {}).items():
+            yield (*at, name), subschema
+            yield from keys_of(subschema, root, (*at, name))
         if "items" in part:
             yield from keys_of(part["items"], root, at)
 

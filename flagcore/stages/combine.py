@@ -60,7 +60,7 @@ def _used(rank: RankMeasurement, memory: MemoryModel) -> tuple[float, float]:
 
 
 def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
-    before = prediction.time_s
+    predicted = prediction.time_s
     total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if not probe.measured or total is None or low is None or high is None:
         return prediction
@@ -68,19 +68,19 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
         "compute_s": max(rank.compute_time_s for rank in probe.measured),
         "optimizer_s": max(rank.optimizer_time_s for rank in probe.measured),
     }
-    work = sum(before.get(name, 0.0) for name in work_parts)
-    slowdown = (work - before["compute_s"] + probed["compute_s"]) / work if work else 1.0
-    after = {**before, **probed}
-    if "pp_bubble_s" in before:
-        after["pp_bubble_s"] *= slowdown
+    work = sum(predicted.get(name, 0.0) for name in work_parts)
+    slowdown = (work - predicted["compute_s"] + probed["compute_s"]) / work if work else 1.0
+    time_s = {**predicted, **probed}
+    if "pp_bubble_s" in predicted:
+        time_s["pp_bubble_s"] *= slowdown
     probed_s = sum(probed.values())
-    step = sum(after.values())
+    step = sum(time_s.values())
     return replace(
         prediction,
         step_time_s=step,
         low_s=probed_s * PROBED_INTERVAL[0] + (step - probed_s) * low / total,
         high_s=probed_s * PROBED_INTERVAL[1] + (step - probed_s) * high / total,
-        time_s=after,
+        time_s=time_s,
     )
 
 
@@ -91,8 +91,8 @@ def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction)
     """
     failed = [rank for rank in probe.ranks if rank.measured is None]
     failed.sort(key=lambda rank: rank.state is not TrialState.OUT_OF_MEMORY)
-    shown = failed[0] if failed else probe.ranks[-1]
-    log = posixpath.join(posixpath.dirname(trial.log), f"rank-{shown.rank}", posixpath.basename(trial.log))
+    shown_rank = failed[0] if failed else probe.ranks[-1]
+    log = posixpath.join(posixpath.dirname(trial.log), f"rank-{shown_rank.rank}", posixpath.basename(trial.log))
     finished = replace(trial, duration_s=probe.duration_s, log=log)
     if failed:
         return replace(finished, state=failed[0].state, reason=f"rank {failed[0].rank}: {failed[0].reason}")

@@ -38,13 +38,13 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     engine, devices = spec.work.engine, plugins.devices()
     vendor_devices = _of_vendor(devices, spec, plugins)
     groups, supports = [], []
-    for index, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
+    for index, requested in enumerate(spec.cluster.groups or (spec.cluster,)):
         key = f"cluster.groups[{index}].chip" if spec.cluster.groups else "cluster.chip"
-        is_auto = wanted.chip == AUTO
-        chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(wanted.chip, key, plugins)
+        is_auto = requested.chip == AUTO
+        chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(requested.chip, key, plugins)
         support = _require_support(chip, plugins, engine, engine_version)
-        chip = with_network(chip, wanted.nic_bytes_per_second, wanted.nic_latency_seconds)
-        groups.append(_group(wanted, chip, devices, support))
+        chip = with_network(chip, requested.nic_bytes_per_second, requested.nic_latency_seconds)
+        groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     support = _join_supports(supports)
     asked = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
@@ -83,15 +83,15 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
 
 
 def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
-    known = plugins.kernel_costs(group.chip, engine)
+    kernels = plugins.kernel_costs(group.chip, engine)
     synchronous = plugins.engine_support(group.chip, engine).shared_devices
-    run_slowdown = UNMEASURED_RUN_SLOWDOWN if known is None else known.run_slowdown()
+    run_slowdown = UNMEASURED_RUN_SLOWDOWN if kernels is None else kernels.run_slowdown()
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=known or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)),
+        kernels=kernels or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)),
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
-        guessed=known is None,
+        guessed=kernels is None,
         synchronous=synchronous,
         run_slowdown=1.0 if synchronous else run_slowdown,
     )
@@ -133,10 +133,10 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
     `needed` is the number of devices, by default those of a node.
     """
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
-    where = "serve" if isinstance(work, ServeSpec) else "train"
+    section = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
         text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
-        raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
+        raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=section))
     if platform.task.spec.on_each_host and not devices:
         return  # the devices of the hosts are unknown
     of_first_host = [each for each in devices if each.host == devices[0].host]
@@ -163,10 +163,10 @@ def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: 
 
 def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
     for name, value in environment.items():
-        for user_value, where in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
+        for user_value, source in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
             if user_value is not None:
                 if user_value != value:
-                    yield f"{name}: {user_value} from {where} overrides {value} from a plugin"
+                    yield f"{name}: {user_value} from {source} overrides {value} from a plugin"
                 break
 
 
@@ -199,13 +199,13 @@ def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting
     They apply to servers and to the user's command, but not to flagcore's trial program.
     """
     for given in values:
-        where, _, name = given.setting.partition(".")
+        section, _, name = given.setting.partition(".")
         work = spec.work
-        if where == "settings" and isinstance(work, TrainSpec) and work.command and given.value is not None:
+        if section == "settings" and isinstance(work, TrainSpec) and work.command and given.value is not None:
             spec = replace(spec, work=replace(work, settings={name: given.value, **work.settings}))
-        elif where == "engine_args" and isinstance(work, ServeSpec) and given.value is not None:
-            known = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
-            if name.replace("_", "-") not in known:
+        elif section == "engine_args" and isinstance(work, ServeSpec) and given.value is not None:
+            arguments = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
+            if name.replace("_", "-") not in arguments:
                 spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: given.value}))
     return spec
 
@@ -231,7 +231,7 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
 
     Raises NoDevice if no plugin has chips of the vendor, or if this machine has none of them.
     """
-    is_named = all(wanted.chip != AUTO for wanted in spec.cluster.groups or (spec.cluster,))
+    is_named = all(requested.chip != AUTO for requested in spec.cluster.groups or (spec.cluster,))
     vendor = None if is_named else plugins.vendor({name: str(value) for name, value in spec.envs.items()})
     if vendor is None:
         return devices
@@ -251,11 +251,11 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
 
 
 def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
-    known = plugins.chips()
-    for chip in known:
+    chips = plugins.chips()
+    for chip in chips:
         if chip.has_name(name):
             return chip
-    hint = unknown_chip_hint(name, known)
+    hint = unknown_chip_hint(name, chips)
     raise NoDevice(
         _("{key} = {chip!r} is not supported by any installed plugin; {hint}", key=key, chip=name, hint=hint)
     )
@@ -267,15 +267,15 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     Raises NoDevice without a known chip, or if there is only a CPU and the detection of an accelerator failed.
     """
     counts = Counter(device.chip for device in devices)
-    known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
-    if not known:
+    chip_counts = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
+    if not chip_counts:
         text = N_(
             "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
             "installed), measure it with `flag calibrate`, or name a chip to plan for"
         )
         raise NoDevice(_(text, devices=", ".join(counts) or _("no device at all")))
     is_accelerator, _count, chip = max(
-        ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
+        ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in chip_counts),
         key=lambda found: found[:2],
     )
     if not is_accelerator and plugins.detection_failures():
@@ -288,16 +288,16 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     return chip
 
 
-def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
+def _group(requested: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
     local_devices = [device for device in devices if chip.has_name(device.chip) and device.host == devices[0].host]
-    count = wanted.devices_per_node or len(local_devices) or chip.devices_per_node
+    count = requested.devices_per_node or len(local_devices) or chip.devices_per_node
     reported = [device.memory_bytes for device in local_devices if device.memory_bytes]
     memory = min(reported) if reported else None
     if memory and support.shared_devices:
         memory = sum(reported) // max(len(reported), count)
     return NodeGroup(
         chip=chip,
-        nodes=wanted.nodes,
+        nodes=requested.nodes,
         devices_per_node=count,
-        memory_bytes=wanted.memory_bytes_per_device or memory,
+        memory_bytes=requested.memory_bytes_per_device or memory,
     )

@@ -20,21 +20,21 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     replaces one from another tool. If parallel trials disturb each other, those that were timed are inconclusive.
     """
     trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
-    counted = [trial for trial in trials if trial.fidelity == fidelity]
-    found = interference(counted)
+    own_trials = [trial for trial in trials if trial.fidelity == fidelity]
+    found = interference(own_trials)
     if found and not found.is_negligible:
-        disturbed = {each.number for each in counted if each.group is not None and each.state in TIMED_STATES}
-        counted = [replace(each, inconclusive=True) if each.number in disturbed else each for each in counted]
+        disturbed = {each.number for each in own_trials if each.group is not None and each.state in TIMED_STATES}
+        own_trials = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own_trials]
     by_candidate: dict[Candidate, Trial] = {}
-    for trial in counted:
+    for trial in own_trials:
         if trial.role in (Role.REPEAT, Role.INTERFERENCE):
             continue
-        known = by_candidate.get(trial.candidate)
-        if known is None or not known.is_conclusive or known.source:
+        earlier = by_candidate.get(trial.candidate)
+        if earlier is None or not earlier.is_conclusive or earlier.source:
             by_candidate[trial.candidate] = trial
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.is_conclusive]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
-    repeats = tuple(trial for trial in counted if trial.role is Role.REPEAT)
+    repeats = tuple(trial for trial in own_trials if trial.role is Role.REPEAT)
     search_state = SearchState(
         by_candidate=by_candidate,
         repeats=repeats,

@@ -79,8 +79,8 @@ def rejection_rules(axes: Sequence[Axis], support: EngineSupport, spec: Spec | N
 
 
 def _knob_rule(axis: Axis, refused: RefusedValues) -> Rule:
-    known = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
-    codes = np.array([axis.encode(value) for value in known], dtype=np.int64)
+    valid = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
+    codes = np.array([axis.encode(value) for value in valid], dtype=np.int64)
     maximum = np.inf if refused.above is None else refused.above
     values = " or ".join([*map(str, refused.values), *([f"more than {maximum}"] if refused.above is not None else [])])
     return Rule(

@@ -83,10 +83,10 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
     slow_ratio = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
     per_node, hosts = platform.task.cluster.groups[0].devices_per_node, platform.task.spec.cluster.hosts
     slow = slow_devices(devices, per_node, slow_ratio, hosts)
-    used = None if platform.support.shared_devices else readings.memory_used()
+    used_bytes = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
-        used = measured.device_used_bytes
-    return replace(measured, telemetry=readings.summary(), device_used_bytes=used, devices=devices, slow=slow)
+        used_bytes = measured.device_used_bytes
+    return replace(measured, telemetry=readings.summary(), device_used_bytes=used_bytes, devices=devices, slow=slow)
 
 
 def _end_remark(
@@ -135,8 +135,8 @@ def _checked(platform: Platform, trial: Trial) -> Trial:
     checks_ranks = platform.support.shared_devices and isinstance(platform.task.spec.work, TrainSpec)
     budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
     if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
-        used = measured.device_used_bytes
-        reason = f"one rank used {used / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
+        used_bytes = measured.device_used_bytes
+        reason = f"one rank used {used_bytes / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
         return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason)
     if any(loss is None for loss in measured.losses):
         return replace(trial, state=TrialState.FAILED, reason="the loss is not finite")
@@ -148,19 +148,19 @@ def _checked(platform: Platform, trial: Trial) -> Trial:
 def _difference(trial: Trial, measured: Measurement) -> str | None:
     """Return a description of the first value with which the engine ran instead of the requested one, or None."""
     batch = (("global_batch_size", trial.shortened.global_batch_size),) if trial.shortened else ()
-    for knob, wanted in (*trial.candidate.items, *batch):
-        ran = measured.effective.get(knob, wanted)
-        if ran != wanted:
-            return f"the engine ran with {knob} = {ran} instead of {wanted}"[:LONGEST_REASON]
+    for knob, requested in (*trial.candidate.items, *batch):
+        actual = measured.effective.get(knob, requested)
+        if actual != requested:
+            return f"the engine ran with {knob} = {actual} instead of {requested}"[:LONGEST_REASON]
     return None
 
 
 def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float) -> bool:
-    counted = steps[warmup:]
+    timed_steps = steps[warmup:]
     return (
-        len(counted) >= 2
+        len(timed_steps) >= 2
         and best.measurement is not None
-        and scale * min(counted) > early_stop_ratio(best) * best.measurement.step_time_s
+        and scale * min(timed_steps) > early_stop_ratio(best) * best.measurement.step_time_s
     )
 
 
@@ -216,21 +216,21 @@ class _Readings:
 
     def memory_used(self) -> int | None:
         """Return the maximum memory in use of a device; None without readings, or if other programs used much of it."""
-        used = self._memory()
-        if not used or self._used_before > MAX_SHARE_BEFORE * max(used):
+        readings = self._memory()
+        if not readings or self._used_before > MAX_SHARE_BEFORE * max(readings):
             return None
-        return int(max(used))
+        return int(max(readings))
 
     def _memory(self) -> list[float]:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]
 
     def summary(self) -> dict[str, float]:
         """Return the means by name, and the peaks with the prefix `peak_`, over all devices."""
-        joined: dict[str, list[float]] = {}
+        values_by_name: dict[str, list[float]] = {}
         for samples in self._samples.values():
             for name, values in samples.items():
-                joined.setdefault(name, []).extend(values)
-        return _means_and_peaks(joined)
+                values_by_name.setdefault(name, []).extend(values)
+        return _means_and_peaks(values_by_name)
 
     def by_device(self) -> dict[int, dict[str, float]]:
         """Return the means and peaks of each device by its number over all nodes."""

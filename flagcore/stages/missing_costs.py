@@ -32,14 +32,14 @@ def no_time(task: Task, costs: Costs) -> str:
         is_serving = isinstance(task.spec.work, ServeSpec)
         rate = "the host's speed for layers that are not on a device" if is_serving else "a rate of the device"
         by_fix["trials measure it" if is_serving else MEASURED] = [rate]
-    named = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
+    rates_text = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
     unlimited = [
         f"unknown memory of {name}, so all candidates are assumed to fit ({BUDGET})"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
-    return "; ".join([*dict.fromkeys(unlisted), *([f"unknown: {named}"] if named else []), *unlimited])
+    return "; ".join([*dict.fromkeys(unlisted), *([f"unknown: {rates_text}"] if rates_text else []), *unlimited])
 
 
 def _known_precisions(costs: Costs) -> list[str]:
@@ -47,9 +47,9 @@ def _known_precisions(costs: Costs) -> list[str]:
     return [each for each in PRECISIONS if not np.isnan(costs.kernels.gemm_seconds(size, size, size, each)).any()]
 
 
-def _other_precision(group: NodeGroup, known: list[str], precision: str) -> str:
+def _other_precision(group: NodeGroup, precisions: list[str], precision: str) -> str:
     """Return a message with the precisions of a chip that can be predicted."""
-    *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
+    *others, last = [each for each in precisions if each in group.chip.dense_flops_per_second] or precisions
     usable = f"{', '.join(others)} or {last}" if others else last
     return f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"
 

@@ -32,10 +32,10 @@ def shorten(
     batch = workload.shorter_batch(engine_task(task), engine_candidate(task, candidate), max_step / step_s)
     if batch is None:
         return None
-    whole, short = predicted(task), predicted(task.with_batch(batch))
-    if not math.isfinite(whole / short) or whole <= short:
+    whole_s, short_s = predicted(task), predicted(task.with_batch(batch))
+    if not math.isfinite(whole_s / short_s) or whole_s <= short_s:
         return None
-    return scale_steps(batch, task.spec.train.global_batch_size, short, whole)
+    return scale_steps(batch, task.spec.train.global_batch_size, short_s, whole_s)
 
 
 def scale_steps(batch: int, whole_batch: int, short_s: float, whole_s: float) -> Shortened:

@@ -52,18 +52,20 @@ def wait_for_devices(
 
 def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
     """Yield a line for each device that a trial cannot use."""
-    used = _trial_devices(platform)
+    trial_devices = _trial_devices(platform)
     if platform.support.shared_devices:
-        of_hosts = {device.host: reader for device, reader in reversed(used)}  # a reader reads the whole machine
+        of_hosts = {
+            device.host: reader for device, reader in reversed(trial_devices)
+        }  # a reader reads the whole machine
         for host, reader in of_hosts.items():
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
-                where = f" on {host}" if host else ""
+                place = f" on {host}" if host else ""
                 needs = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
-                yield f"{free / GIB:.1f} GiB of memory are free{where}, and {needs}"
+                yield f"{free / GIB:.1f} GiB of memory are free{place}, and {needs}"
         return
-    readings = [_read(reader) for _, reader in used]
-    for (device, reader), figures in zip(used, readings, strict=True):
+    readings = [_read(reader) for _, reader in trial_devices]
+    for (device, reader), figures in zip(trial_devices, readings, strict=True):
         if figures is not None:
             why = _busy_reason(platform, device, reader, figures.get(MEMORY_IN_USE, nan))
         else:

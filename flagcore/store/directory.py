@@ -69,25 +69,25 @@ class RunDirectory:
         `task` and `fixed` are plain JSON data. `task` must be the same in all calls; `fixed` is stored by the first
         call. Raises RunError with the differences if the folder belongs to another task.
         """
-        known = self.identity()
-        wanted = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
-        if known is None:
-            known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **wanted}
-            text = json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False)
-            write(self.path / IDENTITY, text, private=bool(secrets_in_data(known["fixed"])))
-        changes = list(differences(known["task"], wanted["task"]))
+        identity = self.identity()
+        requested = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
+        if identity is None:
+            identity = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **requested}
+            text = json.dumps(identity, indent=2, sort_keys=True, ensure_ascii=False)
+            write(self.path / IDENTITY, text, private=bool(secrets_in_data(identity["fixed"])))
+        changes = list(differences(identity["task"], requested["task"]))
         if changes:
-            more = [_("and {count} more", count=len(changes) - 8)] if len(changes) > 8 else []
-            shown = "; ".join([*changes[:8], *more])
+            omitted = [_("and {count} more", count=len(changes) - 8)] if len(changes) > 8 else []
+            changes_text = "; ".join([*changes[:8], *omitted])
             raise RunError(
                 _(
                     "{path} belongs to another task: {changes}. Use --new to start over (the old run is moved aside), "
                     "or --run-dir for another folder",
                     path=self.path,
-                    changes=shown,
+                    changes=changes_text,
                 )
             )
-        return str(known["run"])
+        return str(identity["run"])
 
     def _rename_earlier_run(self) -> None:
         """Add a timestamp to the name of the folder, and a number if that name exists."""
@@ -149,5 +149,5 @@ def differences(old: object, new: object, key: str = "") -> Iterator[str]:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    json_text = json.dumps(value, ensure_ascii=False)
+    return json_text if len(json_text) <= 60 else json_text[:57] + "..."

@@ -127,8 +127,8 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                where, why = self._where, _line(error)
-                text = _("{file} cannot be used ({why}); repair it, or use --new to start over", file=where, why=why)
+                place, why = self._where, _line(error)
+                text = _("{file} cannot be used ({why}); repair it, or use --new to start over", file=place, why=why)
                 raise RunError(text) from None
 
     def _close_in_optuna(self, trial: Trial) -> None:
@@ -169,8 +169,8 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
     except KeyError:
         if url is None:
             return ()
-        text = _("{url} has no trials of this run; a relative path in it starts where the run was tuned", url=url)
-        raise RunError(text) from None
+        message = _("{url} has no trials of this run; a relative path in it starts where the run was tuned", url=url)
+        raise RunError(message) from None
     except Exception as error:
         raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None
 

@@ -124,8 +124,8 @@ def _evaluate(context: SearchContext) -> _Evaluation:
     if rows.size > MAX_ROWS:
         rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     features = context.features(rows)
-    known = observed_times(context)
-    ratios = Ratios(Observations.join((context.past.time, known, expected_times(context, known))), features, TIME)
+    observed = observed_times(context)
+    ratios = Ratios(Observations.join((context.past.time, observed, expected_times(context, observed))), features, TIME)
     posterior = ratios.of(features)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + posterior.mean

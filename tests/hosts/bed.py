@@ -337,7 +337,7 @@ def _client_port(pid: int) -> int:
 
 def children(pid: int) -> Sequence[int]:
     """Return the processes that a process started."""
-    return [each for each in guard.all_processes() if (guard.family(each) or (0,))[0] == pid]
+    return [each for each in guard.all_processes() if (guard.read_ids(each) or (0,))[0] == pid]
 
 
 def _run(*argv: str) -> str:

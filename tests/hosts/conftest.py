@@ -132,13 +132,15 @@ class Tune:
         """End flagcore, and nothing else, with SIGKILL."""
         flag = os.fsencode("\0".join(FLAG))
         found = {pid for pid in self.bed.processes("h0") if guard.read_proc(pid, "cmdline").startswith(flag)}
-        (pid,) = {pid for pid in found if not found & {(guard.family(pid) or (0,))[0]}}  # the others are about to exec
+        (pid,) = {
+            pid for pid in found if not found & {(guard.read_ids(pid) or (0,))[0]}
+        }  # the others are about to exec
         os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def finish(self) -> Any:
         """Return the result of the tune."""
-        while self.process.wait(240):
+        while self.process.wait():
             self.resume()
         return self.project.result()
 

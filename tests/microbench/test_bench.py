@@ -19,7 +19,7 @@ ACCELERATOR = """
 import json, time
 from types import SimpleNamespace
 import torch
-from flagcore.microbench.bench import Bench, QUEUE
+from flagcore.microbench.bench import Bench, MAX_QUEUED_CALLS
 
 class Device:
     '''Stands for torch.cuda and its like: works off what was launched, in order, in its own time.'''

@@ -81,7 +81,7 @@ def test_the_specs_cluster_comes_first() -> None:
 
 
 def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(NoDevice, match=r"'nosuch' is not known .* known chips: plain-cpu, test-chip"):
+    with pytest.raises(NoDevice, match=r"'nosuch' is not supported .* known chips: plain-cpu, test-chip"):
         discover(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
 
 

@@ -33,14 +33,14 @@ class Collectives:
 
     def __post_init__(self) -> None:
         """Compute the grids of the innermost level, and of the level that the table was measured on."""
-        levels, found = self.topology.levels, {}
+        levels, grids = self.topology.levels, {}
         if levels:
-            found = {kind: (0, model_grid(kind, levels[0])) for kind in KINDS}
+            grids = {kind: (0, model_grid(kind, levels[0])) for kind in KINDS}
         for index, level in enumerate(levels):
             if self.table and (level.name == self.table.level if self.table.level else index == 0):
-                found |= {kind: (index, grid) for kind, grid in measured_grids(self.table, level).items()}
-        object.__setattr__(self, "grids", {kind: grid for kind, (_, grid) in found.items()})
-        object.__setattr__(self, "measured", {kind: index for kind, (index, _) in found.items()})
+                grids |= {kind: (index, grid) for kind, grid in measured_grids(self.table, level).items()}
+        object.__setattr__(self, "grids", {kind: grid for kind, (_, grid) in grids.items()})
+        object.__setattr__(self, "measured", {kind: index for kind, (index, _) in grids.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the time of one collective: 0 for a group of one rank, NaN if a level that it uses is unknown."""
@@ -70,10 +70,10 @@ class Collectives:
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the share of compute that a running collective takes from concurrent kernels."""
         count = np.asarray(ranks, dtype=np.float64)
-        share, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
+        share, inner = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
         for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):
-            share = np.where(members > below, np.maximum(share, level.compute_share), share)
-            below = members
+            share = np.where(members > inner, np.maximum(share, level.compute_share), share)
+            inner = members
         return share
 
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:

@@ -119,14 +119,14 @@ def measured_grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
     A ring all-reduce is a reduce-scatter and an all-gather. If some of these three were not measured, the latter two
     are assumed to take the same time, and the all-reduce twice that time.
     """
-    found = {kind: grid for kind in KINDS if (grid := _grid(kind, table, level)) is not None}
-    half = found.get("all_gather") or found.get("reduce_scatter")
-    if half is None and "all_reduce" in found:
-        half = found["all_reduce"].scaled(0.5)
+    grids = {kind: grid for kind in KINDS if (grid := _grid(kind, table, level)) is not None}
+    half = grids.get("all_gather") or grids.get("reduce_scatter")
+    if half is None and "all_reduce" in grids:
+        half = grids["all_reduce"].scaled(0.5)
     if half is not None:
         derived = {"all_reduce": half.scaled(2.0), "all_gather": half, "reduce_scatter": half}
-        found = derived | found
-    return found
+        grids = derived | grids
+    return grids
 
 
 def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
@@ -137,22 +137,22 @@ def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
     rows: dict[int, FloatArray] = {}
     for ranks in sorted(measured):
         if rows:
-            smaller = max(rows)
-            base = _extrapolate(kind, level, rows[smaller], smaller, ranks)
+            nearest_smaller = max(rows)
+            base = _extrapolate(kind, level, rows[nearest_smaller], nearest_smaller, ranks)
         else:
             base = level_seconds(level, kind, SIZES, np.full(OCTAVES, float(ranks)))
         rows[ranks] = _interpolate(measured[ranks], base)
-    known = sorted(rows)
+    measured_ranks = sorted(rows)
     for ranks in range(2, max_ranks + 1):
         if ranks in rows:
             continue
-        index = int(np.searchsorted(known, ranks))
-        if 0 < index < len(known):
-            low, high = known[index - 1], known[index]
+        index = int(np.searchsorted(measured_ranks, ranks))
+        if 0 < index < len(measured_ranks):
+            low, high = measured_ranks[index - 1], measured_ranks[index]
             weight = np.log(ranks / low) / np.log(high / low)
             rows[ranks] = rows[low] ** (1.0 - weight) * rows[high] ** weight
         else:
-            nearest = known[0] if index == 0 else known[-1]
+            nearest = measured_ranks[0] if index == 0 else measured_ranks[-1]
             rows[ranks] = _extrapolate(kind, level, rows[nearest], nearest, ranks)
     zeros = np.zeros(OCTAVES)
     return Grid.of(np.stack([rows.get(ranks, zeros) for ranks in range(max_ranks + 1)]))
@@ -171,13 +171,13 @@ def _interpolate(curve: Curve, base: FloatArray) -> FloatArray:
     """
     sizes: FloatArray = np.array(curve.payload_bytes)
     seconds: FloatArray = np.array(curve.seconds)
-    inside = np.interp(np.sqrt(SIZES), np.sqrt(sizes), np.sqrt(seconds)) ** 2
-    below = base * seconds[0] / np.interp(sizes[0], SIZES, base)
-    above = base * seconds[-1] / np.interp(sizes[-1], SIZES, base)
+    measured_times = np.interp(np.sqrt(SIZES), np.sqrt(sizes), np.sqrt(seconds)) ** 2
+    low_times = base * seconds[0] / np.interp(sizes[0], SIZES, base)
+    high_times = base * seconds[-1] / np.interp(sizes[-1], SIZES, base)
     if len(sizes) > 1:
-        above = seconds[-1] + (SIZES - sizes[-1]) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        high_times = seconds[-1] + (SIZES - sizes[-1]) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
     times: FloatArray = np.maximum.accumulate(
-        np.where(sizes[0] > SIZES, below, np.where(sizes[-1] < SIZES, above, inside))
+        np.where(sizes[0] > SIZES, low_times, np.where(sizes[-1] < SIZES, high_times, measured_times))
     )
     return times
 

@@ -64,8 +64,10 @@ def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
 def _rate(sheet: KernelSheet, name: str, startup: float, default: float) -> float:
     """Return the bytes per second of a kind of kernel without its start-up time."""
     rows = _larger_half(sheet.rows(name).exact, lambda sizes: sizes[:, 0])
-    long = rows.select(rows.seconds > 2.0 * startup)
-    return float(np.median(long.sizes[:, 0] / (long.seconds - startup))) if long.seconds.size else default
+    long_rows = rows.select(rows.seconds > 2.0 * startup)
+    return (
+        float(np.median(long_rows.sizes[:, 0] / (long_rows.seconds - startup))) if long_rows.seconds.size else default
+    )
 
 
 def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
@@ -77,8 +79,8 @@ def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
             m, n, k = rows.sizes.T
             excess = rows.seconds / roofline.gemm_seconds(m, n, k, precision)
             shares[precision] = shares.get(precision, curve.gemm_share) / float(np.median(excess))
-    usual = next((shares[name] for name in ("bf16", "fp16", "fp32") if name in shares), curve.gemm_share)
-    curve = replace(curve, gemm_shares=shares, gemm_share=usual)
+    default_share = next((shares[name] for name in ("bf16", "fp16", "fp32") if name in shares), curve.gemm_share)
+    curve = replace(curve, gemm_shares=shares, gemm_share=default_share)
     roofline = replace(roofline, curve=curve)
     forward = _excess(sheet, "attention", roofline.attention_seconds)
     backward = _excess(sheet, "attention_backward", roofline.attention_backward_seconds)

@@ -69,10 +69,10 @@ class KernelSheet:
 
     def rows(self, name: str, precision: str = "") -> Rows:
         """Return the kernels of one kind and precision."""
-        found = [kernel for kernel in self.kernels if kernel.name == name and kernel.precision == precision]
-        sizes = np.array([kernel.sizes for kernel in found], dtype=np.float64).reshape(len(found), len(SIZES[name]))
-        seconds = np.array([kernel.seconds for kernel in found], dtype=np.float64)
-        return Rows(sizes, seconds, np.array([kernel.bound for kernel in found], dtype=bool))
+        kernels = [kernel for kernel in self.kernels if kernel.name == name and kernel.precision == precision]
+        sizes = np.array([kernel.sizes for kernel in kernels], dtype=np.float64).reshape(len(kernels), len(SIZES[name]))
+        seconds = np.array([kernel.seconds for kernel in kernels], dtype=np.float64)
+        return Rows(sizes, seconds, np.array([kernel.bound for kernel in kernels], dtype=bool))
 
     def precisions(self, name: str) -> tuple[str, ...]:
         """Return the precisions in which a kind of kernel was measured."""

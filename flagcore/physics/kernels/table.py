@@ -101,9 +101,13 @@ def _learn_correction(roofline: Roofline, sheet: KernelSheet, kind: str, precisi
     """Learn from measured times, and from upper bounds that are below the model; None if there are none."""
     rows = sheet.rows(kind, precision)
     if kind == "elementwise":
-        moved, seconds = rows.exact.sizes[:, 0], rows.exact.seconds
-        residuals = np.log(seconds / roofline.memory_seconds(moved))
-        return learn_line(MEMORY_AXIS, moved, residuals) if moved.size and np.isfinite(residuals).all() else None
+        moved_bytes, seconds = rows.exact.sizes[:, 0], rows.exact.seconds
+        residuals = np.log(seconds / roofline.memory_seconds(moved_bytes))
+        return (
+            learn_line(MEMORY_AXIS, moved_bytes, residuals)
+            if moved_bytes.size and np.isfinite(residuals).all()
+            else None
+        )
     if kind == "gemm":
         m, n, k = rows.sizes.T
         axes, sizes, modelled = GEMM_AXES, rows.sizes, roofline.gemm_seconds(m, n, k, precision)

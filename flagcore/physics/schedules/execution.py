@@ -90,7 +90,7 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
     executed: list[list[ExecutedPass]] = [[] for _ in orders]
     remaining = sum(map(len, orders))
     while remaining:
-        before = remaining
+        remaining_before = remaining
         for device, order in enumerate(orders):
             while next_step[device] < len(order):
                 step = order[next_step[device]]
@@ -106,7 +106,7 @@ def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
                     executed[device].append(ExecutedPass(device, kind, part, batch, start, end, lane))
                 next_step[device] += 1
                 remaining -= 1
-        if remaining == before:
+        if remaining == remaining_before:
             raise ValueError("deadlock in the schedule")
     return [each for passes in executed for each in passes]
 

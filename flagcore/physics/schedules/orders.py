@@ -21,10 +21,10 @@ def one_forward_one_backward(p: int, m: int, warmup: Callable[[int], int] | None
     """
     orders: Orders = []
     for r in range(p):
-        ahead = min(warmup(r) if warmup else p - r, m)
-        order = [("F", r, i) for i in range(ahead)]
+        warmup_count = min(warmup(r) if warmup else p - r, m)
+        order = [("F", r, i) for i in range(warmup_count)]
         for i in range(m):
-            order += [(kind, r, i)] + [("F", r, i + ahead)] * (i + ahead < m)
+            order += [(kind, r, i)] + [("F", r, i + warmup_count)] * (i + warmup_count < m)
         orders.append([(pass_,) for pass_ in order])
     return orders
 
@@ -84,21 +84,21 @@ def _dual_steps(p: int, m_near: int, m_far: int, r: int, near: int, far: int) ->
     `near` and `far` are the two parts of the device, `m_near` and `m_far` their numbers of micro-batches.
     """
     m = max(m_near, m_far, 2 * p)
-    rest, leading = p - r - 1, r + 1
-    steps: list[tuple[tuple[str, int], ...]] = [(("F", near),)] * (2 * rest)
+    remaining, leading = p - r - 1, r + 1
+    steps: list[tuple[tuple[str, int], ...]] = [(("F", near),)] * (2 * remaining)
     steps += [(("F", near),), (("F", far),)] * leading
-    steps += [(("B", far),), (("W", far),), (("F", far),)] * rest
-    middle: list[tuple[tuple[str, int], ...]] = [(("F", near), ("BW", far)), (("F", far), ("BW", near))] * (
+    steps += [(("B", far),), (("W", far),), (("F", far),)] * remaining
+    overlapping: list[tuple[tuple[str, int], ...]] = [(("F", near), ("BW", far)), (("F", far), ("BW", near))] * (
         m - 2 * p + r + 1
     )
-    if rest == 0:
-        middle[:1] = [(("F", near),), (("BW", far),)]
-    steps += middle + [(("BW", far),), (("F", far), ("BW", near))] * rest
+    if remaining == 0:
+        overlapping[:1] = [(("F", near),), (("BW", far),)]
+    steps += overlapping + [(("BW", far),), (("F", far), ("BW", near))] * remaining
     closing = [("BW", far), ("BW", near)] * leading
     split = 2 * (leading // 2) + (1 if r % 2 == 0 else 0)
     steps += [((("BW" if k < split else "B"), part),) for k, (_, part) in enumerate(closing)]
     waiting = [("W", part) for _, part in closing[split:]]
-    for _ in range(rest):
+    for _ in range(remaining):
         steps += [(waiting.pop(0),), (("B", near),)]
         waiting.append(("W", near))
     steps += [(pass_,) for pass_ in waiting]
