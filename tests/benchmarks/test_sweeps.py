@@ -85,18 +85,18 @@ def test_a_sweep_gets_the_predictions_of_its_records(sweeps: Any, loaded: Loaded
 
 
 def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: LoadedPlugins) -> None:
-    from wrong_models import distorted
+    from wrong_models import distort
 
     (sweep,) = sweeps.read_sweeps(records(), loaded)
     right = sweep.problem.predictions
-    wrong = distorted(right, {"_comm_": 3.0, "memory": 0.7})
+    wrong = distort(right, {"_comm_": 3.0, "memory": 0.7})
     for name in ("static_bytes", "peak_allocated_bytes", "device_used_bytes"):
         assert np.allclose(getattr(wrong, name), 0.7 * getattr(right, name))
     assert wrong.capacity_bytes == right.capacity_bytes
     assert np.allclose(wrong.time_s["tp_comm_s"], 3.0 * right.time_s["tp_comm_s"])
     assert np.allclose(wrong.time_s["compute_s"], right.time_s["compute_s"])
     assert np.allclose(wrong.step_time_s, sum(wrong.time_s.values()))
-    slower = distorted(right, {"_s": 3.0})
+    slower = distort(right, {"_s": 3.0})
     for name in ("step_time_s", "low_s", "high_s"):
         assert np.allclose(getattr(slower, name), 3.0 * getattr(right, name))
 
