@@ -24,8 +24,9 @@ class Launch:
     replaced by its MASTER_PORT. `own_script` is whether the user's own script is run, `leaves_out` what else a script
     runs of which this is only what it starts; None without one. `missing` says what the user must add before it can be
     started for real, empty for nothing. `hosts` are those on which it is started, each with its own `{node_rank}`; none
-    for this machine. `warm` is whether the program, `python -m PACKAGE ...`, may be forked from a process that has
-    imported its modules (`flagcore.launchers.template`).
+    for this machine. `client` is a program that runs here meanwhile, in `folder`: the trial ends with it. `warm` is
+    whether the program, `python -m PACKAGE ...`, may be forked from a process that has imported its modules
+    (`flagcore.launchers.template`).
     """
 
     argv: tuple[str, ...]
@@ -41,7 +42,17 @@ class Launch:
     leaves_out: tuple[str, ...] | None = None
     missing: str = ""
     hosts: tuple[str, ...] = ()
+    client: tuple[str, ...] = ()
     warm: bool = False
+
+
+HOSTS = "hosts"
+"""In a trial's folder: a folder of each host, with its files and logs."""
+
+
+def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
+    """Return where the files of a host are mirrored: those of the first one in the trial's folder itself."""
+    return os.path.join(folder, HOSTS, hosts[rank]) if rank else folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,13 +181,13 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:
-    """Return a training job for several nodes with the launcher of the allocation that flagcore runs in, if any.
+    """Return a job for several nodes with the launcher of the allocation that flagcore runs in, if any.
 
-    A command of the user may start all nodes itself, so that it needs the name of a launcher.
+    A command that trains may start all nodes itself, so that it needs the name of a launcher.
     """
     cluster, work = spec.cluster, spec.work
     several = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
-    if not several or not isinstance(work, TrainSpec) or work.command is not None:
+    if not several or (isinstance(work, TrainSpec) and work.command is not None):
         return spec
     at_hand = (name for name in names(LAUNCHERS) if isinstance(one := launcher(name), OnHosts) and one.at_hand())
     return replace(spec, launcher=next(at_hand, spec.launcher))

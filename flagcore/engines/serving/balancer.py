@@ -1,6 +1,6 @@
 """A balancer for where nginx is not installed: each connection goes to the server with the fewest.
 
-    python -m flagcore.engines.serving.balancer 8000 8001 8002    (the first port is its own)
+    python -m flagcore.engines.serving.balancer 8000 127.0.0.1:8001 node-2:8001    (the first port is its own)
 
 It passes bytes on as they come, so streams stay streams. nginx serves more clients; this is a few lines on one core.
 """
@@ -16,23 +16,24 @@ PIECE = 1 << 16
 
 
 class Balancer:
-    """Connections on this machine, spread over `ports`."""
+    """Connections spread over `places`, HOST:PORT."""
 
-    def __init__(self, ports: Sequence[int]) -> None:
-        self._open = dict.fromkeys(ports, 0)
+    def __init__(self, places: Sequence[str]) -> None:
+        self._open = dict.fromkeys(places, 0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass one connection on until a side ends it; a server that does not answer is left out for it."""
-        for port in sorted(self._open, key=self._open.__getitem__):
+        for place in sorted(self._open, key=self._open.__getitem__):
+            host, _, port = place.rpartition(":")
             try:
-                upstream = await asyncio.open_connection("127.0.0.1", port)
+                upstream = await asyncio.open_connection(host, int(port))
             except OSError:
                 continue
-            self._open[port] += 1
+            self._open[place] += 1
             try:
                 await _join((reader, writer), upstream)
             finally:
-                self._open[port] -= 1
+                self._open[place] -= 1
             return
         writer.close()
 
@@ -58,12 +59,12 @@ async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
             sink.write_eof()
 
 
-async def main(front: int, ports: Sequence[int]) -> None:
+async def main(front: int, places: Sequence[str]) -> None:
     """Listen at `front` until the process is ended."""
-    listener = await asyncio.start_server(Balancer(ports).serve, "127.0.0.1", front, limit=PIECE, backlog=1024)
+    listener = await asyncio.start_server(Balancer(places).serve, "127.0.0.1", front, limit=PIECE, backlog=1024)
     async with listener:
         await listener.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), [int(word) for word in sys.argv[2:]]))
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))

@@ -64,6 +64,9 @@ class Engine:
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
     """Returns how one instance with its own knob values is started, on some CPU cores if devices are cores."""
+    on_host: Callable[[int, int], tuple[str, ...]] | None = None
+    """Returns the flags of one of the hosts of an instance: how many there are, and which it is. None: an instance has
+    one."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns which candidates are the same to the engine."""
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -19,6 +19,7 @@ from flagcore.errors import SpecError
 
 MAX_PARTS = 16
 """For more cards, sizes are multiples of the smallest power of two that gives at most as many parts."""
+WHOLE = ", or have all devices of several hosts"
 _WORD = re.compile(r"\d{1,6}(\+\d{1,6})+")
 
 
@@ -81,10 +82,11 @@ def _are_powers_of_two(parts: tuple[int, ...]) -> bool:
     return all(part & (part - 1) == 0 for part in parts)
 
 
-def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ...]:
+def rules(task: Task, others: tuple[str, ...], *, heads: bool, span: bool) -> tuple[Rule, ...]:
     """Return the rules that make a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole
-    heads."""
+    heads; `span`: an instance may span hosts."""
     hardware, model = Hardware.of(task), task.spec.model
+    span = span and not hardware.on_cores
     known = [(), *(sizes(word) for word in words(task))]
     groups, latent = model.num_query_groups, model.multi_latent_attention
 
@@ -92,7 +94,16 @@ def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ..
         whole = model.num_attention_heads % size == 0 and (latent or groups % size == 0 or size % groups == 0)
         return heads and not hardware.on_cores and not whole
 
+    def misplaced(parts: tuple[int, ...]) -> bool:
+        return on_hosts(parts, hardware) is None or (not span and max(parts, default=0) > hardware.per_host)
+
     return (
+        Rule(
+            name="hosts_of_sizes",
+            knobs=(SIZES,),
+            message=f"each of {SIZES} must fit on a host of {hardware.per_host} devices" + (WHOLE if span else ""),
+            broken=_by_code(known, misplaced),
+        ),
         Rule(
             name="cards_of_sizes",
             knobs=(SIZES,),
@@ -132,15 +143,21 @@ def merges(*threads: str) -> tuple[Merge, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One instance of a candidate: its knob values, and its devices, `width` of them from `first` on."""
+    """One instance of a candidate: its knob values, and its devices: on a host, `width` of them from `first` on, or all
+    devices of `hosts`.
+    """
 
     values: Mapping[str, KnobValue]
     first: int
     width: int
+    hosts: range = range(1)
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
-    """Return the instances of a candidate on consecutive devices; cores are shared evenly unless SIZES is set."""
+    """Return the instances of a candidate, each on consecutive devices; cores are shared evenly unless SIZES is set.
+
+    An instance is on the first host with room for it, or, if it is larger, on whole hosts.
+    """
     hardware, word = Hardware.of(task), values.get(SIZES)
     if isinstance(word, str):
         widths = sizes(word)
@@ -150,10 +167,30 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
     else:
         number = count(values, INSTANCES)
         ranks = count(values, TP) * count(values, PP) * count(values, DP)
-        widths = (max(1, hardware.cards // number) if hardware.on_cores else ranks,) * number
+        share = int(hardware.share(np.array([number]), {})[0])
+        widths = (share if hardware.on_cores else ranks,) * number
         each = [dict(values)] * number
-    firsts = np.cumsum([0, *widths])
-    return tuple(Placement(own, int(first), width) for own, first, width in zip(each, firsts, widths, strict=False))
+    places = on_hosts(widths, hardware)
+    assert places is not None, "the candidate is legal"
+    return tuple(
+        Placement(own, first, width, hosts) for own, width, (hosts, first) in zip(each, widths, places, strict=True)
+    )
+
+
+def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
+    """Return the hosts of each instance and its first device there, None if they do not fit. The largest come first."""
+    if hardware.hosts == 1:
+        return [(range(1), sum(widths[:place])) for place in range(len(widths))]
+    used, found = [0] * hardware.hosts, list[tuple[range, int]]()
+    for width in widths:
+        span, each = max(1, width // hardware.per_host), min(width, hardware.per_host)
+        starts = range(hardware.hosts - span + 1)
+        at = next((at for at in starts if max(used[at : at + span]) + each <= hardware.per_host), None)
+        if at is None or each * span != width:
+            return None
+        found.append((range(at, at + span), used[at]))
+        used[at : at + span] = [used[at] + each] * span
+    return found
 
 
 @dataclass(frozen=True, slots=True)

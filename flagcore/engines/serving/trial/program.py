@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +22,9 @@ from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import ask_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
-from flagcore.engines.serving.trial.job import Job, plain_load
-from flagcore.engines.serving.trial.servers import PORT_TRIES, PortTaken, Server
+from flagcore.engines.serving.trial.job import Job, log_name, plain_load
+from flagcore.engines.serving.trial.remote import connect
+from flagcore.engines.serving.trial.servers import Served, Server, check_all_alive, log, start_all, stop_all
 
 MARGIN_SECONDS = 5.0
 """The part of a trial's time for stopping its servers, so that it ends in time and reports why."""
@@ -45,7 +45,7 @@ def run(job: Job, folder: Path) -> None:
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
     with _running(job, engine, folder, deadline) as servers:
-        effective = _read_back(engine, servers)
+        effective = _read_back(job, engine, servers)
         points = _Loads(job, engine, servers, folder, deadline).points()
         metrics = {
             "schema_version": 1,
@@ -57,59 +57,44 @@ def run(job: Job, folder: Path) -> None:
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
         }
-        _check_all_alive(servers, "after the load")
+        check_all_alive(servers, "after the load")
     _write(folder / METRICS, metrics)
 
 
 @contextlib.contextmanager
-def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
-    """Yield the servers when all are healthy, and always stop them."""
+def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+    """Yield the servers when all are healthy, and always stop those that run here."""
     patterns = (*engine.program.failures, *job.patterns)
-    servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
+    if job.hosts:
+        yield connect(job, folder, patterns, engine.health, deadline)
+        return
+    servers = [
+        Server(f"instance {number}", each, folder / log_name(number), patterns)
+        for number, each in enumerate(job.instances)
+    ]
     try:
-        for server in servers:
-            server.start(job.directory)
-        for server in servers:
-            _wait(server, job, engine.health, deadline)
-        _check_all_alive(servers, "while others started")
+        start_all(servers, job.directory, engine.health, deadline)
         yield servers
     except TrialFailure as failure:
         log(str(failure))  # in case this program is ended while it stops them
         raise
     finally:
-        for server in servers:
-            server.ask_to_stop()
-        for server in servers:
-            server.stop()
+        stop_all(servers)
 
 
-def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
-    """Wait until a server is healthy; if its port was taken, restart it on another one."""
-    for attempt in range(1, PORT_TRIES + 1):
-        try:
-            return server.wait_until_healthy(health, deadline)
-        except PortTaken as error:
-            if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} fixed_values") from None
-            log(f"{error}; restarting on another one")
-            server.stop()
-            server.start(job.directory)
-    return None
-
-
-def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue]:
+def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str, KnobValue]:
     """Return the values in use, without those that differ between servers.
 
     Raises TrialFailure if one is not what was set.
     """
     each: list[Mapping[str, KnobValue]] = []
-    for server in servers:
+    for server, instance in zip(servers, job.instances, strict=True):
         try:
             found = engine.effective(server.fetch, log_text(server.log))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
         for knob, value in found.items():
-            wanted = server.instance.asked.get(knob)
+            wanted = instance.asked.get(knob)
             if wanted is not None and wanted != value:
                 reason = f"{server.name} runs {knob} = {value} instead of {wanted}"
                 raise TrialFailure(TrialState.INVALID, reason)
@@ -124,7 +109,7 @@ class _Loads:
     Prompts differ between points and repeats, so that no cache has them, and are the same for each candidate.
     """
 
-    def __init__(self, job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> None:
+    def __init__(self, job: Job, engine: Engine, servers: Sequence[Served], folder: Path, deadline: float) -> None:
         self.job, self.servers, self.folder, self.deadline = job, servers, folder, deadline
         self.model = _model(servers[0])
         self.targets = [Target(url=server.url, path=engine.api) for server in servers]
@@ -148,13 +133,18 @@ class _Loads:
     def _by_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         where = self.folder / folder
         figures, took = ask_client(command, self.job.report, self.servers, self.model, where, self.deadline, name)
-        _check_all_alive(self.servers, f"during {name}")
+        check_all_alive(self.servers, f"during {name}")
         return {"figures": figures, "duration_s": took}
 
     def _measured(self, load: Load, name: str, seed: int) -> dict[str, Any]:
-        before = sum(server.cpu_seconds() for server in self.servers)
+        local = [server for server in self.servers if isinstance(server, Server)]
+        before = sum(server.cpu_seconds() for server in local)
         found = self._send(load, name, seed)
-        figures = {**found.figures, "engine_cpu_s": sum(server.cpu_seconds() for server in self.servers) - before}
+        figures = dict(found.figures)
+        if local:
+            figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - before
+        else:  # servers may run on this host, too
+            figures.pop("others_cores", None)
         if self.job.slo:
             figures["goodput_requests_per_s"] = goodput(found, self.job.slo)
         return {
@@ -174,7 +164,7 @@ class _Loads:
         found = measure(self.targets, load, model=self.model, vocab_size=vocab_size, seed=seed, timeout_s=left)
         if found.problems or found.failed:
             raise _problem(found, name, self.servers)
-        _check_all_alive(self.servers, f"during {name}")
+        check_all_alive(self.servers, f"during {name}")
         return found
 
 
@@ -185,7 +175,7 @@ def _warm_up(load: Load, servers: int) -> Load:
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
 
-def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
+def _problem(found: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
     """Return the failure of a load. A cause in a server's log goes first.
 
     Raises the failure of a server that ended, now or soon: connections may be lost before it ends.
@@ -197,7 +187,7 @@ def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFa
     reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {reason}"
     until = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
-        _check_all_alive(servers, f"during {name}")
+        check_all_alive(servers, f"during {name}")
         if time.monotonic() >= until:
             break
         time.sleep(0.1)
@@ -210,12 +200,7 @@ def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFa
     return TrialFailure(state, reason)
 
 
-def _check_all_alive(servers: Sequence[Server], when: str) -> None:
-    for server in servers:
-        server.check_alive(when)
-
-
-def _model(server: Server) -> str:
+def _model(server: Served) -> str:
     try:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -231,8 +216,3 @@ def _write(file: Path, data: Mapping[str, Any]) -> None:
     half = file.with_suffix(".new")
     half.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     half.replace(file)
-
-
-def log(line: str) -> None:
-    """Report progress: the last line shows where a trial was that had to be ended."""
-    print(line, file=sys.stderr, flush=True)
