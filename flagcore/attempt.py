@@ -18,7 +18,7 @@ from flagcore.stages.launch import launch, with_hosts
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
 from flagcore.stages.wait import SETTLE_SECONDS, wait_for_devices
-from flagcore.trial_plan import memory_needed
+from flagcore.trial_plan import candidate_to_run, memory_needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Attempts:
         """
         platform, began, pause = self.groups[trial.group or 0], time.monotonic(), self.running.pause
         if trial.fidelity == RUN:
-            platform = with_hosts(platform, self.launcher)
+            platform = with_hosts(_on_nodes(platform, trial), self.launcher)
         need, most = memory_needed(platform.task, trial), platform.task.spec.control.device_wait
         done = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need, most, lambda why: on_wait(replace(trial, reason=why)), pause)
@@ -80,10 +80,12 @@ class Attempts:
         folder = self.store.folder(trial)
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
+        ran = replace(trial, candidate=candidate_to_run(self.problem, self.workload, trial))
         with _pinned(platform.cores):
             limit, launcher = trial.time_limit, self.launcher
-            running = launch(platform, self.workload, launcher, trial.candidate, folder, limit, cold=cold)
-            return measure(self.running.watched(running), platform, self.workload, trial, folder, best)
+            running = launch(platform, self.workload, launcher, ran.candidate, folder, limit, cold=cold)
+            done = measure(self.running.watched(running), platform, self.workload, ran, folder, best)
+        return replace(done, candidate=trial.candidate)
 
     def _probe(self, trial: Trial) -> Trial:
         """Probe a candidate rank by rank. Ranks that an interrupted probe of it finished are not probed again."""
@@ -105,6 +107,12 @@ class Attempts:
         work_parts = require_prober(self.workload).work_parts
         combined = combine(self.problem.predictions.row(row), probed, platform.costs.memory, work_parts)
         return trial_of_probe(platform.task, trial, probed, combined)
+
+
+def _on_nodes(platform: Platform, trial: Trial) -> Platform:
+    """Return the platform of the nodes that a trial uses."""
+    nodes = trial.shortened.nodes if trial.shortened else 0
+    return replace(platform, task=platform.task.on_nodes(nodes)) if nodes else platform
 
 
 @contextmanager

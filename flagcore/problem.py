@@ -27,6 +27,7 @@ from flagcore.stages.discover import discover, present
 from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import LEARNED, prune
+from flagcore.stages.scale_down import pruning_of_trials, rules_of_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
         found = workload.as_installed(found)
     platform = with_plugin_knobs(found, workload)
     legal = legality(platform.task, workload, platform.support)
+    legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))
     baseline = _baseline(platform, workload, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, also=(values[axis.knob],)) for axis in legal.axes)
@@ -75,6 +77,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
     space = space.with_candidate(baseline)
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
+    rules = (*rules, *pruning_of_trials(platform.task, workload, platform.costs))
     return Problem(
         platform=platform,
         legality=legal,

@@ -257,6 +257,14 @@ class Shortens(Protocol):
 
 
 @runtime_checkable
+class ScalesDown(Protocol):
+    """Optional: trials may run on fewer nodes, with fewer data-parallel replicas that each do the same work."""
+
+    replicas: str
+    """The knob that counts replicas. The global batch shrinks with it."""
+
+
+@runtime_checkable
 class SlowStart(Protocol):
     """Optional: an engine whose trials take other than START_SECONDS beside their steps."""
 

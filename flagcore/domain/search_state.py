@@ -81,8 +81,11 @@ class SearchState:
         return tuple(trial for trial in own if trial.is_final) or own
 
     def shown(self, trial: Trial | None) -> Trial | None:
-        """Return the trial whose figures a report shows for a candidate: `trial`, or the first final run."""
-        return trial if trial is None or trial.is_final else next(iter(self.runs_of(trial.candidate)), trial)
+        """Return the trial whose figures a report shows for a candidate: `trial`, or a run that was scaled less."""
+        if trial is None or (trial.is_final and not trial.shortened):
+            return trial
+        runs = self.runs_of(trial.candidate) or (trial,)
+        return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
     def speed_of(self, candidate: Candidate) -> float:
         """Return the median speed of a candidate's runs, 0 without any."""
@@ -119,11 +122,12 @@ def noise(runs: Sequence[Trial]) -> float:
     measured = [trial.measurement for trial in runs if trial.measurement]
     if not measured:
         return MIN_NOISE
+    scaling = (trial.interval for trial in runs)
     within = median(one.spread_s / one.step_time_s if one.step_time_s > 0 else 0.0 for one in measured)
     speeds = [speed(trial) for trial in runs]
     middle = median(speeds)
     between = (max(speeds) - min(speeds)) / 2 / middle if middle > 0 else 0.0
-    return max(MIN_NOISE, within, between, *(one.interval for one in measured))
+    return max(MIN_NOISE, within, between, *scaling)
 
 
 def significant(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> bool:
@@ -165,10 +169,11 @@ def finalists(search_state: SearchState) -> tuple[Trial, ...]:
 def least_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
     """Return how often each finalist runs again at least: `control.repeats` times if there are several.
 
-    A finalist whose steps were shortened, or that ran beside others, runs whole and alone at least once.
+    A finalist whose steps were shortened, or that ran beside others, runs whole and alone at least once. All run on
+    each number of `control.trial_nodes`.
     """
     several = finalists(search_state)
-    rounds = control.repeats if len(several) > 1 else 0
+    rounds = max(control.repeats if len(several) > 1 else 0, len(control.trial_nodes) - 1)
     return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in several}
 
 
@@ -180,7 +185,7 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """
     several, least = finalists(search_state), least_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in several}
-    most = control.repeats + EXTRA_ROUNDS
+    most = max(control.repeats, len(control.trial_nodes) - 1) + EXTRA_ROUNDS
     if sum(trial.settles for trial in search_state.repeats) >= most * (2 + MAX_RIVALS):
         return None
     waiting = [trial for trial in several if done[trial.candidate] < least[trial.candidate]]
@@ -303,7 +308,7 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 def whole_seconds(control: Control, trial: Trial) -> float:
     """Return how long a measured trial takes with whole steps."""
     measured = trial.measurement
-    if measured is None or measured.scaled_from is None:
+    if measured is None or measured.scaled_from is None or (trial.shortened and trial.shortened.nodes):
         return trial.duration_s
     return trial.duration_s + control.train_iters * (measured.step_time_s - measured.scaled_from)
 

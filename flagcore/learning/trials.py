@@ -48,7 +48,7 @@ def observed_times(context: SearchContext) -> Observed:
     probes = {probe.number for probe in context.probes}
     usual = median([_spread(trial.measurement) for trial, _ in found if trial.state is TrialState.MEASURED] or [0.0])
     least = [PROBE_NOISE if trial.number in probes else LEAST_NOISE for trial, _ in found]
-    noise = np.array([max(few, _noise(trial.measurement, usual)) for few, (trial, _) in zip(least, found, strict=True)])
+    noise = np.array([max(few, _noise(trial, usual)) for few, (trial, _) in zip(least, found, strict=True)])
     known = _observed(context, rows, np.log(measured) - np.log(predicted), noise)
     return Observed.join((known, _bounds_of_time(context, known)))
 
@@ -166,15 +166,16 @@ def _spread(measured: Measurement | None) -> float:
     return measured.spread_s / measured.step_time_s if measured else 0.0
 
 
-def _noise(measured: Measurement | None, usual: float) -> float:
+def _noise(trial: Trial, usual: float) -> float:
     """Return the noise of a trial's step time.
 
     `usual` is the median spread of all trials of the run: few steps give a poor estimate of their own.
     """
+    measured = trial.measurement
     if measured is None:
         return LEAST_NOISE
     spread = max(_spread(measured), usual) / math.sqrt(max(len(measured.step_times_s), 1))
-    return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread, measured.interval)
+    return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread, trial.interval)
 
 
 def _used(measured: Measurement | None) -> float:

@@ -192,6 +192,8 @@ class ControlSection(BudgetSection):
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
+    trial_nodes: Devices | Annotated[list[Devices], Field(min_length=1)] | None = None
+    """Nodes of a trial, with fewer data-parallel replicas: in the search, then in repeats; null: all of the cluster."""
     warm_start: bool = _CONTROL.warm_start
     """Whether trials of flagcore's own program start from a process that has imported its modules, on a CPU."""
     probes: Probes = _CONTROL.probes

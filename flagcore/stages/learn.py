@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.growth import calibrated
 from flagcore.domain.interference import interference
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
@@ -20,7 +21,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     results of a candidate; a trial of the run replaces an imported one. If trials that run at once disturb each other,
     those that were timed so are inconclusive.
     """
-    trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
+    trials = [trial for trial in calibrated(trials) if trial.role is not Role.IMPORTED]
     own = [trial for trial in trials if trial.fidelity == fidelity]
     found = interference(own)
     if found and not found.quiet:

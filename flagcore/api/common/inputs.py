@@ -196,7 +196,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    at_most = cluster.nodes + cluster.spares
+    at_most = max(spec.trial_nodes) + cluster.spares
     hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         where = "serve" if isinstance(spec.work, ServeSpec) else "train"
@@ -205,7 +205,7 @@ def _with_hosts(spec: Spec) -> Spec:
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
-    if cluster.nodes > count:
+    if max(spec.trial_nodes) > count:
         found = ", ".join(hosts)
         problem = _("must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))

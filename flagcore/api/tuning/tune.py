@@ -218,7 +218,7 @@ class _EngineRun:
 def _require_ready(workload: Workload, spec: Spec) -> None:
     """Raise SpecError or NoDevice unless trials at the fidelity of `spec` can run here; an estimate always can."""
     if spec.control.fidelity == RUN:
-        workload.ready(spec)
+        workload.ready(spec.on_nodes(max(spec.trial_nodes)))
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
         require_prober(workload).ready_to_probe(spec)
 

@@ -126,6 +126,13 @@ def _limit(trial: Mapping[str, Any]) -> str | None:
 
 def _short(trial: Mapping[str, Any]) -> str | None:
     short = trial.get("shortened")
+    if short and short.get("nodes"):
+        return _(
+            "on {nodes} of {of_nodes} nodes; x {scale} (80%: {low} to {high}) is a step on all, by the predictions",
+            nodes=short["nodes"],
+            of_nodes=short["of_nodes"],
+            **{name: shown(short[name]) for name in ("scale", "low", "high")},
+        )
     return short and _(
         "{part} of {whole} samples; x {scale} (80%: {low} to {high}) is a whole step, by the predictions",
         part=short["global_batch_size"],
