@@ -124,7 +124,7 @@ def _stages(data: Figures) -> Figures:
     """Return the seconds of each stage, asked as `flag estimate` and `flag tune` ask them."""
     from flagcore import plugins
     from flagcore.api.common.inputs import loaded_plugins
-    from flagcore.domain.experience import Past
+    from flagcore.domain.experience import PastMeasurements
     from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec
     from flagcore.stages.build import build
@@ -146,7 +146,7 @@ def _stages(data: Figures) -> Figures:
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
         predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
-        seen = search_context(task, workload, space, predictions, pruned, nothing, Past.empty())
+        seen = search_context(task, workload, space, predictions, pruned, nothing, PastMeasurements.empty())
         _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
     return {
         "chip": task.cluster.groups[0].chip.name,

@@ -40,7 +40,7 @@ from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
-from flagcore.trial_plan import limit_of, predicted_trial
+from flagcore.trial_plan import plan_time_limit, predicted_trial
 
 SOURCE = "flagcore's own trials"
 PUBLISHED = {
@@ -100,8 +100,8 @@ def _name(problem: Problem, row: int) -> str:
 def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
     """Return a finished trial, and the share of the processors that others took meanwhile."""
     launcher, candidate = plugins.launcher("local"), problem.space.candidate(row)
-    trial = replace(predicted_trial(problem, candidate, Role.SEARCH, RUN), number=row)
-    limit = limit_of(problem, workload, trial, ())
+    trial = replace(predicted_trial(problem, workload, candidate, Role.SEARCH, RUN), number=row)
+    limit = plan_time_limit(problem, workload, trial, ())
     began, others = time.monotonic(), _others()
     with tempfile.TemporaryDirectory() as folder:
         running = launch(problem.platform, workload, launcher, candidate, folder, limit)
@@ -112,7 +112,7 @@ def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
 
 def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
     """Return what probes of a candidate's ranks reported, as plain data."""
-    limit = limit_of(problem, workload, predicted_trial(problem, candidate, Role.SEARCH, PROBE), ())
+    limit = plan_time_limit(problem, workload, predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE), ())
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
         found = probe(problem.platform, workload, launcher, candidate, folder, limit, finish=False)

@@ -19,7 +19,7 @@ from sweeps import Sweep
 from flagcore.api.common.transfer import MOST
 from flagcore.contracts import SearchContext, Strategy
 from flagcore.contracts.workload import require_prober
-from flagcore.domain.experience import Observed, Past
+from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
@@ -68,20 +68,24 @@ def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int
 
     def search(sweep: Sweep) -> list[Search]:
         known = [past for one, past in taught if _teaches(one, sweep)]
-        time, memory = (_last(Observed.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
-        return [_tuned(sweep, strategy, Past(time=time, memory=memory), probes, at_once)]
+        time, memory = (
+            (_last(Observations.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
+        )
+        return [_tuned(sweep, strategy, PastMeasurements(time=time, memory=memory), probes, at_once)]
 
     return search
 
 
-_NOTHING = Observed.empty(), Observed.empty()
+_NOTHING = Observations.empty(), Observations.empty()
 
 
-def _last(observed: Observed, most: int) -> Observed:
+def _last(observed: Observations, most: int) -> Observations:
     rows = np.arange(max(0, len(observed) - most), len(observed))
     if not rows.size:
-        return Observed.empty()
-    return Observed(observed.features.take(rows), observed.log_ratio[rows], observed.noise[rows], observed.task[rows])
+        return Observations.empty()
+    return Observations(
+        observed.features.take(rows), observed.log_ratio[rows], observed.noise[rows], observed.task[rows]
+    )
 
 
 def _teaches(one: Sweep, other: Sweep) -> bool:
@@ -89,15 +93,15 @@ def _teaches(one: Sweep, other: Sweep) -> bool:
     return here.cluster.groups[0].chip == there.cluster.groups[0].chip and here.spec.model != there.spec.model
 
 
-def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
+def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:
     """Return times and memory of what a sweep measured."""
     rows = np.flatnonzero(np.isfinite(sweep.seconds))
     predictions = sweep.problem.predictions
-    seen = _scene(sweep, sweep.problem.pruned, learn(()), Past.empty()).features(rows)
+    seen = _scene(sweep, sweep.problem.pruned, learn(()), PastMeasurements.empty()).features(rows)
 
-    def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observed:
+    def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observations:
         ratio = np.log(measured[rows] / predicted[rows])
-        return Observed(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
+        return Observations(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
 
     return (
         observed(sweep.seconds, predictions.step_time_s, LEAST_NOISE),
@@ -106,14 +110,14 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
 
 
 def _scene(
-    sweep: Sweep, pruned: Pruned, search_state: SearchState, past: Past, pending: Sequence[Trial] = ()
+    sweep: Sweep, pruned: Pruned, search_state: SearchState, past: PastMeasurements, pending: Sequence[Trial] = ()
 ) -> SearchContext:
     problem = sweep.problem
     state = pruned, search_state, past, None, pending
     return search_context(problem.platform.task, sweep.workload, problem.space, problem.predictions, *state)
 
 
-def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int, at_once: int) -> Search:
+def _tuned(sweep: Sweep, strategy: Strategy, past: PastMeasurements, probes: int, at_once: int) -> Search:
     problem, space = sweep.problem, sweep.problem.space
     control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
     trials = _probed(sweep, strategy, past, probes)
@@ -151,7 +155,7 @@ def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int, at_once: i
 def _next(
     sweep: Sweep,
     strategy: Strategy,
-    past: Past,
+    past: PastMeasurements,
     pruned: Pruned,
     search_state: SearchState,
     control: Control,
@@ -170,7 +174,7 @@ def _learnt(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[Sear
     return search_state, prune(problem.space, problem.predictions, sweep.workload, *known)
 
 
-def _probed(sweep: Sweep, strategy: Strategy, past: Past, wanted: int) -> list[Trial]:
+def _probed(sweep: Sweep, strategy: Strategy, past: PastMeasurements, wanted: int) -> list[Trial]:
     """Return the probes before the first run: of what the strategy would try first if nothing had been measured."""
     problem, trials = sweep.problem, list[Trial]()
     task, memory = problem.platform.task, problem.platform.costs.memory

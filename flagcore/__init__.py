@@ -1,7 +1,7 @@
 """flagcore finds the fastest way to train or serve a large language model on any AI chip.
 
-Importing this package costs nothing: every heavy import happens where it is first needed. What Python users call is
-here by name (docs/python.md), and lives in `flagcore.api`; what they may catch is in `flagcore.errors`.
+The names of the Python interface (docs/python.md) are imported from `flagcore.api` on first use, so that importing this
+package is fast. `flagcore.errors` has the other exceptions.
 """
 
 TYPE_CHECKING = False

@@ -10,24 +10,24 @@ from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice
 from flagcore.i18n import N_, _
-from flagcore.problem import Problem, fastest
+from flagcore.problem import Problem, rows_by_time
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import record
 
 
 def require_predicted_time(problem: Problem) -> None:
-    """Raise NoDevice unless the time of some candidate is predicted: a probe needs that of communication, too."""
+    """Raise NoDevice unless some candidate has a predicted time. Probes need it, too: they do not run communication."""
     if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
         why = no_time(problem.platform.task, problem.platform.costs)
         raise NoDevice(_("no time can be predicted: {why}", why=why))
 
 
 def dry_run(problem: Problem) -> Plan:
-    """Return the plan that predictions make: the baseline and the fastest candidates, `max_trials` in all."""
+    """Return a plan from predictions: the baseline and the `max_trials` fastest candidates."""
     task, row = problem.platform.task, problem.space.find(problem.baseline)
     assert row is not None, "the baseline is in the space"
-    order = [int(each) for each in fastest(problem)]
+    order = [int(each) for each in rows_by_time(problem)]
     rows = dict.fromkeys([row, *order[: task.spec.control.max_trials]])
     trials = [
         Trial(
@@ -44,8 +44,8 @@ def dry_run(problem: Problem) -> Plan:
     gains: tuple[float, ...] = ()
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
-    because = N_("fidelity = estimate runs no trials")
-    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), because, problem.knobs)
+    stopped_because = N_("fidelity = estimate runs no trials")
+    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), stopped_because, problem.knobs)
     return replace(
         plan,
         trials=tuple(trials),

@@ -1,10 +1,10 @@
-"""The exceptions that flagcore raises on purpose, one exit code per family.
+"""The exceptions of flagcore and the exit code of each.
 
-FlagError                     1  internal error: a bug, the only family that shows a traceback
+FlagError                     1  internal error, the only one that shows a traceback
 ├── UsageError                2  wrong usage, or a run directory that cannot be used
 │   ├── SpecError             2  a key, its value, the rule it breaks and the fix
-│   │   └── SpecErrors        2  several of them, in one file
-│   ├── NotModelled           2  flagcore has no model for it
+│   │   └── SpecErrors        2  several problems of one file
+│   ├── NotModelled           2  a setup that flagcore cannot predict
 │   ├── RunError              2  the run directory is locked, changed, unreadable or full
 │   └── LaunchError           2  a trial cannot be started: no such program, no free port, no disk
 ├── NothingFits               3  no candidate fits the devices and the rules
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 class FlagError(Exception):
-    """Base class. `exit_code` is the exit status of the command line."""
+    """The base class. `exit_code` is the exit status of the command line."""
 
     exit_code = 1
 
@@ -31,7 +31,7 @@ class UsageError(FlagError):
 
 
 class SpecError(UsageError):
-    """One key of a spec breaks one rule. Tests and tools read the fields."""
+    """A key of a spec breaks a rule. The fields are the key, its value, the problem, the fix and the file."""
 
     def __init__(self, *, key: str, problem: str, value: object = None, fix: str = "", file: str = "") -> None:
         self.key, self.value, self.problem, self.fix, self.file = key, value, problem, fix, file
@@ -39,7 +39,7 @@ class SpecError(UsageError):
 
     @property
     def problems(self) -> tuple[SpecError, ...]:
-        """Every problem of the file, this one alone unless it is a SpecErrors."""
+        """All problems of the file. A SpecError has one, itself."""
         return (self,)
 
     def __str__(self) -> str:
@@ -47,13 +47,13 @@ class SpecError(UsageError):
         return f"{where}{self._text()}"
 
     def _text(self) -> str:
-        shown = "" if self.value is None else f" = {_short(self.value)}"
+        value = "" if self.value is None else f" = {_short_repr(self.value)}"
         fix = f"; {self.fix}" if self.fix else ""
-        return f"{self.key}{shown} {self.problem}{fix}".strip()
+        return f"{self.key}{value} {self.problem}{fix}".strip()
 
 
 class SpecErrors(SpecError):
-    """Several problems of one file. Its own fields are those of the first problem."""
+    """Several problems of one file. `key`, `value`, `problem` and `fix` are those of the first."""
 
     def __init__(self, problems: Sequence[SpecError]) -> None:
         self._problems = tuple(each for problem in problems for each in problem.problems)
@@ -62,7 +62,7 @@ class SpecErrors(SpecError):
 
     @property
     def problems(self) -> tuple[SpecError, ...]:
-        """Every problem of the file, in the order of its keys."""
+        """All problems of the file, in the order of its keys."""
         return self._problems
 
     def __str__(self) -> str:
@@ -73,13 +73,13 @@ class SpecErrors(SpecError):
         return "\n".join([f"{where}{len(lines)} problems", *lines])
 
 
-def joined(problems: Sequence[SpecError]) -> SpecError:
-    """Return one error for all `problems`, of which there is at least one."""
+def join_errors(problems: Sequence[SpecError]) -> SpecError:
+    """Return one error for all `problems`. There must be at least one."""
     return problems[0] if len(problems) == 1 else SpecErrors(problems)
 
 
 class NotModelled(UsageError):
-    """A legal setup that flagcore has no model for. It is refused rather than guessed."""
+    """A legal setup that flagcore cannot predict."""
 
 
 class RunError(UsageError):
@@ -91,7 +91,7 @@ class LaunchError(UsageError):
 
 
 class NothingFits(FlagError):
-    """Every candidate was eliminated, each for a reason. A result, not a bug."""
+    """Every candidate was eliminated. The message counts the candidates that each rule removed."""
 
     exit_code = 3
 
@@ -109,12 +109,12 @@ class EveryTrialFailed(FlagError):
 
 
 class Interrupted(FlagError):
-    """Ctrl-C or a signal to stop. Finished trials are saved."""
+    """The user pressed Ctrl-C, or a signal ended the run. Finished trials are saved."""
 
     exit_code = 130
 
 
-def _short(value: object, limit: int = 80) -> str:
+def _short_repr(value: object, limit: int = 80) -> str:
     try:
         text = repr(value)
     except (RecursionError, ValueError):

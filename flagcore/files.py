@@ -1,4 +1,4 @@
-"""Reading files that other programs have written, never a pipe or a device, and replacing files in one step."""
+"""Read regular files of other programs, and replace files atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file to read its bytes. Raises OSError, also for a pipe, a device or a folder; never waits."""
+    """Open a regular file for reading bytes. Raises OSError, also for a pipe, a device or a folder; does not block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -18,16 +18,16 @@ def open_regular(path: Path | str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path | str, most: int = 64 << 20) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also if it has more than `most` bytes."""
+def read_regular(path: Path | str, max_bytes: int = 64 << 20) -> bytes:
+    """Return the content of a regular file. Raises OSError, also if it has more than `max_bytes` bytes."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
         return file.read()
 
 
 def replace(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file in one step: a reader sees the old one or the new one. A `private` one is for its owner alone.
+    """Write a text file atomically: readers see the old content or the new. Only the owner can read a `private` file.
 
     Raises OSError.
     """

@@ -1,7 +1,7 @@
-"""Run ranks as forks of this process, watch them, and leave none behind. Imports nothing but the standard library.
+"""Run the ranks of a job as forks of this process. Linux only; imports nothing but the standard library.
 
-Linux only. The caller must not have run an operation, started a thread or touched a device: a fork keeps
-only the forking thread.
+The caller must not have run a tensor operation, started a thread or used a device: a fork keeps only the forking
+thread.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from types import FrameType
 from typing import BinaryIO, NoReturn, TypeAlias
 
 _PR_SET_PDEATHSIG = 1
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OUT_OF_MEMORY = 3
 """The exit code of a program that ran out of memory."""
 Work: TypeAlias = Callable[[int, "socket.socket | None"], int]
+"""Runs one rank: from its number and the listener to its exit code."""
 
 
 @dataclass
 class _Rank:
-    """One forked process; `output` holds all that it wrote to stdout and stderr."""
+    """A forked process. `output` holds its stdout and stderr, `status` its exit code once it has ended."""
 
     number: int
     pid: int
@@ -44,13 +45,15 @@ class _Stopped(BaseException):
 
 
 def run_ranks(count: int, work: Work, *, first: int = 0, address: tuple[str, int] = ("127.0.0.1", 0)) -> int:
-    """Fork `count` ranks, of which `first` is the first number, wait for all and return the trial's exit code.
+    """Fork `count` ranks, numbered from `first`, wait for all and return the trial's exit code.
 
-    Each rank calls `work(rank, listener)` and ends with the code that it returns. The listener is a socket that listens
-    at `address`, by default on a free port; it was opened before the ranks, so no other program can take the port in
-    between. Only the process that runs rank 0 has one: on another host it is None. When a rank fails the others are
-    ended at once, and only that rank's stderr is passed on. SIGTERM, SIGINT and SIGHUP end all ranks (exit code 128 +
-    signal); the death of this process, by any signal, ends them too. This process must have no other children.
+    Each rank exits with the result of `work(rank, listener)`. The listener is a socket that is bound to `address`, by
+    default to a free port. It is opened before the ranks are forked, so that no other program can take the port. On
+    hosts without rank 0 it is None.
+
+    When a rank fails, the others are killed, and its output is copied to stderr. SIGTERM, SIGINT and SIGHUP end all
+    ranks with the exit code 128 + signal. The ranks are also killed when this process dies. This process must have no
+    other children.
     """
     kills_before = _out_of_memory_kills()
     ranks: list[_Rank] = []
@@ -96,11 +99,11 @@ def _run_rank(number: int, work: Work, listener: socket.socket | None, output: B
     """Run in the fork, never return."""
     code = 1
     try:
-        for signum in _ENDING_SIGNALS:
+        for signum in _STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -112,10 +115,10 @@ def _run_rank(number: int, work: Work, listener: socket.socket | None, output: B
 
 
 def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
-    """Wait until every rank has ended well (None) or one has failed; return the one that failed first.
+    """Wait until a rank fails, and return it; return None if all ranks succeed.
 
-    Two ranks often end at nearly the same time, the second because it lost the first. The one whose last
-    words are older came first.
+    When a rank fails, its peers often fail at nearly the same time. The first to fail is the one with the oldest last
+    output.
     """
     by_pid = {rank.pid: rank for rank in ranks}
     running = len(ranks)
@@ -141,7 +144,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _forward_output(ranks: list[_Rank]) -> None:
-    """Copy what these ranks wrote to this process's stderr."""
+    """Copy the output of `ranks` to stderr."""
     for rank in ranks:
         rank.output.seek(0)
         sys.stderr.flush()
@@ -150,7 +153,7 @@ def _forward_output(ranks: list[_Rank]) -> None:
 
 
 def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
-    """The failed rank's own code, 3 if the kernel killed it for memory, or as a shell counts 128 + the signal."""
+    """Return the exit code of a failed rank: OUT_OF_MEMORY if the kernel killed it for memory, or 128 + signal."""
     assert rank.status is not None
     if rank.status > 0:
         return rank.status
@@ -162,7 +165,7 @@ def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
 
 
 def _out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory since it started; 0 where it does not say."""
+    """Return how many processes the kernel has killed for memory since boot; 0 if it does not report that."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -172,17 +175,17 @@ def _out_of_memory_kills() -> int:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn the first ending signal into `_Stopped` in the main thread; later ones are ignored."""
+    """Raise `_Stopped` in the main thread on the first stop signal, and ignore further ones."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise _Stopped(signum)
 
-    handled = [signum for signum in _ENDING_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    before = {signum: signal.signal(signum, stop) for signum in handled}
+    handled = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    old_handlers = {signum: signal.signal(signum, stop) for signum in handled}
     try:
         yield
     finally:
-        for signum, handler in before.items():
+        for signum, handler in old_handlers.items():
             signal.signal(signum, handler)

@@ -1,15 +1,18 @@
-"""The hooks: everything that a plugin can provide, on one page.
+"""The hooks that a plugin can implement.
 
-A plugin is a module (or object) whose functions carry `@hookimpl`, named by an entry point in the group
-`flagcore.plugins`. Each hook is optional. Hooks are called once a chip, task or trial, never
-once a candidate; they return plain data or an object that the hot loop calls directly. Unless a docstring states
-otherwise, a hook may raise anything: the failure is shown by `flag plugins list` and costs only this plugin's
-answer. Of hooks with one answer, the first that is not None counts; plugins are called in the order of their
-names, the one that has the chip last, so that an add-on can override it. Each plugin is called on its own, so
-pluggy's wrappers, tryfirst and trylast have no effect.
+A plugin is a module or object with functions that are decorated with `@hookimpl`. An entry point in the group
+`flagcore.plugins` names it. Every hook is optional, and an implementation may leave out any argument.
 
-`engine` is the name of an installed engine, `kind` what that engine does: "train" or "serve". A plugin that answers by
-`kind` needs no change for an engine that it does not know. An implementation may leave out any argument.
+Hooks are called once per chip, task or trial, never per candidate. They return plain data, or an object that is called
+with columns of candidates. A hook may raise any exception unless its docstring states otherwise: flagcore ignores the
+result of this plugin, and `flag plugins list` shows the error.
+
+Plugins are called in the order of their names, and the plugin of the chip last. Hooks with `firstresult` use the first
+result that is not None, so an add-on can override the plugin of the chip. Each plugin is called separately, so pluggy's
+wrappers, tryfirst and trylast have no effect.
+
+`engine` is the name of an installed engine. `kind` is "train" or "serve"; a plugin that depends on `kind` alone also
+works with engines that it does not know.
 """
 
 from __future__ import annotations
@@ -30,20 +33,20 @@ from flagcore.domain.spec import Task
 from flagcore.physics.collectives.curves import CollectiveTable
 
 HOOKS_API = 1
-"""The number of the hooks on this page. A plugin's module may say `HOOKS_API = 1` for those that it was written for:
-one that was written for later hooks is left out, with the reason. It grows when a hook is removed, or asks for more."""
+"""The version of this interface. It increases when a hook is removed or requires more. A plugin may set `HOOKS_API` to
+the version that it was written for; a plugin for a later version is not loaded, and `flag plugins list` shows why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renamed:
-    """What a hook is called `now`. Its old name works, with a warning, before the release `until`."""
+class RenamedHook:
+    """The new name of a hook. The old name works, with a warning, before the release `removed_in`."""
 
-    now: str
-    until: str
+    new_name: str
+    removed_in: str
 
 
-RENAMED: Mapping[str, Renamed] = {}
-"""Hooks by their old names. An implementation under an old name takes any part of the arguments of the new one."""
+RENAMED_HOOKS: Mapping[str, RenamedHook] = {}
+"""Renamed hooks by their old names. An implementation under an old name is called with the arguments of the new one."""
 
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")
@@ -56,28 +59,28 @@ class ChipHooks:
     def flagcore_devices(self) -> Sequence[Device] | None:
         """Return the devices of this vendor on this machine, in the order of their indices; None or empty if none.
 
-        Memory in bytes. Called once per command; must not take longer than a few seconds, import a framework
-        or create a context on a device. A missing tool or driver means no devices, not an error.
+        Memory is in bytes. Called once per command. It must return within a few seconds, and must not import a
+        framework or create a context on a device. A missing tool or driver means no devices, not an error.
         """
 
     @hookspec
     def flagcore_chips(self) -> Sequence[Chip] | None:
-        """Return the chips of this plugin, whether devices of them are here or not. Called once per command.
+        """Return all chips of this plugin, also those that this machine does not have. Called once per command.
 
-        SI units, each figure with its source; what was neither published nor measured is left out.
+        Figures are in SI units, each with its source. Figures that were neither published nor measured are left out.
         """
 
     @hookspec
     def flagcore_vendor(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor whose chips the variables of a job ask for, or None if they do not say.
+        """Return the vendor of the chips that the environment variables of a job select, or None.
 
-        A variable may name a vendor, also one without a plugin, or be read by one vendor's software only. The first
-        answer counts. Called once per task that names no chip.
+        A variable may name a vendor, also one without a plugin, or be specific to the software of one vendor. The first
+        result that is not None is used. Called once per task that names no chip.
         """
 
     @hookspec
     def flagcore_maturity(self) -> Maturity | None:
-        """Return the maturity of the plugin's data: run on devices, checked on transcripts, or from documents.
+        """Return the evidence for the plugin's data: runs on devices, transcripts, or documents.
 
         Shown by `flag plugins list`, in full as JSON. Called once per command that lists plugins.
         """
@@ -86,7 +89,7 @@ class ChipHooks:
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         """Return the levels over which the devices of `group` communicate, or None to derive them from the chip.
 
-        Bytes per second in one direction, seconds. Called once per task.
+        Rates are in bytes per second in one direction, latencies in seconds. Called once per task.
         """
 
 
@@ -95,26 +98,27 @@ class CostHooks:
 
     @hookspec(firstresult=True)
     def flagcore_memory_model(self, group: NodeGroup, engine: str, kind: str) -> MemoryModel | None:
-        """Return how a device of `group` spends memory under `engine`, or None if the chip is not yours.
+        """Return the memory model of a device of `group` under `engine`, or None if the chip is not yours.
 
-        Bytes per device. Called once per task, never per candidate. Without an answer the core assumes the
-        device's memory, 1.2 GB of context and 1% of fragmentation.
+        Called once per task. If all plugins return None, the core assumes the memory of the chip, 1.2 GB of context and
+        1% of fragmentation.
         """
 
     @hookspec(firstresult=True)
     def flagcore_kernel_costs(self, chip: Chip, engine: str, kind: str) -> KernelCosts | None:
         """Return measured or modelled kernel times, or None for a roofline from the chip's facts.
 
-        Seconds; NaN for an unknown shape, for which the roofline is used. Called once per task; the object is
-        called with columns.
+        Times are in seconds. NaN means an unknown shape; the roofline is used for it. Called once per task; the object
+        is called with columns.
         """
 
     @hookspec(firstresult=True)
     def flagcore_collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | CollectiveTable | None:
-        """Return measured curves, or an object with its own times, or None for the topology's latency and bandwidth.
+        """Return measured curves, an object that computes times, or None for the topology's latency and bandwidth.
 
-        Seconds; NaN for what is unknown, for which the topology is used. Curves hold among neighbouring devices;
-        the core puts them on the topology. Called once per task; an object is called with columns.
+        Times are in seconds. NaN means an unknown time; the topology is used for it. Curves were measured among
+        neighbouring devices, and the core applies them to the topology. Called once per task; an object is called with
+        columns.
         """
 
 
@@ -127,16 +131,16 @@ class EngineHooks:
     ) -> EngineSupport | None:
         """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
 
-        `engine_version` is that of the spec, else the installed one; None if unknown. Called once per task. If all
-        plugins return None, support is unknown: the engine can be predicted, but not run.
+        `engine_version` is the release in the spec, else the installed one; None if unknown. Called once per task. If
+        all plugins return None, candidates can be predicted, but trials cannot run.
         """
 
     @hookspec
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
         """Return additional knobs of `engine` on `chip`, or None.
 
-        A spec's space may name them. All answers are joined; of two knobs of one name the first counts, and a name of
-        the engine's own knobs is refused. Called once per task.
+        A spec's space may name them. The results of all plugins are joined. Of two knobs with the same name the first
+        is used. A knob must not have the name of a knob of the engine. Called once per task.
         """
 
     @hookspec
@@ -145,26 +149,24 @@ class EngineHooks:
     ) -> Mapping[str, str] | None:
         """Return environment variables that trials on `chip` need, or None if the chip is not yours.
 
-        `task` has the number of nodes; None: the question is about the chip alone.
-
-        All answers are joined. Of two values for one variable that of the plugin called first wins, so an add-on
-        overrides the chip's own plugin; the spec's `envs` override both. Called once per task.
+        `task` is None if the variables are wanted for the chip alone. The results of all plugins are joined. An add-on
+        overrides the plugin of the chip, and the `envs` of the spec override both. Called once per task.
         """
 
     @hookspec
     def flagcore_pruning_rules(self, task: Task) -> Sequence[PruningRule] | None:
         """Return rules for candidates of `task` that are not worth a trial, or None. Called once per task.
 
-        A rule receives the candidates in blocks, and decides on each independently. A rule that raises is dropped for
-        the run, with a warning.
+        A rule is called with blocks of candidates and must decide on each candidate independently. If it raises, it is
+        disabled for the run, with a warning.
         """
 
     @hookspec
     def flagcore_prepare_launch(self, launch: Launch, task: Task) -> Launch | None:
-        """Return `launch` changed (a wrapper before argv, a variable, a limit), or None. Called once per trial.
+        """Return `launch` with changes (a wrapper before argv, a variable, a limit), or None. Called once per trial.
 
-        Each plugin receives the result of the previous one. The chip's own plugin is called first, so that an
-        add-on has the last word. An exception fails this trial only.
+        Each plugin receives the result of the previous one. The plugin of the chip is called first, so an add-on can
+        override it. An exception fails this trial only.
         """
 
 
@@ -177,14 +179,14 @@ class TrialHooks:
     ) -> Sequence[FailurePattern] | None:
         """Return log patterns of failures, or None if the chip is not yours. Called once per task.
 
-        Patterns for out of memory are tried first, then the others in order, the engine's own last; the
-        first that matches any line decides.
+        Patterns for out of memory are tried first, then the others in order, the engine's last. The first pattern that
+        matches a line determines the failure.
         """
 
     @hookspec(firstresult=True)
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
-        """Return something that reads `device` about once a second during a trial, or None. Called once per device.
+        """Return a reader that is called about once a second during a trial, or None. Called once per device.
 
-        Names end in their units: `memory_used_bytes`, `power_watts`. A reading that raises ends the telemetry of
-        that device, not the trial.
+        The names of figures end in their units: `memory_used_bytes`, `power_watts`. If a reading raises, the telemetry
+        of this device ends, but not the trial.
         """

@@ -10,13 +10,12 @@ from functools import partial
 
 import numpy as np
 
-from flagcore.attempt import Attempts
 from flagcore.contracts import (
     Choice,
     Event,
-    KeepsProcesses,
     Launcher,
     OnEvent,
+    PersistentLauncher,
     Plugins,
     SearchContext,
     Strategy,
@@ -25,7 +24,7 @@ from flagcore.contracts import (
 )
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Device
-from flagcore.domain.experience import Past
+from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.interference import interference, measured_alone
 from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.search_state import cold_repeat, has_time_to_repeat, next_repeat, seconds_left, stop_reason
@@ -33,29 +32,31 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, TimeLimit, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, Message, _
-from flagcore.in_flight import InFlight
-from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
-from flagcore.stages.discover import present, side_by_side
+from flagcore.problem import Problem, build_problem, require_launchable
+from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.divide import divide
 from flagcore.stages.learn import learn
-from flagcore.stages.limit import capped
+from flagcore.stages.limit import cap_limit
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
-from flagcore.trial_plan import limit_of, predicted_trial, shortened_steps, time_of_search
+from flagcore.trial_plan import estimate_search_time, plan_shortened_steps, plan_time_limit, predicted_trial
+from flagcore.trial_pool import TrialPool
+from flagcore.trial_runner import TrialRunner
 
 MAX_SHARE_OF_PROBES = 0.5
 """Probes before the first run may take this share of `control.max_time`."""
 
-MAX_BUSY = 3
-"""The search stops when the devices of so many consecutive trials were busy."""
+MAX_CONSECUTIVE_BUSY = 3
+"""The search stops after this number of consecutive trials whose devices were busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """What the loop calls.
+    """The objects that the loop calls.
 
-    `probe_strategy` chooses what is probed before the first run, by default `strategy`.
+    `probe_strategy` chooses the candidates to probe before the first run; None: `strategy` does.
     """
 
     plugins: Plugins
@@ -64,7 +65,7 @@ class Dependencies:
     strategy: Strategy
     open_store: Callable[[Problem], TrialStore]
     on_event: OnEvent
-    past: Callable[[Problem], Past] = lambda problem: Past.empty()
+    past: Callable[[Problem], PastMeasurements] = lambda problem: PastMeasurements.empty()
     probe_strategy: Strategy | None = None
 
 
@@ -77,26 +78,26 @@ class TuneResult:
     error: FlagError | None
 
 
-def tune(spec: Spec, uses: Dependencies) -> TuneResult:
-    """Find the fastest configuration by running candidates, by probing them, or from predictions alone.
+def tune(spec: Spec, dependencies: Dependencies) -> TuneResult:
+    """Find the fastest candidate by running or probing candidates, or from predictions alone.
 
-    Trials that finished are stored even if this raises.
+    Finished trials are stored even if this raises.
     """
     fidelity = spec.control.fidelity
-    problem = build_problem(spec, uses.plugins, uses.workload)
-    require_candidate(problem)
+    problem = build_problem(spec, dependencies.plugins, dependencies.workload)
+    require_candidate(problem, dependencies.workload)
     if fidelity != RUN:
         require_predicted_time(problem)
     if fidelity == ESTIMATE:
-        uses.open_store(problem)
+        dependencies.open_store(problem)
         return TuneResult(plan=dry_run(problem), problem=problem, error=None)
-    require_launchable(problem, uses.workload)
-    devices = uses.plugins.devices()
-    present(problem.platform, devices, needed=1 if fidelity == PROBE else None)
-    search = _Search(problem, uses, devices)
+    require_launchable(problem, dependencies.workload)
+    devices = dependencies.plugins.devices()
+    require_devices(problem.platform, devices, needed=1 if fidelity == PROBE else None)
+    search = _Search(problem, dependencies, devices)
     error: FlagError | None = None
     try:
-        search.probe_first()
+        search.run_probes()
         stopped = search.run()
         search.repeat(stopped)
     except KeyboardInterrupt:
@@ -106,9 +107,9 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
         search.interrupt(str(failure))
         stopped, error = str(failure), failure
     finally:
-        tuple(search.running.stop(""))
-        if isinstance(uses.launcher, KeepsProcesses):
-            uses.launcher.close()
+        tuple(search.pool.stop(""))
+        if isinstance(dependencies.launcher, PersistentLauncher):
+            dependencies.launcher.close()
     plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
     return TuneResult(plan=replace(plan, interference=search.interference), problem=problem, error=error)
 
@@ -116,20 +117,20 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
 class _Search:
     """One call of `tune`: the problem, the store, the trials that run, and the state of the search."""
 
-    def __init__(self, problem: Problem, uses: Dependencies, devices: tuple[Device, ...]) -> None:
-        self.problem, self.uses, self.store = problem, uses, uses.open_store(problem)
+    def __init__(self, problem: Problem, dependencies: Dependencies, devices: tuple[Device, ...]) -> None:
+        self.problem, self.dependencies, self.store = problem, dependencies, dependencies.open_store(problem)
+        self.workload = dependencies.workload
         self.groups, self.note = divide(problem.platform, devices)
-        self.running = InFlight()
-        self.judged = len(self.groups) == 1
-        """Whether it is known if trials run side by side."""
-        self.attempts = Attempts(
+        self.pool = TrialPool()
+        self.is_parallelism_decided = len(self.groups) == 1
+        self.runner = TrialRunner(
             problem=problem,
-            workload=uses.workload,
-            launcher=uses.launcher,
+            workload=self.workload,
+            launcher=dependencies.launcher,
             store=self.store,
             groups=self.groups,
-            probe_devices=side_by_side(problem.platform, devices),
-            running=self.running,
+            probe_devices=parallel_probe_ranks(problem.platform, devices),
+            pool=self.pool,
         )
         control = problem.platform.task.spec.control
         self.fidelity = control.fidelity
@@ -137,88 +138,89 @@ class _Search:
         counted = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
         self.seconds_before = seconds_used([trial for trial in counted if not trial.source])
         self.started = time.monotonic()
-        self.pruned, self.state, self.past = problem.pruned, learn(()), uses.past(problem)
-        self.busy = 0
+        self.pruned, self.state, self.past = problem.pruned, learn(()), dependencies.past(problem)
+        self.consecutive_busy = 0
         """Consecutive trials that failed because other programs used their devices."""
-        self.search_time = time_of_search(problem, uses.workload) if self.fidelity == RUN else None
-        """How long all trials may take; None once an event has it."""
+        self.search_time = estimate_search_time(problem, self.workload) if self.fidelity == RUN else None
+        """How long all trials may take; None after the first event, which reports it."""
         self._learn()
 
     @property
     def elapsed(self) -> float:
-        """Seconds spent on this run, earlier calls included."""
+        """Seconds that this run has taken, including calls before it was resumed."""
         return self.seconds_before + time.monotonic() - self.started
 
     def run(self) -> str:
-        """Run the baseline, then candidate after candidate. Returns why the search stopped.
+        """Run the baseline, then one candidate after another. Return why the search stopped.
 
-        A search in which a repeat has begun has stopped: resuming does not continue it.
+        A search does not continue once repeats have begun, even if the run is resumed.
         """
         if stopped := next((each.search_ended for each in self.state.repeats if each.search_ended), None):
             return stopped
         baseline = self.problem.baseline
-        while self.busy < MAX_BUSY and not self._settled(baseline):
+        while self.consecutive_busy < MAX_CONSECUTIVE_BUSY and not self._is_baseline_done(baseline):
             self._run(baseline, Role.BASELINE)
         while True:
-            self._run_side_by_side()
+            self._decide_parallelism()
             reason = self._start_trials()
-            if not self.running.trials:
-                self.running.limit = 1
+            if not self.pool.trials:
+                self.pool.limit = 1
                 return reason
-            self._finish_first()
+            self._finish_next()
 
     def _start_trials(self) -> str:
-        """Start trials while devices are free. Returns why no other may start, empty if devices are taken."""
-        while self.running.free_group is not None:
+        """Start trials while groups are free. Return why no further trial may start, empty if no group is free."""
+        while self.pool.free_group is not None:
             if (reason := self._stop_reason()) is not None:
                 return reason
-            choice = rank(self.uses.strategy, self._context())
+            choice = rank(self.dependencies.strategy, self._context())
             if choice.row is None:
                 return choice.because
             self._start(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
         return ""
 
-    def _run_side_by_side(self) -> None:
-        """Let trials run on all groups of devices at once, unless that disturbs them.
+    def _decide_parallelism(self) -> None:
+        """Allow parallel trials on all groups of devices, unless trials disturb each other.
 
-        For that, the first candidate that was measured alone runs again beside others.
+        To measure the interference, the first candidate that was measured alone runs again beside other trials.
         """
-        first, found = measured_alone(self.state.trials), self.interference
-        measuring = any(trial.role is Role.INTERFERENCE for trial in self.running.trials)
-        if self.judged or first is None or measuring:
+        alone, found = measured_alone(self.state.trials), self.interference
+        is_measuring = any(trial.role is Role.INTERFERENCE for trial in self.pool.trials)
+        if self.is_parallelism_decided or alone is None or is_measuring:
             return
         if found:
-            self.judged, self.note = True, found.text
-            self.running.limit = len(self.groups) if found.quiet else 1
-        elif self.running.trials:  # other programs disturbed it
-            self.running.limit = 1
+            self.is_parallelism_decided, self.note = True, found.text
+            self.pool.limit = len(self.groups) if found.is_negligible else 1
+        elif self.pool.trials:  # the interference trial failed because other programs used its devices
+            self.pool.limit = 1
         elif self._stop_reason() is None and self._context().open_rows.size > 1:
-            self.running.limit = len(self.groups)
-            self._start(first.candidate, Role.INTERFERENCE)
+            self.pool.limit = len(self.groups)
+            self._start(alone.candidate, Role.INTERFERENCE)
 
-    def _settled(self, baseline: Candidate) -> bool:
-        """Return whether the baseline needs no run, or cannot be probed."""
-        first = self.state.by_candidate.get(baseline)
-        settled = baseline in self.state.settled and not (first and first.source)
-        return settled or (self.fidelity != RUN and not self._has_predicted_time(baseline))
+    def _is_baseline_done(self, baseline: Candidate) -> bool:
+        """Return whether the baseline has a trial of this run, or cannot be probed."""
+        trial = self.state.by_candidate.get(baseline)
+        is_done = baseline in self.state.settled and not (trial and trial.source)
+        return is_done or (self.fidelity != RUN and not self._has_predicted_time(baseline))
 
     def _stop_reason(self) -> str | None:
-        if self.busy >= MAX_BUSY:
-            return Message("devices were busy or a host failed in {count} consecutive trials", count=self.busy)
+        if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
+            text = N_("devices were busy or a host failed in {count} consecutive trials")
+            return Message(text, count=self.consecutive_busy)
         return stop_reason(self.control, self.state, self.elapsed, len(self._pending))
 
     @property
     def _pending(self) -> list[Trial]:
-        """The candidates that are tried now."""
-        return [trial for trial in self.running.trials if trial.role is Role.SEARCH]
+        """The search's trials that run now."""
+        return [trial for trial in self.pool.trials if trial.role is Role.SEARCH]
 
-    def probe_first(self) -> None:
-        """Probe candidates before the first run, `control.probes` in all. Half of the time is left for runs."""
+    def run_probes(self) -> None:
+        """Probe `control.probes` candidates before the first run, for at most MAX_SHARE_OF_PROBES of the time."""
         if self.fidelity != RUN:
             return
-        strategy = self.uses.probe_strategy or self.uses.strategy
+        strategy = self.dependencies.probe_strategy or self.dependencies.strategy
         while len(probed := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
-            if self.busy >= MAX_BUSY:
+            if self.consecutive_busy >= MAX_CONSECUTIVE_BUSY:
                 return
             choice = rank(strategy, self._context_for_probes(probed))
             if choice.row is None:
@@ -226,14 +228,15 @@ class _Search:
             self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice, PROBE)
 
     def repeat(self, search_ended: str) -> None:
-        """Run baseline, best and rivals again in rotation, so that noise does not decide."""
+        """Run the baseline, the best and its rivals again in rotation, to reduce the effect of noise."""
         while trial := next_repeat(self.control, self.state):
-            if self.busy >= MAX_BUSY or not has_time_to_repeat(self.control, trial, self.elapsed):
+            is_busy = self.consecutive_busy >= MAX_CONSECUTIVE_BUSY
+            if is_busy or not has_time_to_repeat(self.control, trial, self.elapsed):
                 return
             self._run(trial.candidate, Role.REPEAT, search_ended=search_ended)
 
     def _probed(self) -> frozenset[Candidate]:
-        return frozenset(each.candidate for each in self.state.probes if each.settles)
+        return frozenset(each.candidate for each in self.state.probes if each.is_conclusive)
 
     def _seconds_for_probes(self) -> float:
         limit = self.control.max_time
@@ -243,7 +246,7 @@ class _Search:
         problem, limit = self.problem, self.control.max_time
         context = search_context(
             problem.platform.task,
-            self.uses.workload,
+            self.workload,
             problem.space,
             problem.predictions,
             self.pruned,
@@ -252,20 +255,15 @@ class _Search:
             None if limit is None else limit - self.elapsed,
             self._pending,
         )
-        return context if self.fidelity == RUN else self._only_with_predicted_time(context)
+        return context if self.fidelity == RUN else _only_with_predicted_time(context)
 
     def _context_for_probes(self, probed: frozenset[Candidate]) -> SearchContext:
-        """Return the context as before any run, without the candidates that were probed."""
+        """Return the context for choosing a probe: without trials of runs, and without the probed candidates."""
         context = self._context()
         rows = [row for candidate in probed if (row := context.space.find(candidate)) is not None]
         open_rows = np.setdiff1d(context.open_rows, np.array(rows, dtype=np.int64))
         interrupted = [trial for trial in self.state.probes if trial.state is TrialState.INTERRUPTED]
-        return self._only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
-
-    def _only_with_predicted_time(self, context: SearchContext) -> SearchContext:
-        """Return a context for probes: a probe measures no communication, so it needs the predicted time of that."""
-        timed = np.isfinite(context.predictions.step_time_s[context.open_rows])
-        return replace(context, open_rows=context.open_rows[timed])
+        return _only_with_predicted_time(replace(context, trials=interrupted, open_rows=open_rows))
 
     def _has_predicted_time(self, candidate: Candidate) -> bool:
         return bool(np.isfinite(self.problem.predictions.step_time_s[self.problem.space.find(candidate)]))
@@ -278,9 +276,9 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> None:
-        """Run a trial alone."""
+        """Run a trial and wait for its end."""
         self._start(candidate, role, choice, fidelity, search_ended)
-        self._finish_first()
+        self._finish_next()
 
     def _start(
         self,
@@ -290,54 +288,55 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> None:
-        planned = self._planned(candidate, role, choice, fidelity or self.fidelity, search_ended)
+        planned = self._plan_trial(candidate, role, choice, fidelity or self.fidelity, search_ended)
         trial = self.store.begin(planned)
         self._emit("trial_started", trial)
         best = self.state.best if role is Role.SEARCH else None
-        # A template is forked for one trial at a time.
+        # Parallel trials start as new processes: a template process is forked for one trial at a time.
         cold = trial.group is not None or (role is Role.REPEAT and candidate == cold_repeat(self.state))
-        run = partial(self.attempts.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
-        self.running.start(trial, run)
+        run = partial(self.runner.run, best=best, cold=cold, on_wait=partial(self._emit, "trial_waits"))
+        self.pool.start(trial, run)
 
-    def _finish_first(self) -> None:
-        self._finish(self.running.first())
+    def _finish_next(self) -> None:
+        self._finish(self.pool.next_finished())
 
     def interrupt(self, reason: str) -> None:
         """End all trials that run, and store them."""
-        for done in self.running.stop(reason):
-            self._finish(done)
+        for trial in self.pool.stop(reason):
+            self._finish(trial)
 
-    def _planned(
+    def _plan_trial(
         self, candidate: Candidate, role: Role, choice: Choice | None, fidelity: str, search_ended: str | None
     ) -> Trial:
-        """Return a trial of a candidate with its prediction, its time limit, and how its steps are shortened."""
+        """Return a trial of a candidate with its prediction, its time limit and its shortened steps."""
         trial = replace(
-            predicted_trial(self.problem, self.uses.workload, candidate, role, fidelity),
+            predicted_trial(self.problem, self.workload, candidate, role, fidelity),
             began_s=self.elapsed,
             chosen_because=choice.because if choice else None,
             believed=dict(choice.belief) if choice else None,
             search_ended=search_ended,
-            group=self.running.free_group if self.running.limit > 1 else None,
+            group=self.pool.free_group if self.pool.limit > 1 else None,
         )
         if fidelity == RUN:
             runs = 1 + len(self.state.repeats_of(candidate)) if role is Role.REPEAT else 0
-            trial = replace(trial, shortened=shortened_steps(self.problem, self.uses.workload, trial, runs))
+            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial, runs))
         return replace(trial, time_limit=self._time_limit(trial))
 
     def _time_limit(self, trial: Trial) -> TimeLimit:
-        """Return the limit of a trial, or the rest of the run's; probes before the first run have less of it."""
-        limit = limit_of(self.problem, self.uses.workload, trial, (*self.state.trials, *self.state.repeats))
-        most = self.control.max_time
-        if most is None:
+        """Return the time limit of a trial, at most the remaining time of the run or of the probes before it."""
+        limit = plan_time_limit(self.problem, self.workload, trial, (*self.state.trials, *self.state.repeats))
+        max_time = self.control.max_time
+        if max_time is None:
             return limit
-        left = self._seconds_for_probes() if (trial.fidelity, self.fidelity) == (PROBE, RUN) else most - self.elapsed
-        return capped(limit, left, f"auto_tuner.control.max_time = {most:g} s")
+        is_early_probe = trial.fidelity == PROBE and self.fidelity == RUN
+        left = self._seconds_for_probes() if is_early_probe else max_time - self.elapsed
+        return cap_limit(limit, left, f"auto_tuner.control.max_time = {max_time:g} s")
 
-    def _finish(self, done: Trial) -> None:
-        self.store.finish(done)
-        self.busy = self.busy + 1 if done.inconclusive else 0
+    def _finish(self, trial: Trial) -> None:
+        self.store.finish(trial)
+        self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()
-        self._emit("trial_finished", done)
+        self._emit("trial_finished", trial)
 
     def _learn(self) -> None:
         trials = self.store.trials()
@@ -345,7 +344,7 @@ class _Search:
         self.pruned = prune(
             self.problem.space,
             self.problem.predictions,
-            self.uses.workload,
+            self.workload,
             self.problem.rules,
             self.state.trials,
             self.pruned,
@@ -354,13 +353,13 @@ class _Search:
 
     def _emit(self, kind: str, trial: Trial) -> None:
         candidates = len(self.problem.space)
-        self.uses.on_event(
+        self.dependencies.on_event(
             Event(
                 kind=kind,
                 trial=trial,
                 trials_finished=len(self.state.settled),
                 trials_planned=min(self.control.max_trials, candidates),
-                seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed, self.running.limit),
+                seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed, self.pool.limit),
                 best=self.state.best,
                 objective=self.problem.platform.task.spec.objective,
                 knobs=self.problem.knobs,
@@ -371,7 +370,13 @@ class _Search:
         self.search_time, self.note = None, ""
 
 
+def _only_with_predicted_time(context: SearchContext) -> SearchContext:
+    """Return `context` without rows that have no predicted time. Probes need it: they do not run communication."""
+    has_time = np.isfinite(context.predictions.step_time_s[context.open_rows])
+    return replace(context, open_rows=context.open_rows[has_time])
+
+
 def seconds_used(trials: Sequence[Trial]) -> float:
-    """Return the seconds that earlier calls used, time between trials included."""
+    """Return the seconds that earlier calls of a run took, including the time between trials."""
     ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
     return max([*ends, math.fsum(trial.duration_s for trial in trials if trial.group is None)])

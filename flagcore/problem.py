@@ -1,4 +1,4 @@
-"""A task that is understood, before anything has run: where `flag tune`, `estimate` and `explain` all begin."""
+"""The search problem of a spec, before any trial: platform, space, predictions and baseline."""
 
 from __future__ import annotations
 
@@ -11,30 +11,39 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from packaging.requirements import Requirement
 
-from flagcore.contracts import Installed, Packaged, Planned, Platform, Plugins, PruningRule, ReleaseCheck, Workload
+from flagcore.contracts import (
+    InstalledDefaults,
+    NamedDistribution,
+    Platform,
+    Plugins,
+    ProductionDefaults,
+    PruningRule,
+    ReleaseCheck,
+    Workload,
+)
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.effects import engine_task, has_own_command, plugin_columns
+from flagcore.domain.effects import engine_task, has_user_command, plugin_columns
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
-from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
+from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE
-from flagcore.errors import FlagError, NothingFits, SpecError, joined
+from flagcore.errors import FlagError, NothingFits, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.stages.build import build, check
-from flagcore.stages.discover import discover, present
+from flagcore.stages.discover import discover, require_devices
 from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
-from flagcore.stages.prune import LEARNED, prune
+from flagcore.stages.prune import LEARNED_MESSAGES, prune
 from flagcore.stages.scale_down import pruning_of_trials, rules_of_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A task that is understood, before anything has run.
+    """The search problem of a spec, before any trial.
 
-    `rules` are the pruning rules of engine and plugins, `knobs` the knobs of both by name.
+    `rules` are the pruning rules of the engine and of plugins. `knobs` are the knobs of both, by name.
     """
 
     platform: Platform
@@ -48,29 +57,36 @@ class Problem:
 
     @property
     def messages(self) -> dict[str, str]:
-        """The message of each rule by name: of legality, of pruning, and of those that trials teach."""
+        """The message of each rule by name: legality rules, pruning rules, and rules that are learned from trials."""
         legality = {rule.name: rule.message for rule in self.legality.rules}
-        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED
+        return legality | {rule.name: rule.message for rule in self.rules} | LEARNED_MESSAGES
+
+    def set_knobs(self, candidate: Candidate) -> Candidate:
+        """Return a candidate without the knobs that have their neutral value."""
+        neutral = {axis.knob: axis.neutral for axis in self.legality.axes}
+        return Candidate(tuple(item for item in candidate.items if item[1] != neutral[item[0]]))
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: bool = False) -> Problem:
-    """Discover, build, predict, prune. Raises NothingFits if no combination is legal, with the counts of each rule.
+    """Discover, build, predict and prune.
 
-    A `plan`, as one of fidelity `estimate`, runs nothing; where nothing could run, it is of what production runs.
+    With `plan` or the fidelity `estimate`, no trial runs. If none could run on this machine, the problem is that of
+    production on the chip. Raises NothingFits if no combination is legal, with the count of each rule.
     """
     if isinstance(workload, ReleaseCheck):
         workload.check_release(spec)
-    found = discover(spec, plugins, engine_version(spec, workload))
-    if isinstance(workload, Planned) and (plan or spec.control.fidelity == ESTIMATE):
-        found = found if _runs_here(found, plugins, workload) else workload.as_in_production(found)
-    if isinstance(workload, Installed):
-        found = workload.as_installed(found)
-    platform = with_plugin_knobs(found, workload)
+    platform = discover(spec, plugins, engine_version(spec, workload))
+    is_plan = plan or spec.control.fidelity == ESTIMATE
+    if is_plan and isinstance(workload, ProductionDefaults) and not _runs_here(platform, plugins, workload):
+        platform = workload.as_in_production(platform)
+    if isinstance(workload, InstalledDefaults):
+        platform = workload.as_installed(platform)
+    platform = with_plugin_knobs(platform, workload)
     legal = legality(platform.task, workload, platform.support)
     legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))
     baseline = _baseline(platform, workload, legal)
     values = baseline.as_dict()
-    axes = tuple(replace(axis, also=(values[axis.knob],)) for axis in legal.axes)
+    axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
     space = build(axes, legal.rules, legal.merges)
     if not len(space):
         raise NothingFits(_nothing_legal(space, legal))
@@ -91,31 +107,31 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
 
 
 def _runs_here(platform: Platform, plugins: Plugins, workload: Workload) -> bool:
-    """Return whether trials of the platform's task could run on this machine."""
+    """Return whether trials of `platform` can run on this machine."""
     try:
         workload.ready(platform.task.spec)
-        present(platform, plugins.devices())
+        require_devices(platform, plugins.devices())
     except FlagError:
         return False
     return True
 
 
 def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row from knob values, the engine's and the plugins'. Raises SpecError for a wrong value."""
+    """Return columns of one row from values of engine and plugin knobs. Raises SpecError for an invalid value."""
     plugin = plugin_columns(task, values)
-    own = {name: value for name, value in values.items() if name not in plugin}
-    return {**workload.columns(engine_task(task), own), **plugin}
+    engine_values = {name: value for name, value in values.items() if name not in plugin}
+    return {**workload.columns(engine_task(task), engine_values), **plugin}
 
 
 def engine_version(spec: Spec, workload: Workload) -> str | None:
-    """Return the release of the engine that trials of `spec` run: the given one, or what is installed here.
+    """Return the engine release that trials of `spec` run: the one in the spec, or the installed one.
 
-    None for the user's own command without a given release, and where nothing is installed.
+    None if the engine is not installed, or if trials run the user's command and the spec names no release.
     """
     work = spec.work
     if work.engine_version or work.command is not None:
         return work.engine_version
-    if isinstance(workload, Packaged) and workload.distribution:
+    if isinstance(workload, NamedDistribution) and workload.distribution:
         names = [workload.distribution]
     else:
         packages = (Requirement(each).name for each in workload.modules.values())
@@ -127,22 +143,23 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
 
 
 def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
-    """Return `platform` with those knobs with effects in its task that the spec names: of plugins, and settings of the
-    engine that the space compares. Raises SpecError for wrong ones.
+    """Return `platform` with the task's knobs with effects: the plugins' knobs and the compared engine settings that
+    the spec names. Raises SpecError for an unknown knob or an invalid value.
 
-    A plugin's knob that has the name of one of the engine's own is left out.
+    A plugin's knob is left out if the engine has a knob with the same name.
     """
     task, spec = platform.task, platform.task.spec
-    own = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
-    known = tuple(knob for knob in platform.knobs if knob.name not in own)
+    engine_names = {name for knob in workload.knobs if knob.searchable or knob.comparable for name in knob.names}
+    plugin_knobs = tuple(knob for knob in platform.knobs if knob.name not in engine_names)
     named = {**(spec.baseline or {}), **spec.space}
-    settings = [_compared(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named]
-    chosen = (*settings, *(knob for knob in known if knob.name in named))
+    settings = [_compared_setting(task, knob) for knob in workload.knobs if knob.comparable and knob.name in named]
+    chosen = (*settings, *(knob for knob in plugin_knobs if knob.name in named))
+    plugin_names = ", ".join(knob.name for knob in plugin_knobs)
     if isinstance(spec.work, TrainSpec):
-        for name in named.keys() - own - {knob.name for knob in chosen}:
+        for name in named.keys() - engine_names - {knob.name for knob in chosen}:
             section = "space" if name in spec.space else "baseline"
             problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
-            fix = f"knobs of plugins there: {', '.join(knob.name for knob in known) or 'none'}"
+            fix = f"knobs of plugins there: {plugin_names or 'none'}"
             raise SpecError(key=f"auto_tuner.{section}.{name}", value=named[name], problem=problem, fix=fix)
     for knob in chosen:
         _check_knob(spec, knob)
@@ -150,28 +167,31 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
     try:
         workload.axes(engine_task(task))
     except SpecError as error:
-        more = f"; knobs of plugins: {', '.join(knob.name for knob in known)}" if known else ""
-        raise joined(
+        more = f"; knobs of plugins: {plugin_names}" if plugin_names else ""
+        raise join_errors(
             [SpecError(key=e.key, value=e.value, problem=e.problem, fix=e.fix + more) for e in error.problems]
         ) from None
     searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
     environment = {name: value for name, value in platform.environment.items() if name not in searched}
-    return replace(platform, task=task, knobs=known, environment=environment)
+    return replace(platform, task=task, knobs=plugin_knobs, environment=environment)
 
 
-def _compared(task: Task, knob: Knob) -> Knob:
-    """Return a setting as a knob of the values that a spec compares. Raises SpecError for an `auto` without meaning."""
+def _compared_setting(task: Task, knob: Knob) -> Knob:
+    """Return the knob of a setting with the values that the spec compares. Raises SpecError for an undefined `auto`."""
     asked, baseline = task.spec.space.get(knob.name, ()), task.spec.baseline or {}
     if isinstance(asked, str) and knob.auto is None:
         problem, fix = "cannot be auto", "list the values to compare"
         raise SpecError(key=f"auto_tuner.space.{knob.name}", value=asked, problem=problem, fix=fix)
     values = knob.auto(task) if isinstance(asked, str) and knob.auto else asked
-    own = (baseline[knob.name],) if knob.name in baseline else ()
-    return knob.compared([*values, *own])
+    baseline_values = (baseline[knob.name],) if knob.name in baseline else ()
+    return knob.with_compared_values([*values, *baseline_values])
 
 
 def require_launchable(problem: Problem, workload: Workload) -> None:
-    """Raise SpecError if no trial can use a value of a knob with effects, or if this shell sets a variable of one."""
+    """Raise SpecError if trials cannot use a listed value of a knob with effects.
+
+    Also raise if the environment of this process already has a variable that such a knob sets.
+    """
     task = problem.platform.task
     for knob in task.knobs:
         key = f"auto_tuner.space.{knob.name}"
@@ -183,7 +203,7 @@ def require_launchable(problem: Problem, workload: Workload) -> None:
                     if error.key == f"train.settings.{knob.name}":
                         raise SpecError(key=key, value=value, problem=error.problem, fix=error.fix) from None
         for name in {name for effect in knob.effects.values() for name in effect.environment} & os.environ.keys():
-            conflict = f"sets the variable {name}, which this shell sets, too"
+            conflict = f"sets the variable {name}, which is also set in this shell"
             raise SpecError(key=key, value=os.environ[name], problem=conflict, fix=f"unset {name}")
         asked, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.neutral)
         for value in (*(() if isinstance(asked, str) else asked), baseline):
@@ -193,9 +213,9 @@ def require_launchable(problem: Problem, workload: Workload) -> None:
 
 
 def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
-    """Return why trials of `task` cannot use a value of a plugin's knob; empty if they can."""
+    """Return why trials of `task` cannot use a value of a knob; empty if they can."""
     effect = knob.effect(value)
-    return effect.no_launch_reason(own_command=has_own_command(task.spec)) if effect else ""
+    return effect.no_launch_reason(user_command=has_user_command(task.spec)) if effect else ""
 
 
 def _check_knob(spec: Spec, knob: Knob) -> None:
@@ -210,16 +230,16 @@ def _check_knob(spec: Spec, knob: Knob) -> None:
             ("train.settings", settings, effect.settings),
             ("envs", spec.envs, effect.environment),
         ):
-            if twice := [name for name in names if name in given]:
-                key, problem = f"{section}.{twice[0]}", f"is also set by auto_tuner.space.{knob.name}"
-                raise SpecError(key=key, value=given[twice[0]], problem=problem, fix="give one of the two")
-        if twice := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
-            problem = f"has {twice[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
-            raise SpecError(key="train.command", problem=problem, fix="give one of the two")
+            if duplicates := [name for name in names if name in given]:
+                key, problem = f"{section}.{duplicates[0]}", f"is also set by auto_tuner.space.{knob.name}"
+                raise SpecError(key=key, value=given[duplicates[0]], problem=problem, fix="remove one of the two")
+        if duplicates := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
+            problem = f"has {duplicates[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
+            raise SpecError(key="train.command", problem=problem, fix="remove one of the two")
 
 
 def sizes_fixed_at_one(problem: Problem) -> list[str]:
-    """Return a line for each size whose values above 1 are all illegal by one rule with no other choice."""
+    """Return a line for each size that must be 1: a rule forbids larger values, and its other knobs have one value."""
     axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []
     for rule in problem.legality.rules:
@@ -234,41 +254,36 @@ def sizes_fixed_at_one(problem: Problem) -> list[str]:
     return lines
 
 
-def require_candidate(problem: Problem) -> None:
-    """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
-    if not problem.pruned.open_rows.size:
-        raise NothingFits(_why_nothing_fits(problem))
+def rows_by_time(problem: Problem) -> IntArray:
+    """Return the open rows in the order of predicted time. Candidates without a time, or that break a limit, are last.
 
-
-def fastest(problem: Problem) -> IntArray:
-    """Return the rows that are left, the fastest predicted first; those without a time are the last.
-
-    Candidates that are predicted to break a limit come last.
+    Ties are broken by predicted memory.
     """
     rows, predictions = problem.pruned.open_rows, problem.predictions
     time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
-    breaks = ~predictions.keeps(problem.platform.task.spec.limits)[rows]
-    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks))]
+    breaks_limit = ~predictions.keeps_limits(problem.platform.task.spec.limits)[rows]
+    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks_limit))]
     return order
 
 
 def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candidate:
-    """Return the user's own configuration, or the one that an expert would choose.
+    """Return the baseline of the spec, or the candidate that an expert would choose without measuring.
 
-    An expert does not choose what the chip's pruning rules remove, unless they remove everything.
+    The candidate is from the engine's usual space, or from the whole space if the usual space has no legal candidate.
+    Candidates that the chip's pruning rules remove are avoided.
     """
     task, given = platform.task, platform.task.spec.baseline
     if given is None:
-        usual = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
-        for wanted in (legality(usual, workload, platform.support), legal):
-            space = build(wanted.axes, wanted.rules, wanted.merges)
+        usual_task = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
+        for searched in (legality(usual_task, workload, platform.support), legal):
+            space = build(searched.axes, searched.rules, searched.merges)
             if len(space):
                 break
         else:
             raise NothingFits(_nothing_legal(space, legal))
         predictions = predict(task, workload, space, platform.costs)
-        left = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
-        rows = left if left.size else np.arange(len(space))
+        open_rows = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
+        rows = open_rows if open_rows.size else np.arange(len(space))
         return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
     columns, broken = check(candidate_columns(task, workload, given), legal.rules, legal.merges)
     if broken:
@@ -283,63 +298,3 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
     counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
     why = counts or _("the space is empty")
     return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=why)
-
-
-def _why_nothing_fits(problem: Problem) -> str:
-    """Return one line: what each rule took, how close the closest candidate came, and who chose the hardware."""
-    space, predictions, pruned = problem.space, problem.predictions, problem.pruned
-    counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
-    if limits := _limits_broken(problem):
-        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
-    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
-    row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
-    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
-    given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
-    smallest = _(
-        "the smallest needs ~{need:.2f} GiB a device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
-        need=need,
-        have=have,
-        budget=_budget_from(problem.platform.task),
-        candidate=given,
-        fix=_other_hardware(problem.platform.task),
-    )
-    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
-
-
-def _limits_broken(problem: Problem) -> str:
-    """Return which limits nothing that fits is predicted to keep, and what comes nearest; nothing if some does."""
-    space, predictions = problem.space, problem.predictions
-    limits = {name: most for name, most in problem.platform.task.spec.limits.items() if name in predictions.figures}
-    rows = np.flatnonzero(predictions.fits)
-    if not limits or not rows.size or predictions.keeps(limits)[rows].any():
-        return ""
-    missed = np.max([predictions.figures[name][rows] / most for name, most in limits.items()], axis=0)
-    row = int(rows[np.argmin(np.nan_to_num(missed, nan=np.inf))])
-    given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
-    figures = [f"{name} ~{predictions.figures[name][row]:.4g} s of {most:g} s" for name, most in limits.items()]
-    return _(
-        "nothing is predicted to keep the limits; the nearest would have {figures}: {candidate}",
-        figures=", ".join(figures),
-        candidate=given,
-    )
-
-
-def _budget_from(task: Task) -> str:
-    """Return where the memory of a device is from."""
-    group = task.cluster.groups[0]
-    if len(task.cluster.groups) > 1:
-        return task.cluster.chips
-    if task.spec.cluster.memory_bytes_per_device:
-        return "cluster.memory_per_device"
-    here = _("what this machine has for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
-    return here if group.memory_bytes is not None else _("that of {chip}", chip=group.chip.name)
-
-
-def _other_hardware(task: Task) -> str:
-    """Return which chip was taken where the spec left that to this machine, and how to plan for other hardware."""
-    if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
-        return _("give cluster more devices or nodes, or a chip with more memory")
-    return _(
-        "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
-        chip=task.cluster.chips,
-    )

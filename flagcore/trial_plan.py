@@ -1,4 +1,4 @@
-"""What is known of a trial before it runs: its prediction, its time limit, shortened steps, and the memory it needs."""
+"""Plans a trial: its prediction, its time limit, its shortened steps, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ def predicted_trial(problem: Problem, workload: Workload, candidate: Candidate, 
     )
 
 
-def limit_of(
+def plan_time_limit(
     problem: Problem, workload: Workload, trial: Trial, earlier: Sequence[Trial], ranks: int | None = None
 ) -> TimeLimit:
-    """Return how long a trial may take after `earlier` ones of the run. A probe runs `ranks`, None: the usual ones."""
+    """Return the time limit of a trial, given the `earlier` trials of the run.
+
+    `ranks` is the number of ranks of a probe; None: as many as `ranks_to_probe` returns.
+    """
     platform = problem.platform
     if trial.fidelity != PROBE:
         return time_limit(platform.task, workload, trial, earlier)
@@ -46,8 +49,8 @@ def limit_of(
     return time_limit(platform.task, workload, trial, (), launches)
 
 
-def shortened_steps(problem: Problem, workload: Workload, trial: Trial, runs: int = 0) -> Shortened | None:
-    """Return how the steps of a trial are shortened; None for whole ones. Its candidate has `runs`."""
+def plan_shortened_steps(problem: Problem, workload: Workload, trial: Trial, runs: int = 0) -> Shortened | None:
+    """Return how the steps of a trial are shortened; None if they are whole. Its candidate has `runs`."""
     row, task = _row(problem, trial.candidate), problem.platform.task
     columns = problem.space.columns(np.array([row]))
     if sizes := task.spec.control.trial_nodes:
@@ -56,10 +59,10 @@ def shortened_steps(problem: Problem, workload: Workload, trial: Trial, runs: in
     if trial.role is Role.REPEAT:
         return None
 
-    def predicted(task: Task) -> float:
+    def predict_step(task: Task) -> float:
         return float(predict_columns(task, workload, columns, problem.platform.costs).step_time_s[0])
 
-    return shorten(task, workload, trial.candidate, _expected_step(trial), predicted)
+    return shorten(task, workload, trial.candidate, _expected_step(trial), predict_step)
 
 
 def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:
@@ -72,23 +75,23 @@ def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Cand
 
 
 def memory_needed(task: Task, trial: Trial) -> float:
-    """Return the bytes that the processes of a trial are predicted to need on one node, 0 if that is not known.
+    """Return the predicted memory in bytes that a trial needs on one node, 0 if unknown.
 
-    Of servers, which may use fewer devices, those of one device.
+    For servers and probes, which may use fewer devices, it is the memory of one device.
     """
     used: Any = (trial.predicted.get("memory") or {}).get("device_used_gib")  # type: ignore[attr-defined]
     if not isinstance(used, float) or not math.isfinite(used):
         return 0.0
-    several = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
-    return used * GIB * (task.cluster.groups[0].devices_per_node if several else 1)
+    uses_whole_node = isinstance(task.spec.work, TrainSpec) and trial.fidelity != PROBE
+    return used * GIB * (task.cluster.groups[0].devices_per_node if uses_whole_node else 1)
 
 
-def time_of_search(problem: Problem, workload: Workload) -> SearchTime:
-    """Return how long the trials of a search may take in all: of the fastest predicted candidates."""
-    rows, most = problem.pruned.open_rows, problem.platform.task.spec.control.max_trials
-    if rows.size > most:
+def estimate_search_time(problem: Problem, workload: Workload) -> SearchTime:
+    """Return how long a search may take that tries the candidates with the fastest predictions."""
+    rows, max_trials = problem.pruned.open_rows, problem.platform.task.spec.control.max_trials
+    if rows.size > max_trials:
         step = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
-        rows = rows[np.argpartition(step, most)[:most]]
+        rows = rows[np.argpartition(step, max_trials)[:max_trials]]
     return search_time(problem.platform.task, workload, problem.predictions, rows)
 
 
@@ -99,7 +102,7 @@ def _row(problem: Problem, candidate: Candidate) -> int:
 
 
 def _expected_step(trial: Trial) -> float | None:
-    """Return the seconds of a step as trials corrected the prediction, else as predicted."""
+    """Return the predicted seconds of a step, corrected by earlier trials if possible; None if unknown."""
     for known in (trial.believed or {}, trial.predicted):
         step: Any = known.get("step_time_s")
         if isinstance(step, Mapping) and math.isfinite(step["value"]):

@@ -23,7 +23,7 @@ from flagcore.cli.main import COMMANDS, flag
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.stages.prune import LEARNED
+from flagcore.stages.prune import LEARNED_MESSAGES
 from tests.pages import PAGES, ROOT, TEXT, prose
 
 REFERENCE, RESULTS, PYTHON = TEXT["docs/cli.md"], TEXT["docs/results.md"], TEXT["docs/python.md"]
@@ -146,7 +146,7 @@ def test_reference_has_every_file_of_a_run(workshop: Path) -> None:
 
 def test_tutorial_explains_what_the_table_and_the_books_show() -> None:
     page = TEXT["docs/tutorial.md"]
-    learned = set(LEARNED) - {"does_not_fit"}
+    learned = set(LEARNED_MESSAGES) - {"does_not_fit"}
     assert {name for name in learned if f"`{name}`" not in page} == set()
     assert {knob.label for knob in SPACE_KNOBS if knob.label.isupper() and knob.label not in page} == set()
 

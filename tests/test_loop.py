@@ -151,7 +151,7 @@ def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(be
     pair = [plan.baseline.candidate, plan.best.candidate]
     assert [trial.candidate for trial in plan.repeats] == pair * 2
     assert plan.gains == pytest.approx((0.95,) * 3)
-    assert plan.stopped_because == "every candidate is settled"
+    assert plan.stopped_because == "all candidates have been tried or pruned"
     assert sound(plan)
 
 

@@ -18,7 +18,7 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.spec import ClusterSpec, Control, Spec
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.loop import MAX_BUSY, Dependencies, tune
+from flagcore.loop import MAX_CONSECUTIVE_BUSY, Dependencies, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.stages import wait
@@ -65,7 +65,7 @@ class OnTwoHosts(Player):
 
     lost = False
 
-    def at_hand(self) -> bool:
+    def has_allocation(self) -> bool:
         return False
 
     def find_hosts(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(wait, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("flagcore.attempt.SETTLE_SECONDS", 0.02)
+    monkeypatch.setattr("flagcore.trial_runner.SETTLE_SECONDS", 0.02)
     return Bench(tmp_path)
 
 
@@ -227,7 +227,11 @@ def test_busy_devices_fail_a_trial_that_proves_nothing_and_stop_the_search(bench
     bench.used_gib = lambda: 20.0
     plan = bench.tune(device_wait=0.05)
     assert bench.player.launches == []
-    assert [event.kind for event in bench.events] == ["trial_started", "trial_waits", "trial_finished"] * MAX_BUSY
+    assert [event.kind for event in bench.events] == [
+        "trial_started",
+        "trial_waits",
+        "trial_finished",
+    ] * MAX_CONSECUTIVE_BUSY
     waiting = bench.events[1].trial.reason
     assert waiting is not None
     assert "device 0" in waiting

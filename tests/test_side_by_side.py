@@ -171,7 +171,7 @@ def test_trials_run_at_once_on_disjoint_devices_and_finalists_alone(bench: Bench
     assert set(bench.node.devices) == {"0,1", "2,3", "4,5", "6,7"}
     assert max(bench.strategy.pending) >= 2
     assert plan.interference is not None
-    assert (plan.interference.quiet, plan.interference.slowdown) == (True, 0.0)
+    assert (plan.interference.is_negligible, plan.interference.slowdown) == (True, 0.0)
     assert [trial.group for trial in plan.repeats] == [None] * len(plan.repeats)
     assert plan.best.is_final
     assert plan.gain == pytest.approx(0.95)
@@ -190,7 +190,7 @@ def test_trials_that_disturb_each_other_run_one_at_a_time_and_again(bench: Bench
     bench.node = Node(slower=1.5, together=4)
     plan = bench.tune().plan
     assert plan.interference is not None
-    assert not plan.interference.quiet
+    assert not plan.interference.is_negligible
     assert plan.interference.slowdown == pytest.approx(0.5)
     assert plan.best is not None
     assert knobs(plan.best.candidate) == (2, 2)

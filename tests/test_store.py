@@ -97,7 +97,7 @@ def test_notes_of_the_search_are_read_back_from_new_and_old_journals(tmp_path: P
     first.finish(first.begin(planned(candidate(1), predicted={"limit": "x"}, **notes)))
     first.finish(first.begin(planned(candidate(2), predicted={"limit": "x", **notes})))  # as older releases wrote them
     for trial in store(tmp_path).trials():
-        assert (trial.notes, trial.predicted) == (notes, {"limit": "x"})
+        assert (trial.search_fields, trial.predicted) == (notes, {"limit": "x"})
 
 
 def test_a_running_trial_is_closed_as_interrupted_at_the_next_start(tmp_path: Path) -> None:

@@ -110,7 +110,14 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.text import assumed_text, candidate_columns, candidate_line, funnel, search_time_text
+    from flagcore.report.text import (
+        assumed_text,
+        candidate_columns,
+        candidate_line,
+        funnel,
+        search_time_text,
+        slo_text,
+    )
 
     number = _number(explain)
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
@@ -131,17 +138,25 @@ def _estimate_spec(
         )
         return
     if form == "table":
+        if found.unmet:
+            options.say(found.unmet + "\n")
         if any("step_time_s" in each for each in found.candidates):
             options.say(_("Fastest predicted candidates on {hardware}:", hardware=where))
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
     figures = "predicted_serving" if any("objective" in each for each in found.candidates) else "predicted"
     columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
-    options.show_records(found.candidates, form, columns)
+    candidates = [{**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in found.candidates]
+    if form == "table" and any("slo" in each for each in candidates):
+        columns |= {"SLO": "slo_text"}
+    options.show_records(candidates if form == "table" else found.candidates, form, columns)
     if form == "table":
         if found.assumed:
             options.show("\n" + assumed_text(found.assumed))
-        options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
+        lines = [candidate_line(_("baseline"), found.baseline, found.knobs)]
+        if found.defaults:
+            lines.append(candidate_line(_("without options"), found.defaults, found.knobs))
+        options.say("\n" + "\n".join(lines) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
         if found.search:
             options.say("flag tune: " + search_time_text(found.search))

@@ -1,4 +1,4 @@
-"""What plugins answer of a chip: memory, kernels, collectives, telemetry, rules. A plugin need not inherit anything."""
+"""The objects that plugins provide for a chip: memory model, kernel and collective costs, telemetry, pruning rules."""
 
 from __future__ import annotations
 
@@ -12,85 +12,84 @@ from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
 
 
 class MemoryModel(Protocol):
-    """From what tensors take to what the device shows, in bytes of one device. Called with whole columns."""
+    """Computes the memory in use of a device from the memory of tensors, in bytes. Called with columns."""
 
     def capacity_bytes(self) -> float | None:
         """Return the memory that a trial may use on one device, or None if unknown."""
 
     def workspace_bytes(self) -> float:
-        """Return the allocator's memory for one thread's workspace of the matrix library."""
+        """Return the size of the matrix library's workspace for one thread."""
 
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
-        """Return the memory that the allocator reserves for tensors of `allocated` bytes at their peak."""
+        """Return the memory that the allocator reserves if tensors use `allocated` bytes at their peak."""
 
     def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
-        """Return the memory in use that the device shows: `reserved`, context, libraries and collective buffers."""
+        """Return the memory in use on the device: `reserved`, context, libraries and collective buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Sizes of causal attention on one device, of a batch of sequences of equal length. The fields broadcast.
+    """The sizes of causal attention on one device for a batch of sequences of equal length. The fields broadcast.
 
-    Training has as many `queries` as `keys`. A serving engine asks the same of its steps: a prompt, or a piece of
-    one, is `queries` at the end of the `keys` that are then cached; decoding is one query on a context of `keys`,
-    `batch` sequences at once, whose keys and values are read from the cache, in pages or in one piece. Sequences of
-    several lengths are several elements.
+    In training, `queries` equals `keys`. In serving, prefill computes the last `queries` of the `keys`, and decoding
+    has one query per sequence, with keys and values in the cache. Sequences of different lengths are separate elements.
     """
 
     batch: FloatArray
-    """Sequences."""
+    """Number of sequences."""
     heads: FloatArray
-    """Query heads of a sequence that this device has."""
+    """Number of query heads on this device."""
     groups: FloatArray
-    """Key and value heads that these share: as many as `heads` without grouping."""
+    """Number of key and value heads on this device; equal to `heads` without grouping."""
     queries: FloatArray
-    """Positions computed: the last of the `keys`."""
+    """Number of computed positions, the last of the `keys`."""
     keys: FloatArray
-    """Positions attended to, cached ones included."""
+    """Number of positions that are attended to, including cached ones."""
     head_dim: FloatArray
-    """Width of a head; where keys and values differ in it, the mean."""
+    """Width of a head, the mean if keys and values have different widths."""
 
 
 class KernelCosts(Protocol):
-    """Seconds that kernels take on one device, the host's time to launch them not included.
+    """The times of kernels on one device in seconds, without the host's time to launch them.
 
-    All sizes are arrays that broadcast; NaN where unknown.
+    All sizes are arrays that broadcast. Unknown times are NaN.
     """
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         """Return the time of C[m,n] = A[m,k] B[k,n] in `precision` (fp32 bf16 fp16 fp8 mxfp8 nvfp4 ...)."""
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        """Return the time of fused causal attention forward: scores, softmax, values."""
+        """Return the time of the forward pass of fused causal attention."""
 
     def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        """Return the time of the backward pass of the same."""
+        """Return the time of the backward pass of fused causal attention."""
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time of an element-wise kernel that reads and writes `bytes_moved` in all."""
+        """Return the time of an element-wise kernel that reads and writes `bytes_moved` bytes in total."""
 
     def launch_seconds(self) -> float:
-        """Return the time in which the host launches one kernel after another, framework included."""
+        """Return the host's time to launch one kernel, including the framework."""
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time to copy between device and pinned host memory, one way."""
+        """Return the time of a copy between device and pinned host memory in one direction."""
 
     def run_slowdown(self) -> float:
-        """Return the slowdown of kernels in a run on many devices against these times: 1 if they are of such runs.
+        """Return the slowdown of kernels in a run on many devices relative to these times.
 
-        Kernels measured alone take longer there: power and clocks of all devices, waits not attributed to any part.
+        It is 1 if the times were measured in such runs. Kernels that were measured alone are slower in runs, because of
+        power limits, lower clocks and waiting times.
         """
 
 
 class CollectiveCosts(Protocol):
-    """Seconds that collectives take between devices."""
+    """The times of collectives between devices in seconds."""
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the time of one collective in a group of `ranks` devices that are `stride` devices apart.
 
-        `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send. `payload_bytes` is the whole
-        tensor: the reduced one, the gathered one, what is scattered, what a rank holds before an
-        all-to-all, the message. A group of one costs nothing; NaN where unknown.
+        `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send. `payload_bytes` is the size of the
+        message, of the reduced, gathered or scattered tensor as a whole, or of a rank's tensor before an all-to-all.
+        The time is 0 for one rank, and NaN if unknown.
         """
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
@@ -98,33 +97,33 @@ class CollectiveCosts(Protocol):
 
 
 class Telemetry(Protocol):
-    """A reading of one device before and while a trial runs. It may have the method of `ReportsUse`, too."""
+    """Reads figures of one device before and during a trial. It may also implement `DeviceUseReporter`."""
 
     def sample(self) -> Mapping[str, float]:
         """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`.
 
-        Raises LookupError if the device no longer answers, though others do.
+        Raises LookupError if this device does not respond although others do.
         """
 
 
-class ReportsUse(Protocol):
-    """Optional: telemetry that knows who uses its device."""
+class DeviceUseReporter(Protocol):
+    """Optional: telemetry that reports which processes use the device."""
 
     def use(self) -> DeviceUse:
-        """Return who uses the device now. Called before each trial, and after one that ran out of memory."""
+        """Return the current use of the device. Called before each trial, and after a trial that ran out of memory."""
 
 
-def use_of(reader: Telemetry) -> DeviceUse:
-    """Return `ReportsUse.use`; nothing is known from telemetry without it."""
+def device_use(reader: Telemetry) -> DeviceUse:
+    """Return the result of `DeviceUseReporter.use`, or an empty DeviceUse if `reader` does not implement it."""
     use = getattr(reader, "use", None)
     return use() if use else DeviceUse()
 
 
 class PruningRule(Protocol):
-    """A vendor's or user's rule for candidates that are not worth a trial. `name` is counted, `message` is shown."""
+    """A rule for candidates that are not worth a trial. Reports show `name` with a count, and `message`."""
 
     name: str
     message: str
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return True for each candidate that should not be tried. Asked in pieces: a row must not depend on others."""
+        """Return True for each candidate to prune. Called with blocks of independent rows."""

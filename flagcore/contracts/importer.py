@@ -1,4 +1,4 @@
-"""Importers: files of another tuner become a spec, or trials. Entry points of the group `flagcore.importers`."""
+"""Importers convert files of another tuner to a spec or to trials. Entry points in the group `flagcore.importers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flagcore.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class ImportNote:
-    """The conversion of a key of the other tuner. `at` is the key of the spec that it is about; empty: none."""
+    """A note on the conversion of a key of the other tuner. `at` is the related key of the spec; empty: none."""
 
     key: str
     text: str
@@ -34,7 +34,7 @@ class ImportedSpec(Protocol):
     def file(self) -> str: ...
 
     def translate_error(self, error: SpecError) -> SpecError:
-        """Return an error of the spec with the key that the other tuner's file has."""
+        """Return an error of the spec with the key of the other tuner's file."""
 
     def as_yaml(self) -> str:
         """Return the spec as YAML, with the notes as comments."""
@@ -45,20 +45,20 @@ class Importer(Protocol):
 
     name: str
     title: str
-    """How the other tuner writes its own name."""
+    """The name of the other tuner in messages."""
 
     def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> ImportedSpec:
-        """Return the configuration `name` in `directory`, with `overrides` (a.b=c). Raises SpecError."""
+        """Return the configuration `name` in `directory` with `overrides` such as `a.b=c`. Raises SpecError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRow:
-    """One trial of another tuner. `line` is its line in the file, from 1 for the heading; `index` its number.
+    """One trial of another tuner.
 
-    `step_s` is the mean of a training step in seconds, `figures` are those of a server by flagcore's names; `error`
-    gives the reason if there are none. `split` is whether the first or last pipeline stage has another number of
-    layers, `cut` whether the tuner ended the trial early. `refused` is the reason why the row cannot be used, empty if
-    it can.
+    `line` is its line in the file, where the heading is line 1; `index` is its number. `step_s` is the mean time of a
+    training step, `figures` are the figures of a server by flagcore's names, and `error` is the reason if there are
+    none. `split` is whether the first or last pipeline stage has another number of layers. `cut` is whether the tuner
+    ended the trial early. `refused` is the reason why the row cannot be imported; empty if it can.
     """
 
     line: int
@@ -78,9 +78,9 @@ class HistoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Trials in the order in which they ran, and whether they are of servers.
+    """The trials of another tuner in the order in which they ran. `serves` is whether they are serving trials.
 
-    `time_limit_s` is when the other tuner ends a trial if its configuration does not say.
+    `time_limit_s` is the other tuner's default time limit of a trial.
     """
 
     rows: tuple[HistoryRow, ...]
@@ -90,7 +90,7 @@ class History:
 
 @runtime_checkable
 class HistoryReader(Protocol):
-    """Optional: an importer that also reads the other tuner's trials."""
+    """Optional: an importer that also reads the trials of the other tuner."""
 
     def read_history(self, path: Path) -> History:
         """Return the trials in a file. Raises UsageError if it is not a history."""

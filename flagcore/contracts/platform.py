@@ -1,4 +1,4 @@
-"""The plugins as the core calls them, their answers about one task, and launchers."""
+"""Protocols of plugins and launchers, and the platform of a task that plugins describe."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flagcore.domain.trial import TimeLimit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The inputs of predictions: the plugins' answers, or the core's roofline if they have none.
+    """The cost models of the first node group, from plugins or else from the core.
 
-    `guessed` is whether the chip's kernels were neither measured nor fitted. `synchronous`: the host
-    computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `run_slowdown` is by how
-    much kernels are longer in a run on many devices than `kernels` predicts.
+    `guessed` is whether the kernel times are those of the core's roofline, neither measured nor fitted. With
+    `synchronous`, the host computes, as on a CPU, so that kernels do not hide the time of launches. `run_slowdown` is
+    the slowdown of kernels in a run on many devices relative to `kernels`.
 
-    They are those of the first node group. `further` are those of the others by the rank of their first device, in the
-    order of ranks, and `between` has the time of a message from one group to the next; without others it is None.
+    `further` are the costs of the other node groups by the rank of their first device, in the order of ranks. `between`
+    has the times of messages between groups; None if there is one group.
     """
 
     memory: MemoryModel
@@ -39,17 +39,17 @@ class Costs:
 
     @property
     def groups(self) -> tuple[Costs, ...]:
-        """Return the costs of each node group."""
+        """The costs of each node group."""
         return (self, *self.further.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """The answers of plugins about one task, collected once in discover.
+    """The task, and what plugins provide for it.
 
-    `knobs` are all that plugins have for the chip, in the spec or not. `conflicts` are variables that the user sets
-    differently from plugins. `read_devices` are the devices of `telemetry`. `cores` are the CPU cores on which its
-    trials run, all if empty.
+    `knobs` are all knobs of plugins for the chip, also those that the spec does not name. `conflicts` describes
+    environment variables for which the user and plugins set different values. `read_devices` are the devices of
+    `telemetry`. `cores` are the CPU cores for trials; empty: all.
     """
 
     task: Task
@@ -68,26 +68,26 @@ class Platform:
 
     @property
     def selected_devices(self) -> tuple[str, ...] | None:
-        """The names of the devices that the spec's `envs` select, in order; None: they do not."""
+        """The names of the devices that the spec's `envs` select, in order; None if they do not select devices."""
         names = self.task.spec.envs.get(self.support.visible_devices or "")
         return None if names is None else tuple(name.strip() for name in names.split(","))
 
     def on_hosts(self, hosts: tuple[str, ...]) -> Platform:
-        """Return the platform of a trial on these hosts."""
+        """Return the platform of trials on these hosts."""
         spec = self.task.spec
         task = replace(self.task, spec=replace(spec, cluster=replace(spec.cluster, hosts=hosts)))
         pairs = list(zip(self.read_devices, self.telemetry, strict=True))
-        mine = [pair for host in hosts for pair in pairs if pair[0].host == host]
-        devices, readers = tuple(device for device, _ in mine), tuple(reader for _, reader in mine)
+        selected = [pair for host in hosts for pair in pairs if pair[0].host == host]
+        devices, readers = tuple(device for device, _ in selected), tuple(reader for _, reader in selected)
         return replace(self, task=task, read_devices=devices, telemetry=readers)
 
     def prepared(self, planned: Launch) -> Launch:
-        """Return `planned` with the plugins' environment, then the spec's, and the changes of plugins."""
+        """Return `planned` with the environment of plugins and of the spec, and with the changes of plugins."""
         environment = {**planned.environment, **self.environment, **self.task.spec.envs}
         return self.prepare_launch(replace(planned, environment=environment))
 
     def limited(self, planned: Launch, limit: TimeLimit) -> Launch:
-        """Return `planned` with the limits of a trial: time, memory and disk."""
+        """Return `planned` with the time, memory and disk limits of a trial."""
         return replace(
             planned,
             timeout_seconds=limit.seconds,
@@ -98,17 +98,17 @@ class Platform:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """How much memory the processes of a node may use if its devices share it; None if devices have their own."""
+        """The memory in bytes that the processes of a node may use if devices share it; None if they do not."""
         group = self.task.cluster.groups[0]
         memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
         return memory if self.support.shared_devices else None
 
 
 class Plugins(Protocol):
-    """The hooks as typed methods. A plugin that fails costs only its own answer."""
+    """The hooks of all plugins as typed methods. The results of plugins that fail are left out."""
 
     def devices(self) -> tuple[Device, ...]: ...
-    def undetected(self) -> Mapping[str, str]: ...
+    def detection_failures(self) -> Mapping[str, str]: ...
     def chips(self) -> tuple[Chip, ...]: ...
     def vendor(self, environment: Mapping[str, str]) -> str | None: ...
     def topology(self, group: NodeGroup) -> Topology | None: ...
@@ -128,53 +128,51 @@ class Plugins(Protocol):
     def telemetry(self, device: Device) -> Telemetry | None: ...
 
 
-class Running(Protocol):
+class RunningLaunch(Protocol):
     """A started launch."""
 
     def poll(self) -> Exit | None:
-        """Return how it ended, or None while it runs."""
+        """Return the exit of the launch, or None while it runs."""
 
     def wait(self, seconds: float) -> Exit | None:
-        """Wait at most `seconds` and return like `poll`."""
+        """Wait at most `seconds` for the exit, and return it or None."""
 
     def stop(self) -> Exit:
-        """End the whole tree of processes and return how it ended. Returns at once if it has ended."""
+        """End the whole process tree if it runs, and return its exit."""
 
 
 class Launcher(Protocol):
-    """Starts launches somewhere."""
+    """Starts launches on this machine or on other hosts."""
 
     name: str
 
-    def start(self, launch: Launch) -> Running:
+    def start(self, launch: Launch) -> RunningLaunch:
         """Start `launch` in its own process group. Raises FlagError if it cannot be started."""
 
 
 @runtime_checkable
-class KeepsProcesses(Protocol):
-    """A launcher that keeps processes from one launch to the next. Optional."""
+class PersistentLauncher(Protocol):
+    """Optional: a launcher that keeps processes between launches."""
 
     def close(self) -> None:
-        """End them."""
+        """End all processes that the launcher keeps."""
 
 
 @runtime_checkable
-class OnHosts(Protocol):
-    """A launcher that starts trials on other hosts. Optional."""
+class MultiHostLauncher(Protocol):
+    """Optional: a launcher that starts trials on other hosts."""
 
-    def at_hand(self) -> bool:
-        """Return whether flagcore runs in an allocation of several hosts, which `find_hosts` returns. Takes no time."""
+    def has_allocation(self) -> bool:
+        """Return whether flagcore runs in an allocation of several hosts. Must return at once."""
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return `count` of `hosts` for the next trial: the first ones, except that others replace those that failed.
+        """Return the first `count` of `hosts` that have not failed, for the next trial.
 
         Raises FlagError if too few are left.
         """
 
     def find_hosts(self, nodes: int) -> tuple[str, ...]:
-        """Return the hosts on which it starts trials, without those being named; none if there are none.
+        """Return the hosts for trials if the spec does not name them; empty if there are none.
 
-        `nodes` is how many the spec asks for; 1 if it does not say.
-
-        Raises FlagError if they cannot be listed.
+        `nodes` is the number of nodes in the spec, by default 1. Raises FlagError if the hosts cannot be listed.
         """

@@ -1,4 +1,4 @@
-"""What the search calls: a strategy, a store of trials, and a listener for events."""
+"""Protocols of the search: strategies, the store of trials, and events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from flagcore.domain.experience import Features, Past
+from flagcore.domain.experience import Features, PastMeasurements
 from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import SearchTime
@@ -17,12 +17,12 @@ from flagcore.domain.trial import Trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """What a strategy sees when the next trial is to be chosen.
+    """The input of a strategy.
 
-    `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
-    candidate, in order; `probes` were probed where trials run. `features` gives what errors of predictions may depend
-    on for some rows, and `past` is what trials of other runs were measured at. `seconds_left` is None without a limit.
-    `pending` are trials that run now: their candidates are not open, and a strategy should choose what adds to them.
+    `open_rows` are the rows of `space` that can be tried; there is at least one. `trials` has one trial per candidate,
+    in order; `probes` are probes if trials are runs. `features` returns the features of rows on which the errors of
+    predictions may depend. `past` has measurements of other runs. `seconds_left` is the remaining time; None: no limit.
+    `pending` are the trials that run now; their candidates are not open.
     """
 
     task: Task
@@ -31,7 +31,7 @@ class SearchContext:
     open_rows: IntArray
     trials: Sequence[Trial]
     features: Callable[[IntArray], Features]
-    past: Past
+    past: PastMeasurements
     seconds_left: float | None = None
     probes: Sequence[Trial] = ()
     pending: Sequence[Trial] = ()
@@ -39,9 +39,9 @@ class SearchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The row to try next, or None to stop; `because` is the reason, in one line.
+    """The row to try next, or None to stop the search, and the reason in one line.
 
-    `belief` is what the strategy expects of it now, as plain data in the format of predictions.
+    `belief` is the strategy's current prediction for the row, as plain data in the format of predictions.
     """
 
     row: int | None
@@ -59,13 +59,13 @@ class Strategy(Protocol):
 
 
 class TrialStore(Protocol):
-    """Trials that survive a kill. A finished trial is stored once and never changes."""
+    """A persistent store of trials. A finished trial is stored once and never changes."""
 
     def trials(self) -> tuple[Trial, ...]:
-        """Return every finished trial in order."""
+        """Return all finished trials in order."""
 
     def begin(self, planned: Trial) -> Trial:
-        """Store that a trial starts, and return it running, with its number and log."""
+        """Store a trial that starts, and return it with its number and log."""
 
     def finish(self, trial: Trial) -> None:
         """Store the outcome of a trial."""
@@ -76,11 +76,12 @@ class TrialStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that the user may want to see. The command line draws it, tests count it.
+    """An event of the search, for the display of progress.
 
-    `kind` is trial_started, trial_waits (others use its devices; its `reason` names them) or trial_finished;
-    `seconds_left` estimates the rest of the run, repeats included. `objective` is that of the run, `knobs` are those of
-    its task. `search_time`, only of the first event, is how long all trials may take. `note` is a line for the user.
+    `kind` is trial_started, trial_waits or trial_finished. A trial waits if other programs use its devices, and its
+    `reason` names them. `seconds_left` is an estimate of the rest of the run, including repeats. `objective` is the
+    objective of the run, `knobs` are the knobs of its task. `search_time` is given for the first event only. `note` is
+    a line for the user.
     """
 
     kind: str
@@ -96,4 +97,4 @@ class Event:
 
 
 OnEvent: TypeAlias = Callable[[Event], None]
-"""Receives one event; what it raises ends the run."""
+"""A function that receives events. An exception ends the run."""

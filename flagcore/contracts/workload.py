@@ -1,4 +1,4 @@
-"""An engine, as the core calls it: three required parts, and capabilities that it may have."""
+"""The Protocols of an engine: three required parts and optional capabilities."""
 
 from __future__ import annotations
 
@@ -19,121 +19,122 @@ from flagcore.errors import SpecError
 
 
 class SearchSpace(Protocol):
-    """The knobs of an engine, their legal values, and their order without measurements."""
+    """The knobs of an engine, their legal values, and known orders of candidates."""
 
     knobs: tuple[Knob, ...]
-    """All options that specs and job records may set."""
+    """All knobs that specs and job records may set."""
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
-        """Return the knobs of the space in the order in which they are crossed."""
+        """Return the axes of the space in the order in which they are crossed."""
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        """Return the rules that make a candidate illegal. Raises SpecError for settings that exclude each other."""
+        """Return the legality rules. Raises SpecError for settings that contradict each other."""
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
-        """Return the merges that make candidates equal."""
+        """Return the merges of equivalent candidates."""
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        """Return columns of one row from knob values, the same columns for all. Raises SpecError for a wrong value."""
+        """Return all columns for one row from some knob values. Raises SpecError for an invalid value."""
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        """Return rules for legal candidates that are never worth a trial, on any chip."""
+        """Return rules for legal candidates that are not worth a trial on any chip."""
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows need at least as much memory as `candidate` for any model: one order per knob."""
+        """Return which rows need at least as much memory as `candidate`, whatever the model."""
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return which rows take at least as long as `candidate` for any model: one order per knob."""
+        """Return which rows take at least as long as `candidate`, whatever the model."""
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return the few values among which an expert would choose without measuring."""
+        """Return a small space of values from which an expert would choose without measuring."""
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the row of the usual space that an expert would write down."""
+        """Return the row of the usual space that an expert would choose."""
 
 
 class Predictor(Protocol):
     """Formulas for memory and time."""
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        """Return memory and time for whole columns. Extra knobs of job records may be among them."""
+        """Return the predicted memory and time of each row. `columns` may have knobs that only job records set."""
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return the sizes that determine the speed of kernels in each row: logarithms to base 2.
+        """Return the sizes that determine the speed of kernels in each row, as logarithms to base 2.
 
-        Errors of predictions are learned over them, so they should be few and mean the same in every task.
+        They are features for learning the errors of predictions, so there should be few, with the same meaning in all
+        tasks.
         """
 
 
 class Runner(Protocol):
-    """How trials are started and read."""
+    """Starts trials and reads their results."""
 
     modules: Mapping[str, str]
-    """What trials import, and the pip requirement that brings it."""
+    """The modules that trials import, with the pip requirement of each."""
 
     def ready(self, spec: Spec) -> None:
-        """Return if trials of `spec` can run here. Raises SpecError or NoDevice with what is missing."""
+        """Raise SpecError or NoDevice if trials of `spec` cannot run on this machine, with the reason."""
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        """Write what a run needs into `folder` and return how to start it.
+        """Write the input files of a run to `folder` and return its launch.
 
-        A trial is cut to `control.train_iters` steps; `for_real` is the user's own job with this candidate.
+        A trial runs `control.train_iters` steps. With `for_real`, the launch runs the user's complete job.
         """
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        """Return a function that returns the seconds of each step that a running trial has finished, warm-up included.
+        """Return a function that returns the seconds of each finished step of a running trial, including warm-up.
 
-        It is called about twice a second while the trial runs, and continues where it stopped reading.
+        The function is called about twice a second, and reads only what was added to the log since the last call.
         """
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        """Return the measurement of a finished trial; with `partial`, of the completed steps of an ended one.
+        """Return the measurement of a finished trial, or with `partial` of the finished steps of a stopped trial.
 
-        Raises flagcore.errors.FlagError with one line that names what is missing.
+        Raises FlagError with a line about what is missing.
         """
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the patterns of this engine's log lines."""
+        """Return the failure patterns of this engine's logs."""
 
 
 class Workload(SearchSpace, Predictor, Runner, Protocol):
-    """One engine: what every engine must implement. Knows no vendor."""
+    """An engine: the parts that every engine must implement."""
 
     name: str
     kind: str
-    """train or serve."""
+    """The kind of job: train or serve."""
 
 
 @runtime_checkable
 class Prober(Protocol):
-    """Optional: one device plays single ranks of a world of any size.
+    """Optional: an engine that can run single ranks of a larger job on one device.
 
-    The times of its predictions have the parts `compute_s` and `optimizer_s`.
+    Its predictions have the step parts `compute_s` and `optimizer_s`.
     """
 
     work_parts: Collection[str]
-    """The parts of a step, `compute_s` among them, in which a stage works. `pp_bubble_s` grows with them."""
+    """The parts of a step in which a stage computes, including `compute_s`. `pp_bubble_s` is proportional to them."""
 
     def ready_to_probe(self, spec: Spec) -> None:
-        """Return if probes of `spec` can run here. Raises SpecError or NoDevice with what is missing."""
+        """Raise SpecError or NoDevice if probes of `spec` cannot run on this machine, with the reason."""
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the figures of one global rank of the candidate in `columns`, which have one row."""
+        """Return the prediction of one global rank of the candidate in `columns`, which have one row."""
 
     def stage_ranks(self, task: Task, columns: Columns) -> tuple[int, ...]:
         """Return the first global rank of each pipeline stage of the candidate in `columns`, which have one row."""
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-        """Return the global ranks to probe, in order: those that predict the candidate best."""
+        """Return the global ranks to probe in order, those that determine the memory and the time of the candidate."""
 
     def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
-        """Write what a probe of one rank needs into `folder` and return how to start it.
+        """Write the input files of a probe of one rank to `folder` and return its launch.
 
-        `device` is the index of the device to use, among those of its chip on this machine.
+        `device` is the index of the device among the devices of its chip on this machine.
         """
 
     def read_probe(self, task: Task, folder: str) -> RankMeasurement:
-        """Return the measurement of a finished probe. Raises flagcore.errors.FlagError with what is missing."""
+        """Return the measurement of a finished probe. Raises FlagError with a line about what is missing."""
 
 
 @runtime_checkable
@@ -141,118 +142,129 @@ class Breakdown(Protocol):
     """Optional: weights and memory by component of the model."""
 
     labels: Labels
-    """Names of components and of measured parts of a step in reports."""
+    """The names of components and of measured step parts in reports."""
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return parameters and bytes by component for one pipeline stage of each row."""
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
-        """Return the weights of the model by its parts, before anything is split."""
+        """Return the parameters of the unsplit model by its parts."""
 
 
 @runtime_checkable
-class Pipelined(Protocol):
+class PipelineTimeline(Protocol):
     """Optional: the timeline of a pipeline."""
 
     def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the passes of the candidate in the first row of `columns`; None if unknown."""
+        """Return the pass times of the candidate in the first row of `columns`; None if unknown."""
 
     def stage_layers(self, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-        """Return the layers of each stage of each row whose split the engine derives, nothing for other rows."""
+        """Return the numbers of layers per stage for each row whose split the engine derives, empty for other rows."""
 
 
 @runtime_checkable
-class EndsEarly(Protocol):
-    """Optional: a trial is measured once it has finished some steps, whatever its program does then."""
+class StepLimit(Protocol):
+    """Optional: an engine whose trials are stopped after a number of steps."""
 
-    def steps_wanted(self, task: Task) -> int | None:
-        """Return after how many steps a trial is stopped and read; None if its program ends by itself."""
+    def step_limit(self, task: Task) -> int | None:
+        """Return the number of steps after which a trial is stopped and read; None if its program ends by itself."""
 
 
 @runtime_checkable
-class OwnCommand(Protocol):
-    """Optional: trials run a command of the user's with some other arguments."""
+class CommandChanges(Protocol):
+    """Optional: an engine whose trials run the user's command with other arguments."""
 
     def command_changes(self, platform: Platform, candidate: Candidate) -> Sequence[str]:
-        """Return what a trial changes in the command or leaves out, as lines, without the candidate's knobs."""
+        """Return a line for each change that a trial makes to the user's command, except for the candidate's knobs."""
 
 
 @runtime_checkable
 class JobRecords(Protocol):
-    """Optional: job records, which are published runs, can be predicted."""
+    """Optional: an engine that can predict job records, which describe published runs."""
 
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        """Return task and knobs of a job record, completed with what it leaves out, and names of settings.
+        """Return the task and the knobs of a job record with defaults filled in, and the settings found in `notes`.
 
-        `notes` is free text of its source. The names are settings found in it: rules of these names do not make the
-        record illegal, because it ran. Raises SpecError, and NotModelled for what no formula covers.
+        `notes` is free text of the source. Legality rules with the names of these settings are not applied, because the
+        job ran. Raises SpecError, or NotModelled if the engine cannot predict the record.
         """
 
 
 @runtime_checkable
 class InstalledVersion(Protocol):
-    """Optional: the release that trials would run can be queried, to check flags against it."""
+    """Optional: an engine whose installed release can be queried, to check flags against it."""
 
     def installed_version(self, spec: Spec) -> str:
-        """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be queried."""
+        """Return the installed release, empty if none is installed. Raises FlagError if the query fails."""
 
 
 @runtime_checkable
 class ReleaseCheck(Protocol):
-    """Optional: knobs and settings are checked against the release of the engine that a spec names."""
+    """Optional: an engine that checks specs against the release that they name."""
 
     def check_release(self, spec: Spec) -> None:
-        """Return if the named release has every value that `spec` sets. Raises SpecError with all that it lacks."""
+        """Raise SpecError with all values of `spec` that the named release does not support."""
 
 
 @runtime_checkable
-class Installed(Protocol):
-    """Optional: what a spec leaves open is decided by the software of this machine."""
+class InstalledDefaults(Protocol):
+    """Optional: an engine whose defaults depend on the software of this machine."""
 
     def as_installed(self, platform: Platform) -> Platform:
-        """Return `platform` with what its spec leaves open set to what trials here run."""
+        """Return `platform` with missing options of its spec set to the defaults of this machine."""
 
     def installation_notes(self, platform: Platform) -> Sequence[str]:
-        """Return sentences for the user on what the software of this machine means for its trials."""
+        """Return sentences for the user about the effects of this machine's software on trials."""
 
 
 @runtime_checkable
-class Planned(Protocol):
-    """Optional: a plan of which nothing can run here is predicted as production runs it."""
+class ProductionDefaults(Protocol):
+    """Optional: an engine with defaults of production, for plans of jobs that cannot run on this machine."""
 
     def as_in_production(self, platform: Platform) -> Platform:
-        """Return `platform` with what its spec leaves open set to what production runs by default on its chips."""
+        """Return `platform` with missing options of its spec set to the defaults of production on its chips."""
 
     def assumed(self, task: Task, candidate: Candidate) -> Mapping[str, SettingValue]:
         """Return the assumed settings of `task` that are legal with `candidate`."""
 
 
 @runtime_checkable
-class Packaged(Protocol):
-    """Optional: an engine whose name is not in that of its distribution."""
+class NamedDistribution(Protocol):
+    """Optional: an engine with a distribution of another name."""
 
     distribution: str
-    """The distribution whose version is the engine's release; empty: the one of `Runner.modules` with its name."""
+    """The distribution with the engine's version; empty: the one in `Runner.modules` with the engine's name."""
 
 
 @runtime_checkable
-class Untested(Protocol):
-    """Optional: an engine that was written from its documentation and has not run yet."""
+class EngineDefaults(Protocol):
+    """Optional: the engine has defaults, and candidates that use fewer devices than the cluster has."""
+
+    def defaults(self, task: Task) -> Mapping[str, KnobValue]:
+        """Return the candidate that runs if no knob is set."""
+
+    def device_counts(self, task: Task, columns: Columns) -> IntArray:
+        """Return the number of devices that each candidate uses."""
+
+
+@runtime_checkable
+class UntestedEngine(Protocol):
+    """Optional: an engine whose support was written from documentation and has not been tested."""
 
     untested: str
-    """What is uncertain, for a warning; empty: nothing."""
+    """A warning about what is uncertain; empty: none."""
 
 
 @runtime_checkable
-class Shortens(Protocol):
-    """Optional: trials may run fewer micro-batches a step; the core scales their times by the predictions."""
+class StepShortener(Protocol):
+    """Optional: an engine whose trials can run fewer micro-batches per step. The core scales the measured times."""
 
     def shorter_batch(self, task: Task, candidate: Candidate, share: float) -> int | None:
-        """Return the smallest legal global batch of at least `share` of the task's; None if all are as large.
+        """Return the smallest legal global batch size that is at least `share` of the task's; None if none is smaller.
 
-        It fills the pipeline, so that memory reaches its peak. Trials take it from `task.spec.train`.
+        The batch fills the pipeline, so that memory reaches its peak. Trials read it from `task.spec.train`.
         """
 
 
@@ -266,22 +278,22 @@ class ScalesDown(Protocol):
 
 @runtime_checkable
 class SlowStart(Protocol):
-    """Optional: an engine whose trials take other than START_SECONDS beside their steps."""
+    """Optional: an engine with another time limit than START_SECONDS for the start of a trial."""
 
     start_seconds: float
-    """Seconds that a trial may take to start; where steps are not trained, also to run its load."""
+    """The seconds that a trial may take to start. For servers, they include the load."""
 
 
 START_SECONDS = 300.0
-"""What a trial may take to start: imports, processes on all devices, the model, and its first step."""
+"""The seconds that a trial may take to start: imports, processes on all devices, the model, and the first step."""
 
 
 @runtime_checkable
 class KeyWarnings(Protocol):
-    """Optional: warnings about keys of specs and job records that are legal, but have no effect or were filled in."""
+    """Optional: warnings about keys of specs and job records that have no effect or were filled in."""
 
     def spec_warnings(self, spec: Spec) -> Sequence[str]:
-        """Return a line for each key of a spec that has no effect on any candidate of its space."""
+        """Return a line for each key of a spec that has no effect on the candidates of its space."""
 
     def job_warnings(
         self,
@@ -290,59 +302,59 @@ class KeyWarnings(Protocol):
         settings: Mapping[str, SettingValue],
         noted: Collection[str],
     ) -> Sequence[str]:
-        """Return a line for each key of a job record that has no effect, or that was filled in.
+        """Return a line for each key of a job record that has no effect or was filled in.
 
-        `task` and `values` are what `JobRecords.published` returned, `settings` those that the record has, and `noted`
-        the names of settings in its notes.
+        `task`, `values` and `noted` are the results of `JobRecords.published`. `settings` are the settings in the
+        record.
         """
 
 
 def require_prober(workload: Workload) -> Prober:
-    """Return `workload` as a Prober. Raises SpecError if it is none."""
+    """Return `workload` as a Prober. Raises SpecError if it does not implement Prober."""
     if isinstance(workload, Prober):
         return workload
     raise _unsupported(workload, "probing", "use auto_tuner.control.fidelity: run or estimate, without probes")
 
 
 def require_job_records(workload: Workload) -> JobRecords:
-    """Return `workload` as JobRecords. Raises SpecError if it is none."""
+    """Return `workload` as JobRecords. Raises SpecError if it does not implement JobRecords."""
     if isinstance(workload, JobRecords):
         return workload
     raise _unsupported(workload, "job records", "write a spec for `flag estimate`")
 
 
 def memory_components(workload: Workload, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-    """Return `Breakdown.components`, nothing for an engine without."""
+    """Return the result of `Breakdown.components`, empty for an engine without Breakdown."""
     return workload.components(task, columns, stages, costs) if isinstance(workload, Breakdown) else {}
 
 
 def stage_layers(workload: Workload, task: Task, columns: Columns, costs: Costs) -> Sequence[Sequence[int]]:
-    """Return `Pipelined.stage_layers`, nothing for an engine without."""
-    return workload.stage_layers(task, columns, costs) if isinstance(workload, Pipelined) else ()
+    """Return the result of `PipelineTimeline.stage_layers`, empty for an engine without PipelineTimeline."""
+    return workload.stage_layers(task, columns, costs) if isinstance(workload, PipelineTimeline) else ()
 
 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
-    """Return `Breakdown.parts`; empty for an engine without it."""
+    """Return the result of `Breakdown.parts`, empty for an engine without Breakdown."""
     return workload.parts(task) if isinstance(workload, Breakdown) else ()
 
 
 def labels_of(workload: Workload) -> Labels:
-    """Return `Breakdown.labels`, none for an engine without."""
+    """Return `Breakdown.labels`, or empty Labels for an engine without Breakdown."""
     return workload.labels if isinstance(workload, Breakdown) else Labels()
 
 
-def steps_wanted(workload: Workload, task: Task) -> int | None:
-    """Return `EndsEarly.steps_wanted`, None for an engine without."""
-    return workload.steps_wanted(task) if isinstance(workload, EndsEarly) else None
+def step_limit(workload: Workload, task: Task) -> int | None:
+    """Return the result of `StepLimit.step_limit`, None for an engine without StepLimit."""
+    return workload.step_limit(task) if isinstance(workload, StepLimit) else None
 
 
 def untested_reason(workload: Workload) -> str:
-    """Return `Untested.untested`; empty for an engine without it."""
-    return workload.untested if isinstance(workload, Untested) else ""
+    """Return `UntestedEngine.untested`, empty for an engine without it."""
+    return workload.untested if isinstance(workload, UntestedEngine) else ""
 
 
 def start_seconds(workload: Workload) -> float:
-    """Return `SlowStart.start_seconds`, START_SECONDS for an engine without."""
+    """Return `SlowStart.start_seconds`, or START_SECONDS for an engine without SlowStart."""
     return workload.start_seconds if isinstance(workload, SlowStart) else START_SECONDS
 
 

@@ -1,1 +1,1 @@
-"""The nouns: frozen, typed, without YAML, files, plugins or optuna."""
+"""The data types of flagcore: frozen dataclasses that know no files, plugins or optuna."""

@@ -1,4 +1,4 @@
-"""One configuration: a value for every knob."""
+"""Candidates: configurations with a value for every knob."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Candidate:
 
     @classmethod
     def of(cls, values: Mapping[str, KnobValue]) -> Candidate:
-        """Return a candidate with the values of a mapping, in its order."""
+        """Return a candidate with the values of a mapping, in the order of the mapping."""
         return cls(tuple(values.items()))
 
     def as_dict(self) -> dict[str, KnobValue]:

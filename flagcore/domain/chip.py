@@ -1,4 +1,4 @@
-"""Chips: figures with their sources, and names."""
+"""Chips and devices: figures with their sources, and names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NotNegative: TypeAlias = Annotated[float, Ge(0)]
 
 
 class Support(Enum):
-    """Whether something works. UNKNOWN is reported and may be tried."""
+    """Whether something works on a chip. Trials may run if the support is UNKNOWN."""
 
     YES = "yes"
     IMPOSSIBLE = "the hardware cannot"
@@ -26,7 +26,7 @@ class Support(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of a figure: `detail` describes how or where."""
+    """The origin of a figure. `detail` describes how it was measured or where it was published."""
 
     kind: Literal["measured", "datasheet", "published", "estimated", "user"]
     detail: Annotated[str, MinLen(1)]
@@ -45,11 +45,10 @@ class Link:
     """The connection between neighbouring devices.
 
     `bytes_per_second` is the rate of one device in one direction, to all its peers together.
-    `domain_size` is the number of consecutive devices that the link connects: an island of a node, or a rack (None:
-    all devices of a node).
-    `copy_engine`: collectives run on copy engines and do not slow down kernels.
-    `peer_access` False means that devices cannot reach each other's memory: copies go through the host.
-    `switch_reduces`: the switch adds up what devices send, so an all-reduce leaves the domain only once.
+    `domain_size` is the number of consecutive devices that the link connects, such as part of a node or a rack; None:
+    all devices of a node. With `copy_engine`, collectives run on copy engines and do not slow down kernels. Without
+    `peer_access`, devices cannot access each other's memory, and copies go through the host. With `switch_reduces`, the
+    switch sums the data of its devices, so that an all-reduce sends data out of the domain only once.
     """
 
     name: str
@@ -64,11 +63,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One model of accelerator, as software sees one device of it.
+    """An accelerator model. Its figures are those of one device, as software sees it.
 
-    `aliases` are the strings under which drivers and frameworks report it. `dense_flops_per_second` maps a
-    precision (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is what the
-    interface to the host carries in one direction. A figure that was neither published nor measured is absent.
+    `aliases` are the names that drivers and frameworks report. `dense_flops_per_second` maps a precision
+    (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is the rate of the host
+    interface in one direction. Figures that were neither published nor measured are None or absent.
     """
 
     name: str
@@ -86,7 +85,7 @@ class Chip:
 
     @property
     def figures(self) -> dict[str, Fact]:
-        """The figures that are present, by key; those of mappings by their path, such as `link.bytes_per_second`."""
+        """The known figures by key. Nested figures have their path, such as `link.bytes_per_second`."""
         single = {
             "memory_bytes": self.memory_bytes,
             "memory_bandwidth_bytes_per_second": self.memory_bandwidth_bytes_per_second,
@@ -98,23 +97,20 @@ class Chip:
         return {**{key: fact for key, fact in single.items() if fact is not None}, **peaks}
 
     def has_name(self, name: str) -> bool:
-        """Return whether `name` is the chip's name or an alias, up to the differences that `spellings` ignores."""
-        return bare(name) in self.spellings
+        """Return whether `name` is the chip's name or an alias. Case, spaces and the vendor's name are ignored."""
+        return normalize_name(name) in self.spellings
 
     @property
     def spellings(self) -> frozenset[str]:
-        """The chip's normalized name and aliases, each with and without the vendor's name.
-
-        Tools differ in letter case, spaces and dashes, and some omit the vendor; other differences count.
-        """
-        vendor = bare(self.vendor)
-        names = {bare(name).removeprefix(vendor) or vendor for name in (self.name, *self.aliases)}
+        """The chip's normalized name and aliases, each with and without the vendor's name."""
+        vendor = normalize_name(self.vendor)
+        names = {normalize_name(name).removeprefix(vendor) or vendor for name in (self.name, *self.aliases)}
         return frozenset(names | {vendor + name for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator: of this machine, or of `host`. `memory_bytes` is what the driver reports."""
+    """An accelerator of this machine, or of `host`. `memory_bytes` is the size that the driver reports."""
 
     index: int
     chip: str
@@ -125,7 +121,7 @@ class Device:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """The name of the device in messages."""
         return f"device {self.index}" + (f" of {self.host}" if self.host else "")
 
 
@@ -138,42 +134,42 @@ def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:
 
 
 MIN_SIMILARITY = 0.72
-"""Similarity (0 to 1) of normalized names from which a chip is suggested."""
+"""Chips are suggested if their normalized names have at least this similarity, from 0 to 1."""
 
 
-def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
+def similar_chips(word: str, chips: Iterable[Chip], max_count: int = 4) -> tuple[str, ...]:
     """Return the names of the chips that `word` may mean, most similar first.
 
-    These are the chips with a name or alias that contains `word` or is contained in it; if there is none, those with a
-    similar name. The vendor's name is ignored.
+    Chips with a name or alias that contains `word`, or is contained in it, are preferred to chips with a similar name.
+    The vendor's name is ignored.
     """
-    parts, alike = [], []
+    containing, similar = [], []
     for chip in chips:
-        vendor = bare(chip.vendor)
-        given, *names = (bare(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
-        family = bare(chip.name.split("-")[0])
-        nearness = max(SequenceMatcher(None, given, name).ratio() for name in (*names, family))
+        vendor = normalize_name(chip.vendor)
+        given, *names = (normalize_name(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
+        family = normalize_name(chip.name.split("-")[0])
+        similarity = max(SequenceMatcher(None, given, name).ratio() for name in (*names, family))
         if len(given) > 1 and any(given in name or name in given for name in names if name):
-            parts.append((-SequenceMatcher(None, given, names[0]).ratio(), chip.name))
-        elif nearness >= MIN_SIMILARITY:
-            alike.append((-nearness, chip.name))
-    return tuple(name for _, name in sorted(parts or alike)[:most])
+            containing.append((-SequenceMatcher(None, given, names[0]).ratio(), chip.name))
+        elif similarity >= MIN_SIMILARITY:
+            similar.append((-similarity, chip.name))
+    return tuple(name for _, name in sorted(containing or similar)[:max_count])
 
 
 MAX_LISTED = 20
-"""Chips named in one message."""
+"""The maximum number of chips in one message."""
 
 
 def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
-    """Return a hint for an unknown chip: similar names, or all of them if they are few."""
+    """Return a hint for an unknown chip: similar names, or all names if there are at most MAX_LISTED."""
     known = tuple(chips)
-    near, listed = " or ".join(nearest(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
-    if not near and len(known) > MAX_LISTED:
+    similar, listed = " or ".join(similar_chips(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
+    if not similar and len(known) > MAX_LISTED:
         return f"`flag plugins chips` lists all {len(known)} chips, with aliases"
-    hint = f"did you mean {near}?" if near else f"known chips: {listed};"
+    hint = f"did you mean {similar}?" if similar else f"known chips: {listed};"
     return f"{hint} `flag plugins chips` lists all, with aliases"
 
 
-def bare(name: str) -> str:
-    """Return the letters, digits and plus signs of a name in lower case; names of chips are compared so."""
+def normalize_name(name: str) -> str:
+    """Return the letters, digits and plus signs of a name in lower case, for comparing names of chips."""
     return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]

@@ -1,4 +1,4 @@
-"""The machines of a job: node groups, and the levels of the network between devices."""
+"""The machines of a job: node groups and network levels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from flagcore.domain.chip import Chip, NotNegative, Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One level of a topology.
+    """One level of a topology, which connects groups of `devices` consecutive devices.
 
-    It connects groups of `devices` consecutive devices; each sends `bytes_per_second` in one direction (on an
-    outer level: across it, all at once), and a message takes `latency_seconds` before its first byte.
-
-    `hop_seconds` is the time of each further step of a pipelined ring; None: a sixteenth of the latency.
-    `efficiency` is the share of the rate that large messages reach. `pair_share` is the share of a device's rate
-    of one pair of devices (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` describes how the rate falls
-    when n devices use the level: as (2/n) to this power. `reduces` means that the level sums what its devices send,
-    so that only sums leave it. `compute_share` is the share of the device's compute that a running collective takes
-    from concurrent kernels.
+    `bytes_per_second` is the rate of each device in one direction while all devices send. `latency_seconds` is the time
+    before the first byte of a message, `hop_seconds` the time of each further step of a pipelined ring (None: a
+    sixteenth of the latency). `efficiency` is the share of the rate that large messages reach. `pair_share` is the
+    share of a device's rate that one pair of devices can use: 1 behind a switch, 1/(n-1) in a full mesh of n. With n
+    devices on the level, the rate is multiplied by (2/n) to the power of `crowding`. A level that `reduces` sums the
+    data of its devices, so that only sums leave it. `compute_share` is the share of the device's compute that a running
+    collective takes from concurrent kernels.
     """
 
     name: str
@@ -38,20 +36,23 @@ class Level:
 
     @property
     def hop(self) -> float:
-        """Seconds of one further step."""
+        """Seconds of each further step of a ring."""
         return self.latency_seconds / 16 if self.hop_seconds is None else self.hop_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The levels of a node group, smallest first. The last one spans every device."""
+    """The levels of a node group, smallest first. The last one connects all devices."""
 
     levels: tuple[Level, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Equal nodes with equal chips. `memory_bytes` is the budget of one device, from the spec or the driver."""
+    """Identical nodes with identical chips.
+
+    `memory_bytes` is the memory budget of one device, from the spec or the driver.
+    """
 
     chip: Chip
     nodes: int
@@ -77,14 +78,14 @@ class Cluster:
 
     @property
     def chips(self) -> str:
-        """The name of the chip; of several chips, each with its number of devices."""
+        """The name of the chip. With several node groups, the chip and the number of devices of each."""
         if len(self.groups) == 1:
             return self.groups[0].chip.name
         return " + ".join(f"{group.chip.name} ({group.devices})" for group in self.groups)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the peak flops per second of a device, the mean of all; None if one is unknown."""
-        known = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]
+        """Return the mean peak of the devices in flops per second, None if the peak of a group is unknown."""
+        facts = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]
         shares = [group.devices / self.devices for group in self.groups]
-        peaks = [share * peak.value for share, peak in zip(shares, known, strict=True) if peak is not None]
-        return sum(peaks) if len(peaks) == len(known) else None
+        peaks = [share * fact.value for share, fact in zip(shares, facts, strict=True) if fact is not None]
+        return sum(peaks) if len(peaks) == len(facts) else None

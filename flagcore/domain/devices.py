@@ -1,7 +1,7 @@
-"""Who uses a device, and devices that slow down a job.
+"""The use of devices by processes, and the detection of slow devices.
 
-All ranks of a synchronous job have the same step time, since they wait for each other. Devices are compared by the
-speed test at the end of a trial, a fixed matrix product on each rank, and by the clock that the vendor's tool reports.
+All ranks of a synchronous job have the same step time, since they wait for each other. To find slow devices, a trial
+ends with a speed test, a fixed matrix product on each rank, and the clocks that the vendor's tool reports are compared.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """Who uses a device. `processes` hold memory on it, such as `4711 python (20.5 GiB)`.
+    """The processes that use a device, and whether new ones can start.
 
-    `blocked` is the reason why no process can start on it, such as its compute mode; empty: none, or unknown.
-    `free_bytes` is what new processes can have if devices share the machine's memory; None: unknown.
+    `processes` describes the processes with memory on the device, such as `4711 python (20.5 GiB)`. `blocked` is the
+    reason why no process can start on it, such as its compute mode; empty if none is known. `free_bytes` is the memory
+    that new processes can use if devices share the memory of the machine; None if unknown.
     """
 
     processes: tuple[str, ...] = ()
@@ -26,14 +27,14 @@ class DeviceUse:
 
 
 SLOW_RATIO = 1.25
-"""A device is slow if its speed test takes this many times the median of the others; equal chips differ by a few
-percent."""
+"""A device is slow if its speed test takes at least this many times the median of the other devices. Identical chips
+differ by a few percent."""
 
 SLOW_CORE_RATIO = 2.0
-"""The same for CPU cores, which other processes disturb."""
+"""The same ratio for CPU cores, which other processes slow down."""
 
 LOW_CLOCK_RATIO = 0.85
-"""A device is throttled if its clock is at most this share of the median of the others."""
+"""A device is throttled if its clock is at most this share of the median of the other devices."""
 
 SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_bytes"
 """Names of figures of a device."""
@@ -42,32 +43,32 @@ SPEED_TEST, CLOCK, MEMORY_IN_USE = "speed_test_s", "clock_hertz", "memory_used_b
 def slow_devices(
     devices: Sequence[Mapping[str, float]],
     devices_per_node: int,
-    slower: float = SLOW_RATIO,
+    slow_ratio: float = SLOW_RATIO,
     hosts: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return a line for each slow or throttled device. `devices` have figures by name, and `device`, their number over
-    all nodes; `hosts` are the names of the nodes, if known."""
+    """Return a line for each slow or throttled device.
+
+    `devices` has the figures of each device by name, with its number over all nodes as `device`. `hosts` are the names
+    of the nodes, empty if unknown.
+    """
     lines = []
-    for name, worse in ((SPEED_TEST, partial(_slower, slower)), (CLOCK, _lower)):
+    for name, describe in ((SPEED_TEST, partial(_speed_problem, slow_ratio)), (CLOCK, _clock_problem)):
         known = [(int(each["device"]), float(each[name])) for each in devices if each.get(name, 0.0) > 0.0]
-        for place, (number, figure) in enumerate(known):
-            others = [other for at, (_, other) in enumerate(known) if at != place]
-            if others and (text := worse(figure, median(others))):
+        for index, (number, figure) in enumerate(known):
+            others = [other for _, other in known[:index] + known[index + 1 :]]
+            if others and (text := describe(figure, median(others))):
                 node = number // devices_per_node
-                where = hosts[node] if node < len(hosts) else f"node {node}"
-                lines.append(f"device {number % devices_per_node} of {where} {text}")
+                host = hosts[node] if node < len(hosts) else f"node {node}"
+                lines.append(f"device {number % devices_per_node} of {host} {text}")
     return tuple(lines)
 
 
-def _slower(slower: float, figure: float, others: float) -> str:
-    ratio = figure / others
-    return f"takes {ratio:.3g}x the median of the others for the same product" if ratio >= slower else ""
+def _speed_problem(slow_ratio: float, seconds: float, median_seconds: float) -> str:
+    ratio = seconds / median_seconds
+    return f"takes {ratio:.3g}x the median time of the other devices in the speed test" if ratio >= slow_ratio else ""
 
 
-def _lower(figure: float, others: float) -> str:
-    ratio = figure / others
-    return (
-        f"runs at {ratio:.2g}x the median clock of the others ({figure / 1e9:.3g} GHz)"
-        if ratio <= LOW_CLOCK_RATIO
-        else ""
-    )
+def _clock_problem(hertz: float, median_hertz: float) -> str:
+    ratio = hertz / median_hertz
+    text = f"runs at {ratio:.2g}x the median clock of the other devices ({hertz / 1e9:.3g} GHz)"
+    return text if ratio <= LOW_CLOCK_RATIO else ""

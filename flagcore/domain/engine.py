@@ -1,4 +1,4 @@
-"""Support for an engine on a chip."""
+"""The support for an engine on a chip."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flagcore.domain.chip import Source, Support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """Values that do not work on a chip, with the reason. They become a legality rule of that name.
+class RefusedValues:
+    """Values that do not work on a chip. They become a legality rule with the name `name`.
 
     `knob` is a knob, `precision`, `attention` or `implementation` of the job, or a setting that all candidates share:
-    `settings.NAME` of training, `engine_args.NAME` of a server. Numbers greater than `above` are refused, too.
+    `settings.NAME` of training, `engine_args.NAME` of a server. Numbers greater than `above` do not work either.
     """
 
     name: str
@@ -25,11 +25,11 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forced:
-    """The only value of a shared setting that works on a chip, with the reason.
+class ForcedSetting:
+    """The only value of a shared setting that works on a chip.
 
-    Trials get it if the user does not set it; another value is refused by a rule of that name. `setting`
-    is `settings.NAME` of a training command, or `engine_args.NAME` of a server.
+    Trials use it if the spec does not have the setting. Other values break a legality rule with the name `name`.
+    `setting` is `settings.NAME` of a training command, or `engine_args.NAME` of a server.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Forced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesResource:
-    """The name under which a vendor's device plugin for Kubernetes offers devices, and what it counts."""
+    """The resource name of a vendor's Kubernetes device plugin, and whether it counts devices or cards."""
 
     name: str
     source: Source
@@ -49,15 +49,15 @@ class KubernetesResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSupport:
-    """A plugin's answer about one engine on one of its chips.
+    """Whether and how an engine runs on a chip.
 
-    `device_type` is torch's name of the device, `distributed_backend` torch.distributed's name of the
-    collectives, `preload` the modules to import before the first tensor. `shared_devices`
-    means that processes may outnumber devices and use the machine's own memory, as on a CPU.
-    Without a device type and a backend, candidates are predicted but not run. `visible_devices` is the environment
-    variable with the comma-separated numbers of the devices that a process may use; None if there is none.
-    `implementation` is what production runs on the chip, in the engine's words, and plans assume; empty: no source says
-    it. `kubernetes` is what a pod asks for; None if no source says it. `notes` are sentences for the user.
+    `device_type` is the name of the device in torch, `distributed_backend` the name of its backend in
+    torch.distributed; without them, candidates can be predicted but not run. `preload` are modules to import before the
+    first tensor. With `shared_devices`, several processes may use one device and the memory of the machine, as on a
+    CPU. `visible_devices` is the environment variable that selects devices by comma-separated numbers, None if there is
+    none. `implementation` is the engine's implementation that production uses on the chip, which plans assume; empty if
+    undocumented. `kubernetes` is the resource that a pod requests; None if undocumented. `notes` are sentences for the
+    user.
     """
 
     support: Support
@@ -69,6 +69,6 @@ class EngineSupport:
     visible_devices: str | None = None
     implementation: str = ""
     kubernetes: KubernetesResource | None = None
-    refused: tuple[Refused, ...] = ()
-    forced: tuple[Forced, ...] = ()
+    refused: tuple[RefusedValues, ...] = ()
+    forced: tuple[ForcedSetting, ...] = ()
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Measurements with the predictions of the same candidates, by which predictions are corrected, and their features."""
+"""Measurements that correct predictions, and the features of candidates on which the corrections depend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """One element a candidate in each array; arrays that a candidate of another task lacks are 0 there.
+    """The features of candidates by name, each an array with one element per candidate.
 
-    `parts` are the shares of the predicted step time, `sizes` and `knobs` logarithms to base 2. `sizes` are what
-    kernels' speed depends on, whatever the model; `knobs` are the candidate.
+    `parts` are the shares of the predicted step time. `sizes` determine the speed of kernels; `knobs` are the values of
+    the candidate. Both are logarithms to base 2. Features that a task does not have are 0.
     """
 
     parts: Mapping[str, FloatArray]
@@ -34,27 +34,20 @@ class Features:
 
     @classmethod
     def join(cls, several: Sequence[Features]) -> Features:
-        """Put rows of several tasks together."""
+        """Concatenate the rows of several tasks."""
         joined = []
         for each in fields(cls):
-            groups = [getattr(some, each.name) for some in several]
-            names = dict.fromkeys(name for group in groups for name in group)
-            counts = [np.zeros(len(some)) for some in several]
-            pairs = [list(zip(groups, counts, strict=True))] * len(names)
-            joined.append(
-                {
-                    name: np.concatenate([group.get(name, zeros) for group, zeros in pair])
-                    for name, pair in zip(names, pairs, strict=True)
-                }
-            )
+            groups = [(getattr(features, each.name), np.zeros(len(features))) for features in several]
+            names = dict.fromkeys(name for group, _ in groups for name in group)
+            joined.append({name: np.concatenate([group.get(name, zeros) for group, zeros in groups]) for name in names})
         return cls(*joined)
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """Measurements: logarithms of measured over predicted, the standard deviation of their noise, and their task.
+class Observations:
+    """Measured candidates: the logarithm of measured over predicted, and the standard deviation of its noise.
 
-    `task` is any number that is the same for all candidates of one task; 0 is the task at hand.
+    `task` numbers the tasks of the candidates; 0 is the current task.
     """
 
     features: Features
@@ -66,43 +59,43 @@ class Observed:
         return int(self.log_ratio.size)
 
     @classmethod
-    def empty(cls) -> Observed:
-        """Return no measurement."""
+    def empty(cls) -> Observations:
+        """Return an object without measurements."""
         return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
 
     @classmethod
-    def join(cls, several: Sequence[Observed]) -> Observed:
-        """Put measurements together."""
-        some = [each for each in several if len(each)]
-        if not some:
+    def join(cls, several: Sequence[Observations]) -> Observations:
+        """Concatenate measurements."""
+        nonempty = [each for each in several if len(each)]
+        if not nonempty:
             return cls.empty()
-        arrays = [np.concatenate([getattr(each, name) for each in some]) for name in ("log_ratio", "noise", "task")]
-        return cls(Features.join([each.features for each in some]), *arrays)
+        arrays = [np.concatenate([getattr(each, name) for each in nonempty]) for name in ("log_ratio", "noise", "task")]
+        return cls(Features.join([each.features for each in nonempty]), *arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class PastMeasurements:
     """Measurements of other tasks on the same chip and engine: step time, and memory in use."""
 
-    time: Observed
-    memory: Observed
+    time: Observations
+    memory: Observations
 
     @classmethod
-    def empty(cls) -> Past:
-        """Return no measurements."""
-        return cls(time=Observed.empty(), memory=Observed.empty())
+    def empty(cls) -> PastMeasurements:
+        """Return an object without measurements."""
+        return cls(time=Observations.empty(), memory=Observations.empty())
 
 
 WORD_DISTANCE = np.sqrt(0.5)
-"""So that two words of a knob are 1 apart, as far as two values of which one is twice the other."""
+"""The feature of a knob's word. Two words then have distance 1, the distance of a number and its double."""
 
 
 def features(
     axes: Iterable[Axis], columns: Columns, predictions: Predictions, sizes: Mapping[str, FloatArray]
 ) -> Features:
-    """Return the features of the rows of `columns`, which `predictions` are of.
+    """Return the features of the rows of `columns`, given the `predictions` of the same rows.
 
-    `sizes` are the engine's own, `flagcore.contracts.Workload.sizes`. Shares are 0 where the time is not known.
+    `sizes` is the result of `Workload.sizes`. Shares are 0 if the time is unknown.
     """
     step = predictions.step_time_s
     with np.errstate(invalid="ignore", divide="ignore"):

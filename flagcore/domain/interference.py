@@ -1,4 +1,4 @@
-"""How much trials that run at once disturb each other."""
+"""The interference of trials that run in parallel."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from flagcore.domain.trial import RUN, Role, Trial, TrialState
 from flagcore.i18n import N_, Message
 
 MAX_SLOWDOWN = 0.05
-"""Trials that are slowed down by more do not run side by side, however noisy a run alone is."""
+"""Trials do not run in parallel if that slows them down by a larger share, even if single runs are noisier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interference:
-    """One candidate that ran alone, and again beside other trials. `trials` are the numbers of both runs.
+    """A comparison of two trials of one candidate: one ran alone, the other beside other trials.
 
-    `slowdown` is how much longer its step took beside others, as a share; None if it failed. Trials run side by side if
-    that is within `noise`, the noise of the run alone, and MAX_SLOWDOWN.
+    `slowdown` is the relative increase of the step time beside other trials; None if that trial failed. `noise` is the
+    relative noise of the trial that ran alone. `trials` are the numbers of both trials.
     """
 
     slowdown: float | None
@@ -26,8 +26,8 @@ class Interference:
     trials: tuple[int, int]
 
     @property
-    def quiet(self) -> bool:
-        """Whether trials may run side by side."""
+    def is_negligible(self) -> bool:
+        """Whether trials may run in parallel: the slowdown is within `noise` and MAX_SLOWDOWN."""
         return self.slowdown is not None and self.slowdown <= min(self.noise, MAX_SLOWDOWN)
 
     @property
@@ -35,7 +35,7 @@ class Interference:
         """The outcome in one line."""
         if self.slowdown is None:
             return Message("trials run one at a time: beside others, trial {number} failed", number=self.trials[0])
-        if self.quiet:
+        if self.is_negligible:
             text = N_("trials run side by side: beside others, a step takes {slowdown:+.1%} (noise {noise:.1%})")
         else:
             text = N_("trials run one at a time: beside others, a step takes {slowdown:+.1%} (noise {noise:.1%})")
@@ -43,15 +43,15 @@ class Interference:
 
 
 def measured_alone(trials: Sequence[Trial]) -> Trial | None:
-    """Return the first trial of the run that was measured alone, usually the baseline; None without one."""
-    ran = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
-    return next((trial for trial in ran if trial.state is TrialState.MEASURED), None)
+    """Return the first trial of the run that was measured alone, usually the baseline, or None."""
+    alone = (trial for trial in trials if trial.fidelity == RUN and not trial.source and trial.group is None)
+    return next((trial for trial in alone if trial.state is TrialState.MEASURED), None)
 
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
-    """Return the interference that the trials of a run measured last, None if they did not."""
+    """Return the last measurement of interference in a run, or None."""
     alone = measured_alone(trials)
-    beside = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.settles]
+    beside = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
     if alone is None or not beside:
         return None
     last = beside[-1]

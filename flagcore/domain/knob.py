@@ -1,4 +1,4 @@
-"""A knob: one tunable option of an engine, or one that a vendor's plugin adds to an engine."""
+"""Knobs: tunable options of an engine, its own or added by a plugin."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
     from flagcore.domain.spec import Task
 
 Kind = Literal["int", "flag", "word", "share", "number", "text", "words", "ints"]
-"""A whole number; true or false; one of `words`; a number above 0, at most 1; and of settings also a number, any text,
-several of `words`, several whole numbers."""
+"""The type of the values. int: an integer; flag: true or false; word: one of `words`; share: a number in (0, 1].
+
+Settings may also be: number: any number; text: any text; words: several of `words`; ints: several integers."""
 
 Scope = Literal["space", "record", "setting"]
-"""Where a knob may be given: in a space, a baseline and a job record's candidate; in that candidate alone; in a job's
-settings, as one value for all candidates, and with `space`, too, as values that a space compares."""
+"""Where a knob may be given. space: in a space, a baseline, and the candidate of a job record; record: only in the
+candidate of a job record; setting: in the settings of a job. A space may compare values of a setting if the knob has
+both `space` and `setting`."""
 
 WHOLE_STEP = "step"
-"""The part of a step that an effect applies to if it applies to the whole step."""
+"""The `part` of an effect on the whole step."""
 
 SHARES = tuple(f"{thousandths / 1000:g}" for thousandths in range(1, 1001))
-"""The values of a share as words, so that its code is the same in every task: thousandths."""
+"""The values of a share as words: thousandths. This way a value has the same code in all tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """A multiplier with the ends of its 80% interval."""
+    """A multiplier and the bounds of its 80% interval."""
 
     value: float = 1.0
     low: float = 1.0
@@ -46,12 +48,12 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What one value of a knob changes, as data.
+    """The changes that one value of a knob makes.
 
-    `settings` are engine settings that predict it; `passed` says that the engine starts trials with them. `time` scales
-    `part`, a part of a step as in `Prediction.time_s`, or WHOLE_STEP; `memory` scales the peak of allocated memory.
-    `flags` are added to the user's own launch command, `environment` to the variables of a trial. If both are empty, a
-    trial cannot use the value, unless its settings are passed.
+    `settings` are engine settings for the prediction; with `passed`, the engine also starts trials with them. `time`
+    scales `part`, which is a key of `Prediction.time_s` or WHOLE_STEP. `memory` scales the peak of allocated memory.
+    `flags` are added to the user's launch command, `environment` to the variables of a trial. Without `passed`, `flags`
+    and `environment`, trials cannot use the value.
     """
 
     settings: Mapping[str, KnobValue | float] = field(default_factory=dict)
@@ -62,18 +64,21 @@ class Effect:
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def no_launch_reason(self, *, own_command: bool) -> str:
-        """Return why a trial cannot use the value, with the user's own command or without; empty if it can."""
+    def no_launch_reason(self, *, user_command: bool) -> str:
+        """Return why a trial cannot use the value; empty if it can.
+
+        `user_command` is whether trials run the user's command, to which flags can be added.
+        """
         if self.passed:
             return ""
         if self.flags:
-            return "" if own_command else f"{' '.join(self.flags)} needs a launch command: give train.command"
+            return "" if user_command else f"{' '.join(self.flags)} needs a launch command: give train.command"
         return "" if self.environment else "no source documents how to enable it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """A condition on another knob: a minimum, a maximum, or one of some values."""
+    """A condition on another knob: a minimum, a maximum, or a list of valid values."""
 
     knob: str
     at_least: int | None = None
@@ -81,19 +86,18 @@ class Requirement:
     one_of: tuple[KnobValue, ...] = ()
 
     def __str__(self) -> str:
-        least = f">= {self.at_least}" if self.at_least is not None else ""
-        most = f"<= {self.at_most}" if self.at_most is not None else ""
-        words = " or ".join("not set" if each is None else str(each).lower() for each in self.one_of)
-        return f"{self.knob} {least or most or words}"
+        minimum = f">= {self.at_least}" if self.at_least is not None else ""
+        maximum = f"<= {self.at_most}" if self.at_most is not None else ""
+        values = " or ".join("not set" if each is None else str(each).lower() for each in self.one_of)
+        return f"{self.knob} {minimum or maximum or values}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """How the engine's command line spells a knob, without leading dashes.
+    """A command-line flag of the engine for a knob, without leading dashes.
 
-    `name` sets a value, or True; `off` is the spelling that means False. Either may be missing. With `word`, `name` is
-    a switch that means this one value. `versions` is a PEP 440 specifier of the engine releases that accept the
-    spelling; empty means all.
+    `name` sets a value, or True; `off` sets False. Either may be empty. With `word`, `name` takes no argument and sets
+    this value. `versions` is a PEP 440 specifier of the engine releases that accept the flag; empty: all.
     """
 
     name: str = ""
@@ -102,7 +106,7 @@ class Flag:
     versions: str = ""
 
     def sets(self, value: KnobValue | float) -> bool:
-        """Return whether the spelling can set `value`."""
+        """Return whether the flag can set `value`."""
         if self.word:
             return value == self.word
         return bool(self.off if value is False else self.name)
@@ -110,64 +114,64 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One option of an engine: its meaning, its values, and how it is set."""
+    """A tunable option of an engine: its meaning, its values, and how it is set."""
 
     name: str
     help: str = ""
     """One sentence for the schema, the reference and the report."""
     label: str = ""
-    """Short name in tables and on the command line, such as TP; empty: `name`."""
+    """A short name for tables and the command line, such as TP; empty: `name`."""
     part_of: str = ""
-    """The flag that this knob details: text has its value behind the flag's, as in recompute full uniform 1."""
+    """The knob that this one refines. Text shows its value after that knob's, as in recompute full uniform 1."""
     shows_neutral: bool = False
-    """Whether text has the neutral value, too."""
+    """Whether text also shows the neutral value."""
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()
-    """The values of a knob of kind word or words; of a text, those that a space may list."""
+    """The values of a knob of kind word or words. For kind text, the values that a space may list."""
     spellings: Mapping[str, int | str] = field(default_factory=dict)
-    """Other spellings of values: words that stand for a number, or old names of words."""
+    """Other spellings of values: names of numbers, or old names of words."""
     minimum: float | None = 1
     maximum: float | None = None
-    above: float | None = None
+    exclusive_minimum: float | None = None
     """A bound that a number must exceed, instead of `minimum`."""
     neutral: KnobValue = None
-    """The value with which the engine runs if the knob is not set."""
+    """The value that the engine uses if the knob is not set."""
     auto: Callable[..., Sequence[KnobValue]] | None = None
-    """Returns the values that `auto` stands for in a task; None: the knob has no `auto`."""
+    """Returns the values that `auto` means in a task; None: `auto` is not allowed."""
     auto_help: str = ""
-    """What `auto` stands for, as a phrase: every divisor of the number of devices."""
+    """The meaning of `auto` as a phrase, such as "every divisor of the number of devices"."""
     memory_order: int = 0
-    """+1 if a larger value needs at least as much memory, -1 if a smaller one does, 0 if nothing is known."""
+    """+1 if a larger value needs at least as much memory, -1 if a smaller value does, 0 if unknown."""
     flags: tuple[Flag, ...] = ()
-    """The preferred spelling first; empty: not a flag of the engine."""
-    explicit: bool = False
-    """Whether the flag is given for the neutral value, too."""
+    """The flags of the engine for the knob, the preferred one first; empty: none."""
+    passes_neutral: bool = False
+    """Whether the flag is also passed for the neutral value."""
     aliases: tuple[str, ...] = ()
     """Other names that specs and job records use."""
-    opposite: str = ""
-    """For a flag: the knob that it is the negation of, which is set in its place."""
+    negated_knob: str = ""
+    """For a flag that negates another knob: that knob. It is set instead of this one."""
     versions: str = ""
-    """PEP 440 specifier of the engine releases that have the knob; empty: all."""
+    """A PEP 440 specifier of the engine releases that have the knob; empty: all."""
     effects: Mapping[KnobValue, Effect] = field(default_factory=dict)
-    """What each value changes; plugins leave out `neutral`. If there are any, no other values are valid."""
+    """The effects of the values; plugins leave out `neutral`. A knob with effects has no other values."""
     requires: tuple[Requirement, ...] = ()
-    """What must hold where the knob is not neutral."""
+    """Conditions on other knobs for values that are not neutral."""
     experts_only: bool = False
     """Whether only mixture-of-experts models have the knob."""
     source: Source | None = None
-    """Where the knob is documented; plugins must give it."""
+    """The documentation of the knob; required for knobs of plugins."""
     claim: str = ""
-    """What the source claims the knob gains."""
+    """The gain that the source claims."""
     effect_source: Source | None = None
-    """Where the factors of `effects` come from; None: from `source`."""
+    """The source of the factors in `effects`; None: `source`."""
 
     def __hash__(self) -> int:
         return hash(self.name)
 
     @property
     def title(self) -> str:
-        """The label, or else the name."""
+        """The label, or the name if there is no label."""
         return self.label or self.name
 
     @property
@@ -177,49 +181,49 @@ class Knob:
 
     @property
     def comparable(self) -> bool:
-        """Whether it is a setting whose values a space can compare; a space that does not name it has one value."""
+        """Whether the knob is a setting whose values a space can compare."""
         return {"space", "setting"} <= set(self.scope)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its own name, then the aliases."""
+        """The name and the aliases."""
         return (self.name, *self.aliases)
 
     @property
     def values(self) -> tuple[KnobValue, ...]:
-        """All values, the neutral one first, of a knob with effects; empty for others."""
+        """All values of a knob with effects, the neutral one first; empty for other knobs."""
         return tuple(dict.fromkeys((self.neutral, *self.effects))) if self.effects else ()
 
     def effect(self, value: KnobValue) -> Effect | None:
         """Return the effect of `value`, or None."""
         return self.effects.get(value)
 
-    def compared(self, values: Sequence[KnobValue]) -> Knob:
-        """Return the knob of a setting of which a space compares `values`. The neutral value is one of them."""
+    def with_compared_values(self, values: Sequence[KnobValue]) -> Knob:
+        """Return a knob with effects for a setting whose `values` a space compares."""
         given = [value for value in dict.fromkeys((self.neutral, *values)) if value is not None]
         effects: dict[KnobValue, Effect] = {value: Effect(settings={self.name: value}, passed=True) for value in given}
         return replace(self, effects=effects)
 
-    def available(self, version: str | None) -> bool:
-        """Return whether an engine release has the knob. Unknown releases have it."""
+    def is_available(self, version: str | None) -> bool:
+        """Return whether an engine release has the knob; True for an unknown release."""
         return in_versions(self.versions, version)
 
     def arguments(self, value: KnobValue | float, version: str | None = None) -> tuple[str, ...]:
-        """Return the flags that set `value` in an engine release; none if the engine uses it without them."""
+        """Return the arguments that set `value` in an engine release; none if the engine needs none."""
         flag = next((each for each in self.flags if each.sets(value) and in_versions(each.versions, version)), None)
-        if flag is None or value is None or (value == self.neutral and not self.explicit):
+        if flag is None or value is None or (value == self.neutral and not self.passes_neutral):
             return ()
         if isinstance(value, bool) or flag.word:
             return (f"--{flag.off if value is False else flag.name}",)
         values = str(value).split(",") if self.kind in ("words", "ints") else [str(value)]
         return (f"--{flag.name}", *values)
 
-    def named_in(self, mapping: Mapping[str, Any]) -> Any:
+    def value_in(self, mapping: Mapping[str, Any]) -> Any:
         """Return the value of `mapping` under one of the knob's names, or None."""
         return next((mapping[name] for name in self.names if name in mapping), None)
 
     def parse(self, value: object, key: str) -> KnobValue:
-        """Return `value`, as `key` of a spec gives it, as a value of this knob. Raises SpecError."""
+        """Convert the `value` that the `key` of a spec has to a value of this knob. Raises SpecError."""
         if value is None and (self.neutral is None or not self.effects):
             return self.neutral
         parser = _parse_listed if self.effects else _PARSERS[self.kind]
@@ -229,21 +233,21 @@ class Knob:
             raise SpecError(key=key, value=value, problem=problem, fix=fix)
         return found
 
-    def parse_space(self, task: Task, absent: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
-        """Return the values that the space of a task lists, those of `auto` resolved. Raises SpecError.
+    def parse_space(self, task: Task, default: str | Sequence[KnobValue]) -> tuple[KnobValue, ...]:
+        """Return the values that the space of a task lists; `auto` is resolved. Raises SpecError.
 
-        `absent` is what a space means that does not have the knob: auto, or some values.
+        `default` is `auto` or a list of values. It is used if the space does not have the knob.
         """
         space = task.spec.space
-        asked = next((space[name] for name in self.names if name in space), absent)
+        asked = next((space[name] for name in self.names if name in space), default)
         if isinstance(asked, str):
             found = self.auto(task) if self.auto else self.values or (self.neutral,)
         else:
             found = [self.parse(each, f"auto_tuner.space.{self.name}") for each in asked]
         return tuple(dict.fromkeys(found))
 
-    def axis(self, values: Sequence[KnobValue], also: Sequence[KnobValue] = ()) -> Axis:
-        """Return the axis of some values; `also` are further values that a candidate may have."""
+    def axis(self, values: Sequence[KnobValue], extra_values: Sequence[KnobValue] = ()) -> Axis:
+        """Return an axis of `values`. `extra_values` are valid for candidates, but not crossed with other knobs."""
         words = {"share": SHARES, "word": self.words, "text": self.words}.get(self.kind, ())
         if self.effects:
             words = tuple(value for value in self.values if isinstance(value, str))
@@ -253,17 +257,17 @@ class Knob:
             neutral=self.neutral,
             words=(None, *words) if words else (),
             is_flag=isinstance(self.neutral, bool) if self.effects else self.kind == "flag",
-            also=tuple(each for each in dict.fromkeys(also) if each not in values),
-            apart=bool(self.effects),
+            extra_values=tuple(each for each in dict.fromkeys(extra_values) if each not in values),
+            is_unordered=bool(self.effects),
         )
 
 
 Knobs: TypeAlias = "Mapping[str, Knob]"
-"""The knobs of a task by name: what text calls them, and which values need no mention."""
+"""The knobs of a task by name."""
 
 
 def in_versions(versions: str, version: str | None) -> bool:
-    """Return whether a PEP 440 specifier contains an engine release. An unknown release may be any."""
+    """Return whether a PEP 440 specifier contains an engine release; True for an unknown release."""
     if not versions or not version:
         return True
     from packaging.specifiers import SpecifierSet
@@ -277,9 +281,9 @@ def in_versions(versions: str, version: str | None) -> bool:
 
 
 def _parse_listed(knob: Knob, value: object) -> Any:
-    """Return the value with an effect, or the neutral one, that equals `value`; True does not equal 1."""
-    same = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
-    return next(same, _INVALID)
+    """Return the value of a knob with effects that equals `value`; True does not equal 1."""
+    equal = (each for each in knob.values if each == value and isinstance(each, bool) == isinstance(value, bool))
+    return next(equal, _INVALID)
 
 
 def _parse_int(knob: Knob, value: object) -> Any:
@@ -287,7 +291,7 @@ def _parse_int(knob: Knob, value: object) -> Any:
     if isinstance(number, bool) or not isinstance(number, int):
         return _INVALID
     if number == 0 and knob.neutral is None:
-        return None  # not set: it has the code of None
+        return None  # 0 is the code of None, which means not set
     too_small = knob.minimum is not None and number < knob.minimum and value not in knob.spellings
     too_large = knob.maximum is not None and number > knob.maximum
     return _INVALID if too_small or too_large else number
@@ -308,7 +312,7 @@ def _parse_text(knob: Knob, value: object) -> Any:
 
 
 def _parse_words(knob: Knob, value: object) -> Any:
-    """Return several words as one text, sorted, with commas."""
+    """Return a list of words as one text, sorted and separated by commas."""
     given = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(given, list):
         return _INVALID
@@ -336,11 +340,11 @@ _PARSERS: Mapping[str, Callable[[Knob, object], Any]] = {
 
 
 def _suggestion(knob: Knob, value: object) -> str:
-    """Return the valid value nearest to `value`, or all of them, in words."""
-    values = [_spelled(each) for each in knob.values or knob.words]
-    near = get_close_matches(str(value), values, n=1) if isinstance(value, str) else []
-    if near:
-        return f"did you mean {near[0]}?"
+    """Return a fix for an invalid value: the most similar valid value, or all valid values."""
+    values = [_as_yaml(each) for each in knob.values or knob.words]
+    similar = get_close_matches(str(value), values, n=1) if isinstance(value, str) else []
+    if similar:
+        return f"did you mean {similar[0]}?"
     if values:
         return f"use {', '.join(values)}"
     low = "" if knob.minimum is None else f" from {knob.minimum:g}"
@@ -351,5 +355,5 @@ def _suggestion(knob: Knob, value: object) -> str:
     return f"use {kinds.get(knob.kind, f'a whole number{low}{high}')}{null}{others}"
 
 
-def _spelled(value: KnobValue) -> str:
+def _as_yaml(value: KnobValue) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

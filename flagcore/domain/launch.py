@@ -1,4 +1,4 @@
-"""What a launcher is asked to start, how it ended, and why it failed."""
+"""The launch of a program, its exit, and the reason of a failure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from flagcore.files import open_regular
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One trial, ready to start without a shell.
+    """A program to start, usually for one trial. It is started without a shell.
 
-    `folder` receives `stdout.log`, `stderr.log`, `launch.json` and the files of the program.
-    `environment` is added to the launcher's own. `memory_limit_bytes` bounds the whole tree of
-    processes on one node (None: no limit), `timeout_seconds` its wall-clock time, with the reason `timeout_because`,
-    `disk_limit_bytes` the size of `folder`. `ready` are URLs of a server that is started for users: it is ready when
-    all of them answer 200, and is reached at the root of the first. `{master_port}` in a word of a trial's `argv` is
-    replaced by its MASTER_PORT. `own_script` is whether the user's own script is run, `leaves_out` what else a script
-    runs of which this is only what it starts; None without one. `missing` says what the user must add before it can be
-    started for real, empty for nothing. `hosts` are those on which it is started, each with its own `{node_rank}`; none
-    for this machine. `client` is a program that runs here meanwhile, in `folder`: the trial ends with it. `warm` is
-    whether the program, `python -m PACKAGE ...`, may be forked from a process that has imported its modules
+    `argv` may contain `{master_port}`, which is replaced by MASTER_PORT, and `{node_rank}`. `folder` receives
+    `stdout.log`, `stderr.log`, `launch.json` and the files of the program. `environment` is added to the launcher's
+    environment. `hosts` are the hosts on which it is started; empty: this machine. `client` is a program that runs on
+    this machine meanwhile, in `folder`: the trial ends with it.
+
+    `memory_limit_bytes` limits the memory of the whole process tree on one node (None: no limit), `timeout_seconds` the
+    wall-clock time, for the reason `timeout_because`, and `disk_limit_bytes` the size of `folder`. With `warm`, the
+    program (`python -m PACKAGE ...`) may be forked from a process that has imported its modules
     (`flagcore.launchers.template`).
+
+    The other fields describe a launch for the user. A server is ready when all URLs of `ready` return status 200; the
+    root of the first is its address. With `own_script`, `argv` runs the user's script. If `argv` is a command that the
+    user's script starts, `leaves_out` lists the other commands of the script; None otherwise. `missing` describes what
+    the user must add to the launch; empty: nothing.
     """
 
     argv: tuple[str, ...]
@@ -57,12 +60,12 @@ def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a launch ended. `code` is the exit status, negative for a signal.
+    """The exit of a launch. `code` is the exit status, negative for a signal.
 
-    `ended_by` is None (the program itself), `timeout`, `memory`, `disk` (its folder exceeds the limit), `full_disk`
-    (little space is left), `request`, `guard` if the guard process was killed, or `host` if a host was lost.
-    `peak_memory_bytes` is the largest observed memory of all processes on a host. `detail` names the host that ended
-    it, and its problem. `warm` is whether it was forked from a process that had imported its modules.
+    `ended_by` is None if the program ended by itself, else `timeout`, `memory`, `disk` (its folder exceeded the limit),
+    `full_disk` (little space is left), `request`, `guard` (the guard process was killed), or `host` (a host was lost;
+    `detail` names it and the problem). `peak_memory_bytes` is the largest observed memory of all processes on a host.
+    `warm` is whether the program was forked from a process that had imported its modules.
     """
 
     code: int
@@ -75,10 +78,10 @@ class Exit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePattern:
-    """A regular expression for one log line and what it means.
+    """A regular expression for a log line, and the state of a trial whose log has such a line.
 
-    The line is the trial's reason, or its group `reason` where there is one; `advice` is added to it. A `weak` pattern
-    counts only if no other has a line: it is the consequence of another failure, such as the loss of a peer.
+    The reason of the failure is the line, or the group `reason` of the pattern, followed by `advice`. A `weak` pattern
+    describes a consequence of another failure, such as the loss of a peer. It is used only if no other pattern matches.
     """
 
     pattern: str
@@ -100,7 +103,7 @@ _ENDED_BY = {
 
 
 _FULL_DISK = FailurePattern(pattern=r"No space left on device|Disk quota exceeded", state=TrialState.FAILED)
-"""What the system says to any program (strerror of ENOSPC and EDQUOT)."""
+"""Matches the system's messages (strerror) for ENOSPC and EDQUOT."""
 
 
 def failure(
@@ -108,7 +111,7 @@ def failure(
 ) -> tuple[TrialState, str]:
     """Return the state of a failed trial and the reason from its logs in `folder`, with secrets redacted.
 
-    `limit` is the time that it was given.
+    `limit` is the time limit of the trial.
     """
     state, reason = classify(ended, log_tail(folder), patterns, limit.because if limit else "its time limit")
     return state, redact_text(reason, secrets_in_environment(os.environ))
@@ -117,33 +120,33 @@ def failure(
 def classify(
     ended: Exit, log: str, patterns: Sequence[FailurePattern], limit: str = "its time limit"
 ) -> tuple[TrialState, str]:
-    """Return the state of a failed trial and its reason in one line. `limit` says where its time limit is from."""
+    """Return the state of a failed trial and its reason in one line. `limit` is the source of its time limit."""
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
     last = lines[-1][:LONGEST_REASON] if lines else "(none)"
     if ended.ended_by == "timeout":
         return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s ({limit}); last line: {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
-        return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
+        return TrialState.OUT_OF_MEMORY, f"its processes used {peak:.2f} GiB, more than the memory budget"
     if ended.ended_by == "host":
         return TrialState.FAILED, f"host {ended.detail}"[:LONGEST_REASON]
     if ended.ended_by in _ENDED_BY:
         return _ENDED_BY[ended.ended_by]
-    for known in sorted(
+    for pattern in sorted(
         (*patterns, _FULL_DISK), key=lambda each: (each.weak, each.state is not TrialState.OUT_OF_MEMORY)
     ):
         for line in lines:
-            if found := re.search(known.pattern, line):
-                reason = _without(known.state, found.groupdict().get("reason") or line)
-                return known.state, reason + (f" ({known.advice})" if known.advice else "")
+            if match := re.search(pattern.pattern, line):
+                reason = _without_state(pattern.state, match.groupdict().get("reason") or line)
+                return pattern.state, reason + (f" ({pattern.advice})" if pattern.advice else "")
     if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
     how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
     return TrialState.FAILED, f"{how}; last line: {last}"
 
 
-def _without(state: TrialState, line: str) -> str:
-    """Return a line as a reason, without the name of the state that it starts with."""
+def _without_state(state: TrialState, line: str) -> str:
+    """Return a line without the name of `state` at its start."""
     name, colon, rest = line[:LONGEST_REASON].partition(": ")
     return rest if colon and rest and name == state.value.replace("_", " ") else line[:LONGEST_REASON]
 
@@ -153,7 +156,7 @@ def _printable(line: str) -> str:
 
 
 def log_tail(folder: str) -> str:
-    """Return the ends of stdout and stderr; bytes that are not UTF-8 are replaced."""
+    """Return the last TAIL_BYTES of stdout and of stderr. Bytes that are not UTF-8 are replaced."""
     parts = []
     for name in ("stdout.log", "stderr.log"):
         try:

@@ -1,4 +1,4 @@
-"""Evidence for what a plugin states."""
+"""The evidence for the data of a plugin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One statement about some chips. `by` is a tool, or software with its date; `files` are transcripts."""
+    """A statement about chips. `by` is a tool, or software with its date; `files` are transcripts."""
 
     what: str
     chips: tuple[str, ...]
@@ -17,7 +17,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maturity:
-    """What was run on real devices, checked on transcripts of others, or taken from documents."""
+    """The claims of a plugin by their evidence: runs on hardware, transcripts of such runs, or documents."""
 
     run_on_hardware: tuple[Claim, ...] = ()
     checked_on_transcripts: tuple[Claim, ...] = ()

@@ -1,4 +1,4 @@
-"""The shape of a transformer."""
+"""The architecture of a transformer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A transformer's shape. Sizes count elements; every default of the source format is already resolved.
+    """The architecture of a transformer. Sizes are numbers of elements; defaults are resolved.
 
-    `ffn_hidden_size` is the width of a dense layer's FFN, `moe_ffn_hidden_size` that of one routed expert,
-    `moe_shared_expert_intermediate_size` the total width of the shared experts. A size that a model does
-    not have is None (MLA, MoE) or 0 (numbers of layers).
+    `ffn_hidden_size` is the FFN width of a dense layer, `moe_ffn_hidden_size` the width of a routed expert,
+    `moe_shared_expert_intermediate_size` the total width of the shared experts. If a model has no MLA or MoE, its sizes
+    are None; numbers of layers are 0.
     """
 
     name: str

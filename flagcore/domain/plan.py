@@ -1,4 +1,4 @@
-"""The outcome of a tune: counts, trials, baseline, best and gain."""
+"""The result of a tune: counts, trials, baseline, best and gain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from flagcore.domain.interference import Interference
 from flagcore.domain.knob import Knobs
@@ -19,7 +19,7 @@ from flagcore.domain.trial import RUN, Trial, TrialState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Counts of combinations by outcome.
+    """The numbers of combinations by outcome.
 
     combinations = sum(illegal) + merged + candidates, and
     candidates = does_not_fit + sum(pruned) + measured + stopped + failed + untried.
@@ -48,16 +48,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The outcome of `flag tune`. `gains` is best over baseline minus one, first runs first, then one figure per
-    repeat.
+    """The result of `flag tune`.
 
-    `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
-    trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
-    significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
-    a repeat of it, and `drifted` is whether that is more than noise. `cold_start` is that of a candidate from its warm
-    to its cold runs beyond the drift, and `cold_start_differs` is whether it is more than noise. `fidelity` is that of
-    the trials; `probes` are of a lower one, before the first run. `knobs` are those of the task. `interference` is that
-    of trials at once.
+    `gains` are the relative speedups of the best over the baseline: of the first runs, then of each repeat. `medians`
+    are the median step times of candidates that ran more than once, by the number of their first trial. `fastest` is
+    the fastest measured candidate, also if it exceeds `limits`. `rivals` do not differ significantly from the best.
+
+    `drift` is the relative speedup from the first to the last run of the baseline, None without a repeat; `drifted` is
+    whether it exceeds the noise. `cold_start` is the relative speedup from the warm to the cold runs of a candidate,
+    corrected for the drift; `cold_start_differs` is whether it exceeds the noise.
+
+    `fidelity` is the fidelity of `trials`. `probes` ran before the first of them. `knobs` are the knobs of the task,
+    `interference` is the interference of parallel trials.
     """
 
     chip: str
@@ -85,28 +87,26 @@ class Plan:
 
     @property
     def gain(self) -> float | None:
-        """The lowest gain of the rounds: a disturbed machine can make one look larger than it is."""
+        """The lowest of `gains`, since other load on the machine can make a gain look larger than it is."""
         return min(self.gains, default=None)
 
     @property
     def prediction_error(self) -> PredictionError | None:
-        """Errors of predicted step times, over the trials whose prediction had been corrected."""
-        pairs = (
-            [measured_over(trial, "predicted") for trial in self.trials],
-            [measured_over(trial, "believed") for trial in self.trials],
-        )
-        both = [pair for pair in zip(*pairs, strict=True) if None not in pair]
-        if not both:
+        """The errors of predicted step times, over the trials whose prediction had been corrected."""
+        pairs = [[measured_to_predicted(trial, name) for name in ("predicted", "believed")] for trial in self.trials]
+        known = [[abs(math.log(ratio)) for ratio in pair if ratio] for pair in pairs if None not in pair]
+        if not known:
             return None
-        before, after = ([abs(math.log(each)) for each in some if each] for some in zip(*both, strict=True))
-        return PredictionError(before=math.expm1(median(before)), after=math.expm1(median(after)), trials=len(both))
+        before, after = (math.expm1(median(errors)) for errors in zip(*known, strict=True))
+        return PredictionError(before=before, after=after, trials=len(known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionError:
-    """Median relative errors of predicted step times over `trials`.
+    """The median relative errors of predicted step times over `trials` trials.
 
-    `before` is that of the predictions before any trial, `after` that of the corrected ones before each trial.
+    `before` is the error of the predictions before any trial, `after` the error of the corrected predictions that were
+    made before each trial.
     """
 
     before: float
@@ -114,9 +114,9 @@ class PredictionError:
     trials: int
 
 
-def measured_over(trial: Trial, which: str) -> float | None:
-    """Return the measured over the `predicted` or `believed` step time of a trial; None if one of them is unknown."""
-    record: Any = trial.believed if which == "believed" else trial.predicted
+def measured_to_predicted(trial: Trial, field: Literal["predicted", "believed"]) -> float | None:
+    """Return the ratio of the measured to the predicted step time of a trial; None if one of them is unknown."""
+    record: Any = trial.believed if field == "believed" else trial.predicted
     step = record.get("step_time_s") if isinstance(record, Mapping) else None
     value = step.get("value") if isinstance(step, Mapping) else None
     measured = trial.measurement.step_time_s if trial.measurement else None
@@ -124,12 +124,14 @@ def measured_over(trial: Trial, which: str) -> float | None:
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
-    """Return the state of repeats without a measurement, by number."""
+    """Return the states of the repeats without a measurement, by trial number."""
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
-def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str, knobs: Knobs) -> Plan:
-    """Return the plan of a task. Best and baseline are whole runs if there are any."""
+def summarize(
+    task: Task, space: Space, pruned: Pruned, search_state: SearchState, stopped_because: str, knobs: Knobs
+) -> Plan:
+    """Return the plan of a search. For the best and the baseline, runs with whole steps are preferred."""
     cold = cold_start(search_state)
     return Plan(
         chip=task.cluster.chips,
@@ -138,10 +140,10 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
         counts=count(space, pruned, search_state),
         trials=search_state.trials,
         repeats=search_state.repeats,
-        baseline=search_state.shown(search_state.baseline),
-        best=search_state.shown(search_state.best),
+        baseline=search_state.reported_trial(search_state.baseline),
+        best=search_state.reported_trial(search_state.best),
         gains=gains(search_state),
-        stopped_because=because,
+        stopped_because=stopped_because,
         medians={
             runs[0].number: 1.0 / search_state.speed_of(trial.candidate)
             for trial in search_state.trials
@@ -161,7 +163,7 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
 
 
 def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
-    """Count where combinations went. A candidate that ran counts by its trial, even if a rule removed it later."""
+    """Count combinations by outcome. A candidate with a trial counts by its trial, also if a rule removed it later."""
     ran = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
     states = Counter(trial.state for trial in ran.values())
     rule = pruned.rule.copy()
@@ -182,10 +184,10 @@ def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
 
 
 def gains(search_state: SearchState) -> tuple[float, ...]:
-    """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens per second.
+    """Return the relative speedup of the best over the baseline in each round: 0.25 for 25% more tokens per second.
 
-    The first runs are a round, each repeat of the best another one, with the baseline's run before it; a round of
-    which one half has no measurement of whole steps does not count. Empty without a measured baseline.
+    Each run of the best makes a round with the last run of the baseline before it. Rounds without measurements of whole
+    steps are left out. Empty without a measured baseline.
     """
     best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:

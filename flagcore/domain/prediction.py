@@ -1,4 +1,4 @@
-"""Predictions of candidates, by columns and one row, and the passes of their pipelines."""
+"""Predictions of candidates and ranks, and the pass times of pipelines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One candidate's figures: seconds, bytes, flops. A figure that the model cannot give is None or absent.
+    """The prediction of one candidate in seconds, bytes and flops. Unknown figures are None or absent.
 
-    `step_time_s` is what the search makes small: where an engine serves, the seconds of the objective (of an output
-    token, say). `low` and `high` bound an 80% interval of it. `figures` are the other figures of a server, by the names
-    of `flagcore.domain.serving`. `time_s` splits the step into the parts named
-    in the job format (`compute_s`, `tp_comm_s`, ...). `memory_bytes` is by component of the worst stage.
+    The search minimizes `step_time_s`. For a server it is the objective in seconds, such as the time per output token.
+    `low_s` and `high_s` are the bounds of its 80% interval. `time_s` are the parts of the step by the names of the job
+    format (`compute_s`, `tp_comm_s`, ...). `components` are the figures of the worst stage by component of the model.
+    `figures` are the other figures of a server by the names of `flagcore.domain.serving`.
     """
 
     step_time_s: float | None
@@ -41,19 +41,18 @@ class Prediction:
 
 
 MEMORY = ("static_bytes", "activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
-"""The fields of memory, from the least to the most."""
+"""The memory fields of a prediction, in ascending order."""
 _BY_NAME = ("time_s", "figures")
-"""Fields of `Predictions` that hold arrays by name."""
+"""The fields of `Predictions` that map names to arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """`Prediction` for many candidates: every field is an array with one element a candidate.
+    """The predictions of many candidates. Every field is an array with one element per candidate.
 
-    `step_time_s`, `low_s`, `high_s` are NaN and `capacity_bytes` is None where the chip's facts do not
-    allow an answer. The capacity is one figure if all devices are equal, else one per candidate, NaN where
-    it is unknown: that of the devices of its worst stage. `model_flops` is the model flops of one step (no
-    recompute), the same for all.
+    `step_time_s`, `low_s` and `high_s` are NaN if unknown. `capacity_bytes` is one number if all devices are equal,
+    else the capacity of the devices of each candidate's worst stage, NaN if unknown; None if it is unknown for all.
+    `model_flops` is the model flops of one step without recomputation, the same for all candidates.
     """
 
     step_time_s: FloatArray
@@ -72,20 +71,20 @@ class Predictions:
 
     @property
     def share_in_use(self) -> FloatArray:
-        """Memory in use as a share of the capacity; NaN where that is not known."""
+        """The memory in use as a share of the capacity; NaN if the capacity is unknown."""
         capacity = np.nan if self.capacity_bytes is None else self.capacity_bytes
         share: FloatArray = self.device_used_bytes / capacity
         return share
 
     @property
     def fits(self) -> BoolArray:
-        """Whether each candidate fits; True where the capacity is not known."""
+        """Whether each candidate fits; True if the capacity is unknown."""
         if self.capacity_bytes is None:
             return np.ones(self.device_used_bytes.shape, dtype=np.bool_)
         return (self.device_used_bytes <= self.capacity_bytes) | np.isnan(self.capacity_bytes)
 
-    def keeps(self, limits: Mapping[str, float]) -> BoolArray:
-        """Return whether each candidate is predicted to keep upper bounds of figures; one that is not known is kept."""
+    def keeps_limits(self, limits: Mapping[str, float]) -> BoolArray:
+        """Return whether the figures of each candidate are within upper bounds; True if a figure is unknown."""
         kept = np.ones(self.step_time_s.shape, dtype=np.bool_)
         for name, limit in limits.items():
             if name in self.figures:
@@ -93,7 +92,7 @@ class Predictions:
         return kept
 
     def row(self, row: int) -> Prediction:
-        """Return one candidate's prediction."""
+        """Return the prediction of one candidate."""
         known, capacity = bool(np.isfinite(self.step_time_s[row])), self._capacity(row)
         memory: dict[str, Any] = {name: float(getattr(self, name)[row]) for name in MEMORY}
         figures = {name: float(values[row]) for name, values in self.figures.items()}
@@ -116,51 +115,58 @@ class Predictions:
         capacity = float(self.capacity_bytes[row])
         return None if np.isnan(capacity) else capacity
 
-    def _figures(self) -> list[str]:
-        """Return the names of the fields that are arrays with one element a candidate, those of `_BY_NAME` apart."""
+    def _array_fields(self) -> list[str]:
+        """Return the names of the fields that are arrays, without the fields of `_BY_NAME`."""
         return [each.name for each in fields(self) if isinstance(getattr(self, each.name), np.ndarray)]
 
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of some rows."""
-        figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in self._figures()}
-        named: dict[str, Any] = {of: {name: part[rows] for name, part in getattr(self, of).items()} for of in _BY_NAME}
+        figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in self._array_fields()}
+        named: dict[str, Any] = {
+            mapping: {name: part[rows] for name, part in getattr(self, mapping).items()} for mapping in _BY_NAME
+        }
         return replace(self, **figures, **named)
 
     @classmethod
     def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
-        """Put the predictions of consecutive chunks together.
+        """Concatenate the predictions of consecutive chunks.
 
-        With `rows`, how many they have in all, chunks may be made as they are asked for: one is held at a time.
+        `rows` is the total number of rows. If it is given, `parts` may be a generator, and only one chunk is held in
+        memory at a time.
         """
         if rows is None:
             parts = list(parts)
             rows = sum(part.step_time_s.size for part in parts)
-        rest = iter(parts)
-        first = next(rest)
+        remaining = iter(parts)
+        first = next(remaining)
         if first.step_time_s.size == rows:
             return first
         joined, start = first._empty(rows), 0
-        for part in chain((first,), rest):
+        for part in chain((first,), remaining):
             piece = slice(start, start + part.step_time_s.size)
-            for name in first._figures():
+            for name in first._array_fields():
                 getattr(joined, name)[piece] = getattr(part, name)
-            for of in _BY_NAME:
-                for name, values in getattr(joined, of).items():
-                    values[piece] = getattr(part, of)[name]
+            for mapping in _BY_NAME:
+                for name, values in getattr(joined, mapping).items():
+                    values[piece] = getattr(part, mapping)[name]
             start = piece.stop
         return joined
 
     def _empty(self, rows: int) -> Predictions:
-        """Return predictions of `rows` candidates like these, not filled in yet."""
-        figures: dict[str, Any] = {name: np.empty(rows, dtype=getattr(self, name).dtype) for name in self._figures()}
-        named: dict[str, Any] = {of: {name: np.empty(rows) for name in getattr(self, of)} for of in _BY_NAME}
+        """Return uninitialized predictions of `rows` candidates with the fields of these."""
+        figures: dict[str, Any] = {
+            name: np.empty(rows, dtype=getattr(self, name).dtype) for name in self._array_fields()
+        }
+        named: dict[str, Any] = {field: {name: np.empty(rows) for name in getattr(self, field)} for field in _BY_NAME}
         return replace(self, **figures, **named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """One rank's own figures. `compute_time_s` is its forward and backward time of a step with no communication and no
-    waiting; times are None where the chip's facts do not allow an answer.
+    """The prediction of one rank.
+
+    `compute_time_s` is the time of its forward and backward passes in a step, without communication and waiting. Times
+    are None if unknown.
     """
 
     rank: int
@@ -174,7 +180,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """One kind of part of a model: the weights of one, and how many there are."""
+    """A kind of component of a model: the parameters of each, and the number of layers that have it."""
 
     name: str
     params: float
@@ -183,11 +189,11 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Names that reports use for figures of an engine.
+    """The names of an engine's figures in reports.
 
-    `components` are the names of the components of a layer, in the order of reports. `measured_parts` are those of the
-    parts of a step that `metrics.json` of its trials has. `memory_line` is the line with which the engine itself logs
-    its memory, a format of `static_mb`, `activation_mb` and `total_mb`; empty: none.
+    `components` are the names of model components, in the order of reports. `measured_parts` are the names of the step
+    parts in `metrics.json` of trials. `memory_line` is the log line in which the engine reports its memory, a format
+    string with `static_mb`, `activation_mb` and `total_mb`; empty: none.
     """
 
     components: Mapping[str, str] = field(default_factory=dict)
@@ -196,25 +202,26 @@ class Labels:
 
 
 Components: TypeAlias = "Mapping[str, Mapping[str, FloatArray]]"
-"""For each component of the model its figures by name, one element a candidate."""
+"""The figures of each component of the model by name, each an array with one element per candidate."""
 
 
-def of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
-    """Return one candidate's components; those that it does not have are left out."""
+def components_of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
+    """Return the components of one candidate, without those whose figures are all 0."""
     table = {name: {key: float(values[row]) for key, values in figures.items()} for name, figures in components.items()}
     return {name: figures for name, figures in table.items() if any(figures.values())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one micro-batch on each pipeline stage of a candidate, all virtual stages together.
+    """The times of a pipeline: seconds of one micro-batch on each stage, summed over virtual stages.
 
-    `backward_s` includes recomputation and both gradients; `weight_s` is its part for the gradients of weights, which
-    some schedules run separately (empty: unknown). `paired_s` is a forward and a backward of two micro-batches that
-    overlap (empty: none do). `send_s` is one message between neighbouring stages, `sender_waits` whether its sender is
-    idle meanwhile. `weight_share` is the share of a micro-batch's activations that is kept until the gradients of
-    weights are computed. `schedule` is a name of `flagcore.physics.schedules.catalogue`, `predicted_s` the time of
-    the pipeline in a step as the engine predicts it (None: not given).
+    `backward_s` includes recomputation and both gradients. `weight_s` is the part for the gradients of weights, which
+    some schedules run separately; empty: unknown. `paired_s` is the time of a forward and a backward pass of two
+    micro-batches that overlap; empty: none overlap. `send_s` is the time of a message between neighbouring stages;
+    `sender_waits` is whether the sender is idle meanwhile. `weight_share` is the share of a micro-batch's activations
+    that is kept until the gradients of weights are computed. `schedule` is a name in
+    `flagcore.physics.schedules.catalogue`. `predicted_s` is the predicted time of the pipeline in a step; None:
+    unknown.
     """
 
     schedule: str

@@ -1,4 +1,4 @@
-"""Probes: one device runs single ranks of a larger job."""
+"""Probes: single ranks of a larger job, measured on one device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flagcore.domain.trial import TrialState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """Figures of one rank: bytes, and medians and interquartile ranges of seconds over the timed steps.
+    """The measurement of one rank. Times are medians over the timed steps, spreads are interquartile ranges.
 
-    `compute_time_s` is forward and backward of a whole step without communication. If `microbatches_run` is less than
-    `microbatches`, it is scaled up. `static_bytes` stay allocated between steps. `reserved_bytes` is None without a
-    caching allocator. `device_used_bytes` is without the buffers of collectives, since none ran.
+    `compute_time_s` is the time of the forward and backward passes of a whole step, without communication. It is scaled
+    up if `microbatches_run` is less than `microbatches`. `static_bytes` stay allocated between steps. `reserved_bytes`
+    is None without a caching allocator. `device_used_bytes` does not include the buffers of collectives.
     """
 
     stage: int
@@ -38,9 +38,9 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProbe:
-    """The probe of one global rank: the measurement, or the reason without one. Running out of memory is a result.
+    """The probe of one global rank, with a measurement or the reason of the failure.
 
-    `device` is the index of the device that ran it among the free ones.
+    `device` is the index of the device that ran it.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class RankProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The ranks of one candidate that were probed."""
+    """The probed ranks of one candidate."""
 
     candidate: Candidate
     ranks: tuple[RankProbe, ...]
@@ -71,8 +71,8 @@ class Probe:
 
     @property
     def duration_s(self) -> float:
-        """Seconds of all ranks on devices in parallel: those of the busiest device."""
-        busy: dict[int, float] = {}
+        """The seconds that the busiest device took for its ranks. Devices run in parallel."""
+        by_device: dict[int, float] = {}
         for rank in self.ranks:
-            busy[rank.device] = busy.get(rank.device, 0.0) + rank.duration_s
-        return max(busy.values(), default=0.0)
+            by_device[rank.device] = by_device.get(rank.device, 0.0) + rank.duration_s
+        return max(by_device.values(), default=0.0)

@@ -1,4 +1,4 @@
-"""The state of a search: removed candidates and trials so far, the noise of measurements, repeats, and the budget."""
+"""The state of a search: pruned candidates, trials, the noise of measurements, repeats, and the budget."""
 
 from __future__ import annotations
 
@@ -17,42 +17,46 @@ from flagcore.domain.trial import Trial, TrialState
 from flagcore.i18n import Message
 
 DOES_NOT_FIT = "does_not_fit"
-"""The rule that removes candidates with too much predicted memory."""
+"""The name of the rule that removes candidates whose predicted memory exceeds the capacity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Which rule removed each row. `rule` is 0 for an open row, else a place in `rules` plus one; `trial` is the
-    number of the trial behind a learned rule, -1 for none. `too_much` marks the rows that do not fit by
-    corrected predictions, `seen` are the trials already applied."""
+    """The rows of the space that rules removed.
+
+    `rule` has the number of the rule that removed each row: 0 for an open row, else the position in `rules` plus one.
+    `trial` has the number of the trial from which the rule was learned, -1 for other rules. `exceeds_memory` marks the
+    rows that do not fit by corrected predictions. `broken_rules` describes the rules that are disabled because they
+    failed. `applied_trials` are the numbers of the trials that learned rules have been applied to.
+    """
 
     rule: NDArray[np.int16]
     trial: IntArray
-    too_much: BoolArray
+    exceeds_memory: BoolArray
     rules: tuple[str, ...] = ()
     broken_rules: tuple[str, ...] = ()
-    seen: frozenset[int] = field(default_factory=frozenset)
+    applied_trials: frozenset[int] = field(default_factory=frozenset)
 
     @property
     def open_rows(self) -> IntArray:
-        """Positions of the rows that no rule has removed."""
+        """The positions of the rows that no rule has removed."""
         return np.flatnonzero(self.rule == 0)
 
     def reason(self, row: int) -> str | None:
-        """Return a description of what removed `row`, or None."""
-        code = int(self.rule[row])
-        if not code:
+        """Return the rule that removed `row`, with the trial of a learned rule; None for an open row."""
+        rule = int(self.rule[row])
+        if not rule:
             return None
-        behind = int(self.trial[row])
-        return self.rules[code - 1] + (f" (trial {behind})" if behind >= 0 else "")
+        trial = int(self.trial[row])
+        return self.rules[rule - 1] + (f" (trial {trial})" if trial >= 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """The trials so far: the last one of each candidate, the baseline, and the best.
+    """The trials of a search so far.
 
-    `best` is the first trial of the candidate with the best median among those that keep the limits, `fastest` that of
-    all measured ones. `probes` are trials of a lower fidelity, which settle no candidate.
+    `by_candidate` has the last trial of each candidate without repeats. `best` is the trial of the candidate with the
+    best median speed within the limits, `fastest` the same without the limits. `probes` are trials of a lower fidelity.
     """
 
     by_candidate: dict[Candidate, Trial]
@@ -64,133 +68,138 @@ class SearchState:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """One trial a candidate, in the order in which they ran."""
+        """One trial per candidate, in the order in which they ran."""
         return tuple(sorted(self.by_candidate.values(), key=lambda trial: trial.number))
 
     def repeats_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the repeats of a candidate that ended undisturbed, in order."""
-        return tuple(trial for trial in self.repeats if trial.settles and trial.candidate == candidate)
+        """Return the conclusive repeats of a candidate, in order."""
+        return tuple(trial for trial in self.repeats if trial.is_conclusive and trial.candidate == candidate)
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the measured runs of a candidate, repeats included; imported ones, and those that are not final, only
-        without others."""
+        """Return the measured runs of a candidate, including repeats.
+
+        Imported runs are returned only if there are no others, and then runs that are not final only if none is.
+        """
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
         measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
-        own = tuple(trial for trial in measured if not trial.source) or measured
-        return tuple(trial for trial in own if trial.is_final) or own
+        preferred = tuple(trial for trial in measured if not trial.source) or measured
+        return tuple(trial for trial in preferred if trial.is_final) or preferred
 
-    def shown(self, trial: Trial | None) -> Trial | None:
-        """Return the trial whose figures a report shows for a candidate: `trial`, or a run that was scaled less."""
+    def reported_trial(self, trial: Trial | None) -> Trial | None:
+        """Return the run of a trial's candidate that was scaled least, for reports."""
         if trial is None or (trial.is_final and not trial.shortened):
             return trial
         runs = self.runs_of(trial.candidate) or (trial,)
         return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
     def speed_of(self, candidate: Candidate) -> float:
-        """Return the median speed of a candidate's runs, 0 without any."""
+        """Return the median speed of a candidate's measured runs, 0 if there are none."""
         return median([speed(trial) for trial in self.runs_of(candidate)] or [0.0])
 
     def keeps_limits(self, candidate: Candidate) -> bool:
-        """Return whether more than half of a candidate's measured runs kept every limit."""
+        """Return whether more than half of a candidate's measured runs kept all limits."""
         runs = self.runs_of(candidate)
         return 2 * sum(not trial.measurement.broken for trial in runs if trial.measurement) > len(runs)
 
     @property
     def settled(self) -> frozenset[Candidate]:
-        """Candidates that need no further trial; one that was interrupted or disturbed may be tried again."""
-        return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.settles)
+        """The candidates with a conclusive trial. Others may be tried again."""
+        return frozenset(candidate for candidate, trial in self.by_candidate.items() if trial.is_conclusive)
 
 
 def speed(trial: Trial) -> float:
-    """Return the steps per second of one run, 0 for one without a measurement."""
+    """Return the steps per second of a trial, 0 without a measurement."""
     return 1.0 / trial.measurement.step_time_s if trial.measurement and trial.measurement.step_time_s > 0 else 0.0
 
 
 MIN_NOISE = 0.02
-"""The least relative difference between two runs of one configuration, however even their steps are."""
+"""The minimum relative difference between two runs of the same candidate."""
 
 MAX_RIVALS = 2
-"""How many rivals of the best are run again, the fastest ones."""
+"""The maximum number of rivals of the best that run again."""
 
 EXTRA_ROUNDS = 2
-"""Rounds beyond `control.repeats` while a rival does not differ significantly from the best."""
+"""The maximum number of rounds beyond `control.repeats` while a rival does not differ significantly from the best."""
 
 
 def noise(runs: Sequence[Trial]) -> float:
-    """Return the relative noise of a candidate, from the spread of steps and of runs, and the scaling of steps."""
+    """Return the relative noise of a candidate: the largest of the spread of steps, the spread of runs, and the
+    uncertainty of scaled steps, at least MIN_NOISE."""
     measured = [trial.measurement for trial in runs if trial.measurement]
     if not measured:
         return MIN_NOISE
-    scaling = (trial.interval for trial in runs)
-    within = median(one.spread_s / one.step_time_s if one.step_time_s > 0 else 0.0 for one in measured)
+    step_spread = median(each.spread_s / each.step_time_s if each.step_time_s > 0 else 0.0 for each in measured)
     speeds = [speed(trial) for trial in runs]
-    middle = median(speeds)
-    between = (max(speeds) - min(speeds)) / 2 / middle if middle > 0 else 0.0
-    return max(MIN_NOISE, within, between, *scaling)
+    median_speed = median(speeds)
+    run_spread = (max(speeds) - min(speeds)) / 2 / median_speed if median_speed > 0 else 0.0
+    return max(MIN_NOISE, step_spread, run_spread, *(trial.interval for trial in runs))
 
 
-def significant(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> bool:
-    """Return whether two candidates differ by more than their runs do.
+def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> bool:
+    """Return whether the difference between two candidates exceeds their noise.
 
-    `longer` is how much longer the slower one takes, as a share: 2.0 for three times as long. It must reach the larger
-    noise of both over the root of their fewer runs. Both are shares of a time: a disturbed run takes longer, and may
-    take several times as long; a share of a speed would never reach a noise beyond 100%.
+    `slowdown` is the relative difference of their step times: 2.0 if the slower takes three times as long. It is
+    compared with the larger noise of both, divided by the square root of the smaller number of runs.
     """
-    return longer >= max(noise(one), noise(other)) / math.sqrt(min(len(one), len(other)))
+    # Noise is relative to a time, and can exceed 100%. A relative difference of speeds cannot, so times are compared.
+    runs = min(len(first_runs), len(second_runs))
+    return slowdown >= max(noise(first_runs), noise(second_runs)) / math.sqrt(runs)
 
 
 def rivals(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return the measured candidates that do not differ significantly from the best; the fastest first."""
+    """Return the measured candidates that do not differ significantly from the best, the fastest first."""
     best = search_state.best
     if best is None:
         return ()
-    runs, top = search_state.runs_of(best.candidate), search_state.speed_of(best.candidate)
-    near = []
+    best_runs, best_speed = search_state.runs_of(best.candidate), search_state.speed_of(best.candidate)
+    found = []
     for trial in search_state.trials:
         if trial.candidate == best.candidate or not search_state.keeps_limits(trial.candidate):
             continue
-        own, own_speed = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
-        if own_speed and not significant(top / own_speed - 1.0, runs, own):
-            near.append(trial)
-    return tuple(sorted(near, key=lambda trial: -search_state.speed_of(trial.candidate)))
+        runs, own_speed = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
+        if own_speed and not significant(best_speed / own_speed - 1.0, best_runs, runs):
+            found.append(trial)
+    return tuple(sorted(found, key=lambda trial: -search_state.speed_of(trial.candidate)))
 
 
 def finalists(search_state: SearchState) -> tuple[Trial, ...]:
-    """Return baseline, best and the fastest rivals, each once, in this order; empty without a best."""
+    """Return the measured baseline, the best and the fastest rivals in this order, without duplicates.
+
+    Empty if there is no best.
+    """
     if search_state.best is None:
         return ()
-    known = search_state.baseline
-    baseline = (known,) if known and known.state is TrialState.MEASURED else ()
-    chosen = {trial.candidate: trial for trial in (*baseline, search_state.best, *rivals(search_state)[:MAX_RIVALS])}
+    baseline = search_state.baseline
+    measured = (baseline,) if baseline and baseline.state is TrialState.MEASURED else ()
+    chosen = {trial.candidate: trial for trial in (*measured, search_state.best, *rivals(search_state)[:MAX_RIVALS])}
     return tuple(chosen.values())
 
 
-def least_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
-    """Return how often each finalist runs again at least: `control.repeats` times if there are several.
+def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
+    """Return the minimum number of repeats of each finalist: `control.repeats` if there are several.
 
-    A finalist whose steps were shortened, or that ran beside others, runs whole and alone at least once. All run on
-    each number of `control.trial_nodes`.
+    A finalist whose run was not final runs again at least once. All run on each number of `control.trial_nodes`.
     """
-    several = finalists(search_state)
-    rounds = max(control.repeats if len(several) > 1 else 0, len(control.trial_nodes) - 1)
-    return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in several}
+    trials = finalists(search_state)
+    rounds = max(control.repeats if len(trials) > 1 else 0, len(control.trial_nodes) - 1)
+    return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
 
 
 def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """Return the trial to run again, None if repeats are done.
 
-    The finalists run again in rotation, `least_repeats` times. Then there are more rounds, `EXTRA_ROUNDS` at most,
-    while a rival does not differ significantly. Best and rivals may change, so all repeats together are limited, too.
+    The finalists run again in rotation, `min_repeats` times each, and then up to `EXTRA_ROUNDS` times while a rival
+    does not differ significantly. The total is limited, too, because the best and its rivals may change.
     """
-    several, least = finalists(search_state), least_repeats(control, search_state)
-    done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in several}
-    most = max(control.repeats, len(control.trial_nodes) - 1) + EXTRA_ROUNDS
-    if sum(trial.settles for trial in search_state.repeats) >= most * (2 + MAX_RIVALS):
+    trials, minimum = finalists(search_state), min_repeats(control, search_state)
+    done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
+    max_rounds = max(control.repeats, len(control.trial_nodes) - 1) + EXTRA_ROUNDS
+    if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
         return None
-    waiting = [trial for trial in several if done[trial.candidate] < least[trial.candidate]]
+    waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
     if not waiting and control.repeats and rivals(search_state):
-        waiting = [trial for trial in several if done[trial.candidate] < most]
+        waiting = [trial for trial in trials if done[trial.candidate] < max_rounds]
     return min(waiting, key=lambda trial: done[trial.candidate], default=None)
 
 
@@ -201,7 +210,7 @@ def drift(search_state: SearchState) -> float | None:
 
 
 def drifted(search_state: SearchState) -> bool:
-    """Return whether the drift of the baseline is more than the noise of its runs."""
+    """Return whether the drift of the baseline exceeds the noise of its runs."""
     change = drift(search_state)
     if change is None or search_state.baseline is None:
         return False
@@ -210,9 +219,9 @@ def drifted(search_state: SearchState) -> bool:
 
 
 def cold_repeat(search_state: SearchState) -> Candidate | None:
-    """Return the candidate whose next repeat starts cold, None for none: one repeat of a run, not of the baseline.
+    """Return the candidate whose next repeat must be a cold start, or None. There is one cold repeat per search.
 
-    The first and the last run of the baseline start alike, so that they show the drift of the machine.
+    It is not the baseline: to measure the drift of the machine, all runs of the baseline must start in the same way.
     """
     if any(trial.measurement and not trial.warm for trial in search_state.repeats):
         return None
@@ -221,31 +230,31 @@ def cold_repeat(search_state: SearchState) -> Candidate | None:
 
 
 def cold_start(search_state: SearchState) -> tuple[float, float] | None:
-    """Return the relative speedup of a finalist from its warm to its cold runs beyond the drift, and the noise of that.
+    """Return the relative speedup from the warm to the cold runs of a candidate, and its noise.
 
-    None without both.
+    The speedup is corrected for the drift. None if no candidate has both warm and cold runs.
     """
-    known = search_state.baseline
-    of_baseline = search_state.runs_of(known.candidate) if known else ()
+    baseline = search_state.baseline
+    baseline_runs = search_state.runs_of(baseline.candidate) if baseline else ()
     for trial in search_state.trials:
-        runs = search_state.runs_of(trial.candidate) if trial is not known else ()
-        warm, cold = ([each for each in runs if each.warm is kind] for kind in (True, False))
+        runs = search_state.runs_of(trial.candidate) if trial is not baseline else ()
+        warm, cold = ([run for run in runs if run.warm is is_warm] for is_warm in (True, False))
         if warm and cold:
             change = median(map(speed, cold)) / median(map(speed, warm))
-            uncertain = math.hypot(*map(noise, (warm, cold, of_baseline)))
-            return change / (1.0 + (drift(search_state) or 0.0)) - 1.0, uncertain
+            change_noise = math.hypot(*map(noise, (warm, cold, baseline_runs)))
+            return change / (1.0 + (drift(search_state) or 0.0)) - 1.0, change_noise
     return None
 
 
 MAX_FAILED_AT_START = 5
-"""If the first trials, so many, all ended in FAILED_STATES, the task is wrong and not the candidates."""
+"""The search stops if its first trials, at least this number, all end in FAILED_STATES."""
 FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
 def stop_reason(control: Control, search_state: SearchState, elapsed: float, pending: int = 0) -> str | None:
-    """Return why the search stops, or None. Time is reserved for repeats and for one more trial.
+    """Return why the search stops, or None if it continues. Time is reserved for one more trial and for repeats.
 
-    `pending` trials run now.
+    `pending` is the number of trials that run now.
     """
     trials = _completed_trials(search_state)
     if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
@@ -255,16 +264,17 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float, pen
     if control.max_time is None:
         return None
     measured = [trial.duration_s for trial in trials if trial.state is TrialState.MEASURED]
-    needed = max(measured, default=0.0) + repeats_seconds(control, search_state)
+    reserved = max(measured, default=0.0) + repeats_seconds(control, search_state)
     left = control.max_time - elapsed
-    return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= needed else None
+    return Message("max_time = {seconds:g} s reached", seconds=control.max_time) if left <= reserved else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTime:
-    """How many trials and repeats a search has at most, and the seconds that they may take by their limits.
+    """The maximum number of trials and repeats of a search, and the time that they take.
 
-    `steps_s` are the predicted seconds of their steps alone, None if unknown.
+    `steps_s` are the predicted seconds of their steps, None if unknown. `at_most_s` are the seconds that the time
+    limits of the trials allow.
     """
 
     trials: int
@@ -274,39 +284,36 @@ class SearchTime:
 
 
 def seconds_left(
-    control: Control, search_state: SearchState, candidates: int, elapsed: float, at_once: int = 1
+    control: Control, search_state: SearchState, candidates: int, elapsed: float, parallel_trials: int = 1
 ) -> float | None:
-    """Return an estimate of the rest of the run at the pace so far, with all repeats that may come.
-
-    `at_once` trials run at once. None before the first trial.
-    """
+    """Return an estimate of the remaining seconds of the run, including repeats; None before the first trial ends."""
     trials = _completed_trials(search_state)
     if not trials:
         return None
-    pace = sum(trial.duration_s for trial in trials) / len(trials) / at_once
-    left = pace * max(0, min(control.max_trials, candidates) - len(trials))
+    seconds_per_trial = sum(trial.duration_s for trial in trials) / len(trials) / parallel_trials
+    left = seconds_per_trial * max(0, min(control.max_trials, candidates) - len(trials))
     left += repeats_seconds(control, search_state, at_most=True)
     return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
 
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
-    """Return the least, or the most, seconds that the remaining repeats take."""
+    """Return the minimum seconds that the remaining repeats take, or with `at_most` the maximum."""
     extra = EXTRA_ROUNDS if at_most and control.repeats and rivals(search_state) else 0
-    least = least_repeats(control, search_state)
-    left = (
-        (trial, least[trial.candidate] + extra - len(search_state.repeats_of(trial.candidate)))
+    minimum = min_repeats(control, search_state)
+    remaining = (
+        (trial, minimum[trial.candidate] + extra - len(search_state.repeats_of(trial.candidate)))
         for trial in finalists(search_state)
     )
-    return sum((max(0, runs) * whole_seconds(control, trial) for trial, runs in left), 0.0)
+    return sum((max(0, runs) * full_duration_s(control, trial) for trial, runs in remaining), 0.0)
 
 
 def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
     """Return whether there is time to run `trial` again."""
-    return control.max_time is None or elapsed + whole_seconds(control, trial) <= control.max_time
+    return control.max_time is None or elapsed + full_duration_s(control, trial) <= control.max_time
 
 
-def whole_seconds(control: Control, trial: Trial) -> float:
-    """Return how long a measured trial takes with whole steps."""
+def full_duration_s(control: Control, trial: Trial) -> float:
+    """Return the seconds that a measured trial takes with whole steps."""
     measured = trial.measurement
     if measured is None or measured.scaled_from is None or (trial.shortened and trial.shortened.nodes):
         return trial.duration_s
@@ -314,4 +321,4 @@ def whole_seconds(control: Control, trial: Trial) -> float:
 
 
 def _completed_trials(search_state: SearchState) -> list[Trial]:
-    return [trial for trial in search_state.trials if trial.settles and not trial.source]
+    return [trial for trial in search_state.trials if trial.is_conclusive and not trial.source]

@@ -1,6 +1,6 @@
-"""Redacts secrets: values of keys, tokens and passwords, found by their name or their form.
+"""Redacts secrets such as keys, tokens and passwords. They are found by their names or their formats.
 
-The search is not complete: a secret with an innocent name passes, and some harmless values are redacted, too.
+The detection is not complete: secrets under other names are not found, and some harmless values are redacted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from typing import Any
 
 REDACTED = "(left out)"
 MIN_LENGTH = 6
-"""Values with fewer characters are only redacted next to their name, since they may be common words."""
+"""Shorter values may be common words. They are redacted only next to their name."""
 
-_ENDS = (
+_SECRET_SUFFIXES = (
     *("password", "passwort", "passwd", "passphrase", "secret", "apikey", "credential", "credentials"),
     "authorization",
 )
-_KEYS = frozenset(("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license"))
+_KEY_PREFIXES = frozenset(
+    ("api", "access", "secret", "private", "signing", "encryption", "auth", "ssh", "account", "license")
+)
 _TEXT_WORDS = frozenset(
     (
         *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "eot", "eom", "image", "audio", "video", "special", "stop"),
@@ -25,14 +27,14 @@ _TEXT_WORDS = frozenset(
         *("input", "output", "prompt", "draft", "max", "min", "num", "total", "decode", "prefill"),
     )
 )
-"""Words before `token` where it means a token of text: `bos_token`, `time_per_token`."""
+"""Words before `token` in names that are about text, not secrets: `bos_token`, `time_per_token`."""
 _VALUE = r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;)}\]'"]+)"""
 _LINE = re.compile(r"""^(\s*(?:export\s+|-\s+)?["']?([A-Za-z_][\w.-]*)["']?\s*[:=]\s*)(\S.*)$""", re.MULTILINE)
 _PAIR = re.compile(rf"""((?<![\w.-])-{{0,2}}([A-Za-z_][\w.-]*)["']?\s*[:=]\s*(?:\[|\((?!left out))?)({_VALUE})""")
 _FLAG = re.compile(rf"""((?<![\w-])--?([A-Za-z][\w-]*)(?:["']\s*,\s*|[ \t]+))((?!["']?-){_VALUE})""")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]*:)([^/\s@'\"]+)(?=@)")
 _BEARER = re.compile(r"(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
-_FORMS = re.compile(
+_TOKEN_FORMATS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{16,}"
     r"|AKIA[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
 )
@@ -45,37 +47,37 @@ def is_secret(name: str) -> bool:
     ]
     if not words:
         return False
-    last, before = words[-1].lower(), words[-2].lower() if len(words) > 1 else ""
+    last, previous = words[-1].lower(), words[-2].lower() if len(words) > 1 else ""
     if last == "token":
-        return before not in _TEXT_WORDS
-    return last.endswith(_ENDS) or (last == "key" and before in _KEYS)
+        return previous not in _TEXT_WORDS
+    return last.endswith(_SECRET_SUFFIXES) or (last == "key" and previous in _KEY_PREFIXES)
 
 
 def secrets_in_environment(environment: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the secret values of an environment, long ones first."""
+    """Return the secret values of an environment, the longest first."""
     found = {str(value) for name, value in environment.items() if is_secret(name) and len(str(value)) >= MIN_LENGTH}
     return tuple(sorted(found, key=lambda value: (-len(value), value)))
 
 
 def secrets_in_data(data: Any) -> tuple[str, ...]:
-    """Return the secrets in plain data such as a spec: values of secret keys, and in command lines."""
+    """Return the secrets in plain data such as a spec: values of secret keys, and secrets in command lines."""
     return tuple(dict.fromkeys(value for value in _walk(data) if len(value) >= MIN_LENGTH))
 
 
 def redact_text(text: str, known: Collection[str] = ()) -> str:
-    """Return text with `(left out)` in place of `known` secrets and those found by name or form."""
+    """Return `text` with `known` secrets, and secrets that are found in it, replaced by REDACTED."""
     for value in known:
         text = text.replace(value, REDACTED)
-    text = _LINE.sub(lambda found: _redact_match(found, whole=True), text)
+    text = _LINE.sub(lambda match: _redact_match(match, whole_line=True), text)
     text = _PAIR.sub(_redact_match, text)
     text = _FLAG.sub(_redact_match, text)
     text = _URL.sub(rf"\1{REDACTED}", text)
     text = _BEARER.sub(rf"\1{REDACTED}", text)
-    return _FORMS.sub(REDACTED, text)
+    return _TOKEN_FORMATS.sub(REDACTED, text)
 
 
 def redact_data(data: Any, known: Collection[str] = ()) -> Any:
-    """Return plain data without secrets: values of secret keys, and of secret options in lists of arguments."""
+    """Return plain data with secrets redacted: values of secret keys, and of secret options in argument lists."""
     if isinstance(data, Mapping):
         return {
             key: REDACTED if is_secret(str(key)) and _is_value(value) else redact_data(value, known)
@@ -92,14 +94,14 @@ def redact_data(data: Any, known: Collection[str] = ()) -> Any:
 
 
 def redact_arguments(words: Sequence[str], known: Collection[str] = ()) -> Iterator[str]:
-    """Yield the arguments of a command line without secrets."""
-    for word, value in zip(words, _values(words), strict=True):
+    """Yield the arguments of a command line with secrets redacted."""
+    for word, value in zip(words, _secret_values(words), strict=True):
         yield redact_text(word.replace(value, REDACTED) if value else word, known)
 
 
 def secrets_in_arguments(words: Sequence[str]) -> list[str]:
     """Return the secrets in the arguments of a command line: values of secret options, and passwords in URLs."""
-    found = [value for value in _values(words) if value]
+    found = [value for value in _secret_values(words) if value]
     found += [part[2] for word in words for part in _URL.finditer(word)]
     return list(dict.fromkeys(found))
 
@@ -120,30 +122,30 @@ def _walk(data: Any) -> Iterator[str]:
         yield from secrets_in_arguments(data.split())
 
 
-def _values(words: Sequence[str]) -> Iterator[str]:
+def _secret_values(words: Sequence[str]) -> Iterator[str]:
     """Yield for each argument the part that is the value of a secret option, or an empty string."""
-    expected = False
+    is_value_expected = False
     for word in words:
         name, equals, value = word.partition("=")
-        option = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
-        secret = bool(re.fullmatch(r"-{0,2}[A-Za-z_][\w.-]*", name)) and is_secret(name)
-        if expected and not option:
+        is_option = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
+        has_secret_name = bool(re.fullmatch(r"-{0,2}[A-Za-z_][\w.-]*", name)) and is_secret(name)
+        if is_value_expected and not is_option:
             yield word
         else:
-            yield value if equals and secret else ""
-        expected = option and secret and not equals
+            yield value if equals and has_secret_name else ""
+        is_value_expected = is_option and has_secret_name and not equals
 
 
-def _redact_match(found: re.Match[str], *, whole: bool = False) -> str:
-    before, name, value = found[1], found[2], found[3]
-    first = re.split(r"[\s,;]", value, maxsplit=1)[0].strip("\"'")
-    if not is_secret(name) or REDACTED in value or not _is_value(first):
-        return found[0]
+def _redact_match(match: re.Match[str], *, whole_line: bool = False) -> str:
+    prefix, name, value = match[1], match[2], match[3]
+    first_word = re.split(r"[\s,;]", value, maxsplit=1)[0].strip("\"'")
+    if not is_secret(name) or REDACTED in value or not _is_value(first_word):
+        return match[0]
     if name.lower().endswith("token") and re.fullmatch(r"[\d.]+", value.strip("\"',;")):
-        return found[0]  # the number of a token
-    if whole or value[0] not in "\"'":
-        return before + REDACTED
-    return f"{before}{value[0]}{REDACTED}{value[0]}"
+        return match[0]  # a number, such as a token id
+    if whole_line or value[0] not in "\"'":
+        return prefix + REDACTED
+    return f"{prefix}{value[0]}{REDACTED}{value[0]}"
 
 
 def _is_value(value: object) -> bool:

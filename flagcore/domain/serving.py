@@ -1,16 +1,16 @@
-"""Serving jobs: loads, figures and bounds."""
+"""Serving jobs: loads, figures and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 EngineArg: TypeAlias = bool | int | float | str | None
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-"""Seconds to the first token; per further token of a request; between two chunks of a response; of a request."""
+"""Seconds to the first token, per further token, between two chunks of a response, and of the whole request."""
 RATES = (
     "output_tokens_per_s",
     "total_tokens_per_s",
@@ -18,35 +18,36 @@ RATES = (
     "goodput_requests_per_s",
     "output_tokens_per_s_per_device",
 )
-"""Rates of the whole cluster, the last one per device. Goodput counts requests that meet the SLO."""
+"""Rates of the whole cluster; the last is per device. Goodput counts the requests that meet the SLO."""
 
-
-USUAL_CLIENTS = 64
+DEFAULT_CONCURRENCY = 64
 """Default number of requests in flight."""
 
 
-def nested(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures grouped by latency: `ttft_s.p50` becomes `p50` of `ttft_s`."""
+def nest_statistics(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures with the statistics of each latency nested: `ttft_s.p50` becomes `p50` in `ttft_s`."""
     data: dict[str, Any] = {}
     for name, figure in figures.items():
-        of, _, statistic = name.partition(".")
+        latency, _, statistic = name.partition(".")
         if statistic:
-            data.setdefault(of, {})[statistic] = figure
+            data.setdefault(latency, {})[statistic] = figure
         else:
-            data[of] = figure
+            data[name] = figure
     return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One load point. Lengths are tokens.
+    """A load point. Lengths are numbers of tokens.
 
-    Either `concurrency` requests are in flight all the time (closed loop), or they arrive at `request_rate` a second
-    (open loop), infinity for all at once; the gaps are gamma-distributed with shape `burstiness`, 1 is Poisson.
+    Either `concurrency` requests are always in flight (closed loop), or `request_rate` requests arrive per second (open
+    loop; infinity: all at once). The gaps between arrivals are gamma-distributed with the shape `burstiness`; 1 means
+    Poisson arrivals.
 
-    A length is uniform from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x length to
-    (1 + spread) x length. `prefix_len` tokens before the prompt are the same in all requests. A `trace` gives lengths,
-    and arrival times if it has them. `num_prompts` None is a steady state, which can be predicted but not run.
+    Lengths are uniformly distributed from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x
+    length to (1 + spread) x length. All requests start with the same `prefix_len` tokens. A `trace` has the lengths and
+    optionally the arrival times. With `num_prompts` None, the load is a steady state, which can be predicted but not
+    run.
     """
 
     input_len: int = 1024
@@ -62,16 +63,22 @@ class Load:
     warmup: int = 0
     seed: int = 0
 
+    def at(self, key: str, value: float) -> Load:
+        """Return the load with another `concurrency` or `request_rate`."""
+        return replace(self, concurrency=int(value)) if key == "concurrency" else replace(self, request_rate=value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSpec:
-    """The serving job. `slo` are upper bounds by figure: `ttft_s.p99` to seconds; all load points count.
+    """A serving job.
 
-    `engine_args` are flags of the engine without dashes, the same for all candidates. `weights` is a Hugging Face
-    directory or a GGUF file; None can be predicted but not run. `command` starts one server in `directory`; None is the
-    engine's own program. `cards` is the maximum number of devices of a candidate; None: all. `engine_version` None is
-    the installed one. Each load point is sent `repeats` times, by flagcore's client or, with one load point, by the
-    command `client`, which writes a `report`.
+    `engine_args` are flags of the engine without dashes, the same for all candidates. `slo` maps figures such as
+    `ttft_s.p99` to upper bounds, which must hold at all load points. `weights` is a Hugging Face directory or a GGUF
+    file; without it, candidates can be predicted but not run. `command` starts a server in `directory`; None: the
+    engine's program. `cards` is the maximum number of devices of a candidate; None: all. `engine_version` is the
+    release of the engine; None: the installed one. Each load point runs `repeats` times. If `client` is given, this
+    command sends the load and writes a `report`; otherwise flagcore's client does. `highest` is `request_rate` or
+    `concurrency` if a trial searches for the highest one that keeps the SLO; that of the only load is the maximum.
     """
 
     engine: str
@@ -87,3 +94,4 @@ class ServeSpec:
     repeats: int = 1
     client: tuple[str, ...] | None = None
     report: str = "report.json"
+    highest: str | None = None

@@ -1,4 +1,4 @@
-"""The space of candidates as columns: eight bytes per row, for any number of knobs."""
+"""The space of candidates. It is stored as one 64-bit integer per candidate."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ IntArray: TypeAlias = "NDArray[np.int64]"
 FloatArray: TypeAlias = "NDArray[np.float64]"
 BoolArray: TypeAlias = "NDArray[np.bool_]"
 Columns: TypeAlias = "Mapping[str, IntArray]"
-"""One integer array per knob, all of one length. None and False are 0, True is 1, a word is its place in
-`Axis.words`."""
+"""One integer array per knob, all of the same length. None and False have the code 0, True has 1, and a word has its
+position in `Axis.words`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One knob and the values it may take.
+    """A knob and its values in a space.
 
-    `words` spells the codes of a knob whose values are words: `words[code]`, with None for code 0.
-    `is_flag`: codes 0 and 1 mean False and True. `neutral` is the value of a knob that does not
-    apply, `also` are further values that a row may have; both may be missing from `values`, and are then not
-    crossed with the other knobs. `apart`: no value is known to take more than another: what a trial proves
-    holds for its own value alone.
+    `values` are crossed with the values of the other knobs. `neutral` is the value of a knob that does not apply.
+    `neutral` and `extra_values` are valid values of a row, even if they are not in `values`. If the values are words,
+    `words[code]` is the word of a code, and None the word of code 0. With `is_flag`, the codes 0 and 1 mean False and
+    True. If the axis `is_unordered`, nothing is known about the order of the values by time or memory.
     """
 
     knob: str
@@ -35,11 +34,11 @@ class Axis:
     neutral: KnobValue = None
     words: tuple[str | None, ...] = ()
     is_flag: bool = False
-    also: tuple[KnobValue, ...] = ()
-    apart: bool = False
+    extra_values: tuple[KnobValue, ...] = ()
+    is_unordered: bool = False
 
     def encode(self, value: KnobValue) -> int:
-        """Return the code of `value`. Raises ValueError for a word that the knob does not know."""
+        """Return the code of `value`. Raises ValueError for an unknown word."""
         if value is None:
             return 0
         if isinstance(value, str):
@@ -47,7 +46,7 @@ class Axis:
         return int(value)
 
     def decode(self, code: int) -> KnobValue:
-        """Return the value that `code` stands for."""
+        """Return the value of `code`."""
         if self.words:
             return self.words[code]
         if self.is_flag:
@@ -57,10 +56,9 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A legality rule: `broken(columns)` is True where it is violated.
+    """A legality rule. `broken(columns)` is True for each row that violates it.
 
-    It is applied as soon as all of `knobs` have values. `message` states the rule in one line, with the names
-    of the knobs, for messages and `flag explain`.
+    `knobs` are the knobs that it depends on. `message` describes the rule in one line, with the names of the knobs.
     """
 
     name: str
@@ -71,9 +69,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Candidates that mean the same: `canonical(columns)` gives, of `knobs`, what the engine would really use.
+    """A merge of equivalent candidates. `canonical(columns)` returns the columns that the engine actually uses.
 
-    It is applied as soon as all of `knobs` have values; rows that become equal are counted as merged.
+    It depends on `knobs` and returns columns of some of them. Rows that become equal are counted as merged.
     """
 
     name: str
@@ -83,7 +81,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Legality:
-    """The knobs of a task, what makes a candidate illegal, and what makes two candidates the same."""
+    """The axes of a task, its legality rules, and its merges."""
 
     axes: tuple[Axis, ...]
     rules: tuple[Rule, ...]
@@ -92,7 +90,10 @@ class Legality:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All legal, distinct candidates. A row is a number that the axes decode, so a space of millions stays small."""
+    """All legal, distinct candidates.
+
+    `rows` has one sorted mixed-radix number per candidate, whose digits select from `codes`, the codes of each axis.
+    """
 
     axes: tuple[Axis, ...]
     codes: tuple[IntArray, ...]
@@ -105,11 +106,11 @@ class Space:
         return int(self.rows.size)
 
     def columns(self, rows: IntArray | slice = slice(None)) -> dict[str, IntArray]:
-        """Return the columns of some rows (positions, or a slice)."""
+        """Return the columns of the rows at some positions."""
         return decode(self.rows[rows], self.codes, [axis.knob for axis in self.axes])
 
     def chunks(self, size: int) -> Iterator[slice]:
-        """Yield slices that cover the space in pieces of at most `size` rows."""
+        """Yield slices of at most `size` rows that cover the space."""
         for start in range(0, len(self), size):
             yield slice(start, min(start + size, len(self)))
 
@@ -120,7 +121,7 @@ class Space:
 
     @property
     def choices(self) -> dict[str, tuple[KnobValue, ...]]:
-        """Every value that each knob can have."""
+        """All values of each knob."""
         return {
             axis.knob: tuple(axis.decode(int(code)) for code in sorted(codes.tolist()))
             for axis, codes in zip(self.axes, self.codes, strict=True)
@@ -133,13 +134,13 @@ class Space:
         return position if position < len(self) and self.rows[position] == key else None
 
     def with_candidate(self, candidate: Candidate) -> Space:
-        """Return the space with one more combination, `candidate`, unless it is in it already.
+        """Return the space with `candidate` added, if it is not in the space.
 
-        Raises ValueError if an axis does not know its value.
+        Raises ValueError if an axis does not have its value.
         """
         key = self._key(candidate)
         if key is None:
-            raise ValueError(f"{candidate} has a value that its axis does not know")
+            raise ValueError(f"{candidate} has a value that its axis does not have")
         if self.find(candidate) is not None:
             return self
         rows = np.insert(self.rows, int(np.searchsorted(self.rows, key)), key)
@@ -148,10 +149,10 @@ class Space:
     def _key(self, candidate: Candidate) -> int | None:
         values, key, stride = candidate.as_dict(), 0, 1
         for axis, codes in zip(self.axes, self.codes, strict=True):
-            place = np.flatnonzero(codes == axis.encode(values.get(axis.knob, axis.neutral)))
-            if not place.size:
+            digits = np.flatnonzero(codes == axis.encode(values.get(axis.knob, axis.neutral)))
+            if not digits.size:
                 return None
-            key += int(place[0]) * stride
+            key += int(digits[0]) * stride
             stride *= codes.size
         return key
 
@@ -159,15 +160,22 @@ class Space:
 def decode(
     rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
 ) -> dict[str, IntArray]:
-    """Turn mixed-radix row numbers (the first knob varies fastest) into one column per knob, or per selected knob."""
-    columns, left, skipped = {}, rows, 1
+    """Convert mixed-radix numbers, in which the first knob varies fastest, to columns of all or the `wanted` knobs."""
+    columns, rest, divisor = {}, rows, 1
     for knob, values in zip(knobs, codes, strict=True):
         size = int(values.size)
         if wanted is not None and knob not in wanted:
-            skipped *= size
+            divisor *= size
             continue
-        left, skipped = left // skipped if skipped > 1 else left, 1
-        above = left // size  # NumPy divides by a number many times faster than it takes the rest
-        columns[knob] = values.take(left - above * size)
-        left = above
+        rest, divisor = rest // divisor if divisor > 1 else rest, 1
+        quotient = rest // size  # many times faster than the remainder in NumPy
+        columns[knob] = values.take(rest - quotient * size)
+        rest = quotient
     return columns
+
+
+def rows_by_codes(columns: Columns, knobs: Sequence[str]) -> Iterator[tuple[tuple[int, ...], IntArray]]:
+    """Yield each distinct combination of the codes of `knobs`, and the positions of the rows that have it."""
+    groups, inverse = np.unique(np.stack([columns[knob] for knob in knobs]), axis=1, return_inverse=True)
+    for group, codes in enumerate(groups.T.tolist()):
+        yield tuple(codes), np.flatnonzero(inverse.reshape(-1) == group)

@@ -1,4 +1,4 @@
-"""What the user asked for, validated: the content of a spec file, or of a job record."""
+"""The validated content of a spec file or of a job record."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 HOSTFILE = "{hostfile}"
-"""In a command of the user: a file that lists the hosts of the trial."""
+"""The placeholder in the user's command for a file that lists the hosts of the trial."""
 
 LOCAL = "local"
-"""The launcher that starts trials on this machine."""
+"""The name of the launcher that starts trials on this machine."""
 
 AUTO = "auto"
-"""In a space: every legal value."""
+"""In a space: all values that the engine suggests. For a chip: the detected one."""
 
 SettingValue: TypeAlias = KnobValue | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The requested hardware. None: the detected one. `groups` are node groups of different chips, in the
-    order of ranks, instead of all other fields. Of `hosts`, the last `spares` replace others that fail.
+    """The requested hardware. Fields that are None come from the detected hardware.
+
+    `groups` are node groups of different chips in the order of their ranks; they replace all other fields. The last
+    `spares` of `hosts` replace hosts that fail.
     """
 
     chip: str = AUTO
@@ -45,12 +47,12 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The training job. `command` is the user's own launch command, run in `directory`, the spec's own folder.
+    """A training job.
 
-    None means flagcore's own trial program. `engine_version` is the release of the engine that it starts, None if the
-    spec does not say. `settings` are the engine's, the same for all candidates; those that
-    are absent have the engine's default, and a list is one text with commas. `assumed` are further ones of a plan, each
-    for those candidates with which it is legal. `flags` are those that plugins' knobs add to the command of a trial.
+    `command` is the user's launch command, which runs in `directory`, the folder of the spec. None: flagcore's trial
+    program. `engine_version` is the release of the engine that it starts, None if unknown. `settings` are engine
+    settings, the same for all candidates; lists are text with commas. `assumed` are settings that a plan assumes for
+    the candidates with which they are legal. `flags` are added to the command by knobs with effects.
     """
 
     engine: str
@@ -69,19 +71,19 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """Budgets. Times are wall-clock seconds; `max_time` None means no limit.
+    """The budget and the options of a search. Times are in seconds.
 
-    `max_time_per_task` None: derived from the prediction of each trial; a task that an engine starts has it as a
-    number. A step that is predicted to take more than `max_step_time` is shortened; None: never. `disk_limit` are the
-    bytes that a trial may write into its folder, None: the default of `Launch`. A trial waits `device_wait` for
-    devices that others use. With `warm_start`, a trial may be forked from a process that has imported its modules. At
-    most `parallel_trials` run at once, each on devices of its own.
+    `max_time` limits the whole search, `max_time_per_task` a trial; None: no limit, and a limit from the prediction of
+    each trial. Steps that are predicted to take more than `max_step_time` are shortened; None: never. `disk_limit` is
+    the number of bytes that a trial may write to its folder; None: the default of `Launch`. A trial waits up to
+    `device_wait` for devices that other programs use. With `warm_start`, a trial may be forked from a process that has
+    imported its modules. Up to `parallel_trials` trials run in parallel, each on its own devices.
 
     A trial runs on `trial_nodes` of the cluster's nodes: on the first number in the search, on the others in repeats.
     Empty: on all.
 
-    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run. The best will run
-    `planned_steps`; None if that is not known.
+    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`. `probes` candidates are probed before the first run. The
+    best candidate will run `planned_steps` steps in production; None: unknown.
     """
 
     train_iters: int = 5
@@ -105,7 +107,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The user's input, before hardware is detected. `work` is the job: train or serve."""
+    """The user's input, before hardware is detected. `work` is the training or serving job."""
 
     model: Model
     cluster: ClusterSpec
@@ -120,7 +122,7 @@ class Spec:
 
     @property
     def on_each_host(self) -> bool:
-        """Whether the launcher starts a trial on every host. Otherwise it starts on this machine alone."""
+        """Whether the launcher starts a program on each host of a trial, instead of only on this machine."""
         return bool(self.cluster.hosts) and self.launcher != LOCAL
 
     @property
@@ -137,29 +139,29 @@ class Spec:
 
     @property
     def train(self) -> TrainSpec:
-        """The training job. Raises TypeError for a spec that serves."""
+        """The training job. Raises TypeError for a serving job."""
         if not isinstance(self.work, TrainSpec):
             raise TypeError("this spec has no training job")
         return self.work
 
     @property
     def serve(self) -> ServeSpec:
-        """The serving job. Raises TypeError for a spec that trains."""
+        """The serving job. Raises TypeError for a training job."""
         if not isinstance(self.work, ServeSpec):
             raise TypeError("this spec has no serving job")
         return self.work
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """Upper bounds that a measurement has to keep, by the name of its figure."""
+        """The upper bounds of measured figures, by the name of the figure."""
         return self.work.slo if isinstance(self.work, ServeSpec) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A spec and the cluster that it will run on: everything a stage needs to know of the problem.
+    """A spec and the cluster on which it runs.
 
-    `knobs` are the plugins' knobs that the spec names, in addition to the engine's own.
+    `knobs` are the knobs with effects that the spec names: plugins' knobs and compared engine settings.
     """
 
     spec: Spec
@@ -167,7 +169,7 @@ class Task:
     knobs: tuple[Knob, ...] = ()
 
     def with_time_limit(self, seconds: float) -> Task:
-        """Return the task with the time limit of a trial as a number, which an engine may need."""
+        """Return the task with `max_time_per_task` set to the time limit of a trial."""
         control = replace(self.spec.control, max_time_per_task=seconds)
         return replace(self, spec=replace(self.spec, control=control))
 
@@ -178,17 +180,17 @@ class Task:
         return replace(self, spec=self.spec.on_nodes(nodes), cluster=cluster)
 
     def with_batch(self, global_batch_size: int) -> Task:
-        """Return a training task with another global batch."""
+        """Return a training task with another global batch size."""
         work = replace(self.spec.train, global_batch_size=global_batch_size)
         return replace(self, spec=replace(self.spec, work=work))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One record. `candidate` has the given knobs; others have the engine's default.
+    """A job record. Knobs that are not in `candidate` have the engine's defaults.
 
-    `chip` is a name or an alias, `nic_bytes_per_second` the network if the record gives it, `rank` the global rank to
-    predict. `notes` are the source's own words on the engine's settings.
+    `chip` is a name or an alias. `nic_bytes_per_second` is the network rate, None if not given. `rank` is the global
+    rank to predict. `notes` is text of the source about engine settings.
     """
 
     id: str

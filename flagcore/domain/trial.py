@@ -1,4 +1,4 @@
-"""What running a candidate gave: a measurement, or a failure with its kind."""
+"""Trials and their measurements."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 from flagcore.domain.candidate import Candidate
 
 ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")
-"""How real the figures of a candidate are, from the cheapest on: predicted, with compute, optimizer and memory measured
-on one device, or of the whole job on all its devices."""
+"""The fidelities of a trial, the cheapest first. estimate: predicted; probe: compute, optimizer and memory of single
+ranks are measured on one device; run: the whole job runs on all its devices."""
 
 
 class TrialState(Enum):
-    """How a trial ended. Only MEASURED competes for the best, if no limit was broken; the last five count as failed.
+    """The state of a trial. Only MEASURED trials can become the best.
 
-    PREDICTED is a candidate of which no trial was wanted.
+    PREDICTED means that the candidate was predicted and not run. STOPPED trials were clearly slower than the best.
+    INVALID trials ran with other values than requested.
     """
 
     PREDICTED = "predicted"
@@ -37,10 +38,10 @@ class TrialState(Enum):
 
 
 class Role(Enum):
-    """Why a trial ran: the user's own configuration, a candidate of the search, or a repeat of one at the end.
+    """The purpose of a trial: the baseline, a candidate of the search, or a repeat at the end.
 
-    INTERFERENCE runs a measured candidate again, beside others. IMPORTED ran elsewhere, for another tool. Neither
-    counts as a result of its candidate.
+    An INTERFERENCE trial runs a measured candidate again, beside other trials. An IMPORTED trial was run by another
+    tool. Neither counts as a result of its candidate.
     """
 
     BASELINE = "baseline"
@@ -52,16 +53,19 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was measured in one run. Seconds and bytes; figures that the run did not give are None.
+    """The measurement of one run, in seconds and bytes. Figures that were not measured are None.
 
-    `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
-    range. `effective` are the values that the engine reported, and `partial` marks a trial that was
-    ended early. Where an engine serves, a step is the seconds of the objective in one run of the load, `figures` are
-    those of the load point that is shown, `points` are all load points, and `broken` describes which limits were
-    not kept. `devices` are figures of single ones, each with its number `device` over all nodes: what the management
-    tool showed, and the speed test of a rank; `slow` names those that stand out. Of a probe and of a shortened trial,
-    `modelled_s` of the step are modelled, and `low_s` to `high_s` is an 80% interval of the step. `scaled_from` are the
-    measured seconds of a shortened step; all other times are scaled to a whole one. None: the steps were whole.
+    `step_times_s` are the step times without warm-up, in order; `spread_s` is their interquartile range. For a server,
+    a step time is the objective in seconds of one run of the load. `figures` are the figures of the load point that
+    reports show, `points` those of all load points, and `broken` describes the limits that were exceeded.
+
+    `effective` are the knob values that the engine reported. `partial` marks a trial that was stopped early. `devices`
+    are the telemetry and the speed test of each device, with its number over all nodes as `device`; `slow` describes
+    slow devices.
+
+    For probes and shortened trials, `modelled_s` is the part of the step time that was not measured, and `low_s` and
+    `high_s` are the bounds of its 80% interval. `scaled_from` is the measured time of a shortened step, from which all
+    other times are scaled to whole steps; None: the steps were whole.
     """
 
     step_times_s: tuple[float, ...]
@@ -88,7 +92,7 @@ class Measurement:
 
     @property
     def interval(self) -> float:
-        """Half of the interval of a scaled step as a share of it, 0 for one that ran whole."""
+        """Half of the 80% interval of a scaled step time, relative to it; 0 for whole steps."""
         if self.scaled_from is None or self.low_s is None or self.high_s is None:
             return 0.0
         return (self.high_s - self.low_s) / 2.0 / self.step_time_s
@@ -96,7 +100,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """How long a trial may take, and why, in words."""
+    """The time limit of a trial, and how it was derived, in words."""
 
     seconds: float
     because: str
@@ -104,11 +108,11 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """Steps with `global_batch_size` samples instead of `whole`: with fewer micro-batches, or on `nodes` of `of_nodes`.
+    """Shortened steps, with `global_batch_size` samples instead of `whole`, or on `nodes` instead of `of_nodes`.
 
-    The time of a step times `scale` is that of a whole one, both as predicted; `low` to `high` is an 80% interval. On
-    fewer nodes a device has `more_bytes` in use, and `own` is half of the interval as a share without what all
-    candidates have in common.
+    The predicted time of a whole step is `scale` times the predicted time of a shortened one. `low` and `high` are the
+    bounds of the 80% interval of this factor. On fewer nodes a device has `more_bytes` in use, and `own` is half of the
+    interval as a share, without what all candidates have in common.
     """
 
     global_batch_size: int
@@ -122,7 +126,7 @@ class Shortened:
     own: float = 0.0
 
     def scaled(self, measured: Measurement) -> Measurement:
-        """Return a measurement of shortened steps as one of whole steps."""
+        """Return a measurement of shortened steps, scaled to whole steps."""
         step = measured.step_time_s
         rate = self.whole / self.global_batch_size / self.scale
         if self.nodes:
@@ -145,16 +149,17 @@ class Shortened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one candidate, as the store keeps it.
+    """One run or probe of a candidate.
 
-    `predicted` was made before any run. `fidelity` is one of FIDELITIES. `log` is what it printed, relative to the
-    run's folder. `source` is the file of another tool that it was imported from; None for one that flagcore ran.
-    `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` is the reason and
-    `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no further
-    candidate was tried. `time_limit` and `shortened` are how it was run. Of an `inconclusive` trial others used the
-    devices: it proves nothing about any candidate, and its own may be tried again. A `warm` one was forked from a
-    process that had imported its modules; others started as a new program. `group` is the number of its group of
-    devices if others ran beside it, None if it ran alone.
+    `predicted` is the prediction before any trial, `believed` the corrected prediction of the strategy that chose the
+    trial, for the reason `chosen_because`. `fidelity` is one of FIDELITIES. `log` is the path of its output, relative
+    to the folder of the run. `source` is the file from which the trial was imported; None: flagcore ran it. `began_s`
+    is the time of its start in seconds since the start of the search. `search_ended` is the reason why the search ended
+    before a repeat. `time_limit` is its time limit, `shortened` describes its steps if they were shortened.
+
+    An `inconclusive` trial was disturbed by other programs, so its candidate may be tried again. A `warm` trial was
+    forked from a process that had imported its modules. `group` is the number of its group of devices if it ran beside
+    other trials, None if it ran alone.
     """
 
     number: int
@@ -179,19 +184,22 @@ class Trial:
     warm: bool = False
 
     @property
-    def notes(self) -> dict[str, object]:
-        """The fields of NOTES that are set, by name, as plain data."""
-        found = {name: value for name in NOTES if (value := getattr(self, name)) is not None}
-        return {name: asdict(value) if isinstance(value, _HOW) else value for name, value in found.items()}
+    def search_fields(self) -> dict[str, object]:
+        """The values of SEARCH_FIELDS that are not None, as plain data."""
+        values = {name: value for name in SEARCH_FIELDS if (value := getattr(self, name)) is not None}
+        return {
+            name: asdict(value) if isinstance(value, (TimeLimit, Shortened)) else value
+            for name, value in values.items()
+        }
 
     @property
-    def settles(self) -> bool:
-        """Whether its candidate needs no further trial."""
+    def is_conclusive(self) -> bool:
+        """Whether the candidate needs no further trial: the trial was neither interrupted nor disturbed."""
         return self.state is not TrialState.INTERRUPTED and not self.inconclusive
 
     @property
     def is_final(self) -> bool:
-        """Whether it was measured alone, and as the job will run: with whole steps, or scaled only from fewer nodes."""
+        """Whether the trial was measured alone, with whole steps or on fewer nodes."""
         if self.measurement is None or self.group is not None:
             return False
         return self.measurement.scaled_from is None or bool(self.shortened and self.shortened.nodes)
@@ -204,16 +212,14 @@ class Trial:
         return self.measurement.interval if self.measurement else 0.0
 
     def overhead_s(self, steps: int) -> float | None:
-        """Return the seconds of a measured trial without its `steps` steps, mostly its start; None for other trials."""
+        """Return the seconds of a measured trial beside its `steps` steps, mostly its start; None for other trials."""
         measured = self.measurement
         if self.state is not TrialState.MEASURED or measured is None:
             return None
         return self.duration_s - steps * (measured.scaled_from or measured.step_time_s)
 
 
-_HOW = (TimeLimit, Shortened)
-
-NOTES: Mapping[str, Callable[[Any], Any]] = {
+SEARCH_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "began_s": float,
     "chosen_because": str,
     "believed": dict,
@@ -222,5 +228,5 @@ NOTES: Mapping[str, Callable[[Any], Any]] = {
     "shortened": lambda data: Shortened(**data),
     "group": int,
 }
-"""Fields that the search sets when a trial begins, and how they are read. `result.json` has them next to the
-prediction."""
+"""The fields that the search sets when a trial begins, and functions that read them from plain data. `result.json` has
+them next to the prediction."""

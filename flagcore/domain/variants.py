@@ -1,8 +1,12 @@
-"""The engine's rules and merges where knobs change its settings: each combination of values may have its own."""
+"""Rules and merges of an engine for spaces that compare settings.
+
+Each combination of the compared settings, a variant, may have different rules and merges. They are combined into rules
+and merges that depend on the compared settings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -15,12 +19,12 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.effects import engine_task, plugin_axis
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.space import Axis, BoolArray, Columns, Merge, Rule, rows_by_codes
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 
 MAX_COMBINATIONS = 4096
-"""The most combinations of compared settings."""
+"""The maximum number of combinations of compared settings."""
 
 T = TypeVar("T")
 _RulesOf: TypeAlias = "Callable[[Task], tuple[Rule, ...]]"
@@ -31,7 +35,10 @@ _Cases: TypeAlias = "Mapping[_Values, T | None]"
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What holds with one combination of values, by name (rules: and message). With an error, nothing is legal."""
+    """The rules by name and message, and the merges by name, for one combination of values.
+
+    With an `error`, no candidate with these values is legal.
+    """
 
     values: _Values
     rules: Mapping[tuple[str, str], Rule]
@@ -40,9 +47,10 @@ class _Variant:
 
 
 def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tuple[tuple[Rule, ...], tuple[Merge, ...]]:
-    """Return the engine's rules and merges for all candidates of a task, from those that it has for a task.
+    """Return the engine's rules and merges for all candidates of a task.
 
-    Raises SpecError for a value that no combination of settings can have, and for too many combinations.
+    `rules_of` and `merges_of` return those of one variant. Raises SpecError for a value that is invalid in all
+    combinations of settings, and for too many combinations.
     """
     knobs = [knob for knob in task.knobs if any(effect.settings for effect in knob.effects.values())]
     if not knobs:
@@ -66,10 +74,10 @@ def engine_legality(task: Task, rules_of: _RulesOf, merges_of: _MergesOf) -> tup
 
 def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequence[Knob], values: _Values) -> _Variant:
     effects = [knob.effect(value) for knob, value in zip(knobs, values, strict=True)]
-    one = engine_task(task, [effect for effect in effects if effect])
+    variant_task = engine_task(task, [effect for effect in effects if effect])
     try:
-        rules = {(rule.name, rule.message): rule for rule in rules_of(one)}
-        return _Variant(values, rules, {merge.name: merge for merge in merges_of(one)})
+        rules = {(rule.name, rule.message): rule for rule in rules_of(variant_task)}
+        return _Variant(values, rules, {merge.name: merge for merge in merges_of(variant_task)})
     except SpecError as error:
         name = error.key.rpartition(".")[2]
         rule = Rule(name=name, knobs=(), message=f"{name} {error.problem}", broken=_every_row)
@@ -77,7 +85,7 @@ def _variant(task: Task, rules_of: _RulesOf, merges_of: _MergesOf, knobs: Sequen
 
 
 def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Variant]) -> None:
-    """Raise SpecError if all combinations are excluded, or all with a value that the space lists."""
+    """Raise SpecError if no combination is legal, or none with a value that the space lists."""
     errors = [each.error for each in variants if each.error]
     if len(errors) == len(variants):
         raise errors[0]
@@ -91,91 +99,87 @@ def _require_possible(task: Task, knobs: Sequence[Knob], variants: Sequence[_Var
 
 
 def _rule(axes: Sequence[Axis], cases: _Cases[Rule]) -> Rule:
-    """Return one rule for all combinations. That of a single value has its name and its message."""
+    """Return one rule for all combinations. If it depends on one value, its name and message have that value."""
     rule = next(each for each in cases.values() if each)
-    own, found = _by_codes(axes, cases)
-    if not own:
+    relevant, by_codes = _by_codes(axes, cases)
+    if not relevant:
         return rule
-    if len(own) == len(found) == 1 and rule.name != own[0].knob:
-        ((code,),) = found
-        if code != own[0].encode(own[0].neutral):
-            message = f"{own[0].knob} = {own[0].decode(code)}: {rule.message}"
-            rule = replace(rule, name=f"{own[0].knob}_{rule.name}", message=message)
-    names = tuple(axis.knob for axis in own)
-    broken = partial(_broken, names, {codes: each.broken for codes, each in found.items()})
+    if len(relevant) == len(by_codes) == 1 and rule.name != relevant[0].knob:
+        (axis,), ((code,),) = relevant, by_codes
+        if code != axis.encode(axis.neutral):
+            message = f"{axis.knob} = {axis.decode(code)}: {rule.message}"
+            rule = replace(rule, name=f"{axis.knob}_{rule.name}", message=message)
+    names = tuple(axis.knob for axis in relevant)
+    broken = partial(_broken, names, {codes: each.broken for codes, each in by_codes.items()})
     return replace(rule, knobs=(*names, *rule.knobs), broken=broken)
 
 
 def _merge(axes: Sequence[Axis], cases: _Cases[Merge]) -> Merge:
     """Return one merge for all combinations."""
     merge = next(each for each in cases.values() if each)
-    own, found = _by_codes(axes, cases)
-    if not own:
+    relevant, by_codes = _by_codes(axes, cases)
+    if not relevant:
         return merge
-    names = tuple(axis.knob for axis in own)
-    canonical = partial(_canonical, names, merge.knobs, {codes: each.canonical for codes, each in found.items()})
+    names = tuple(axis.knob for axis in relevant)
+    canonical = partial(_canonical, names, merge.knobs, {codes: each.canonical for codes, each in by_codes.items()})
     return replace(merge, knobs=(*names, *merge.knobs), canonical=canonical)
 
 
 def _by_codes(axes: Sequence[Axis], cases: _Cases[T]) -> tuple[list[Axis], dict[tuple[int, ...], T]]:
-    """Return the axes on which a rule or merge depends, and what it is for each combination of their codes."""
-    places = _places(axes, cases)
-    codes = {values: tuple(axes[place].encode(values[place]) for place in places) for values in cases}
-    return [axes[place] for place in places], {codes[values]: each for values, each in cases.items() if each}
+    """Return the axes on which a rule or merge depends, and the rule or merge for each combination of their codes."""
+    relevant = _relevant_axes(axes, cases)
+    codes = {values: tuple(axes[index].encode(values[index]) for index in relevant) for values in cases}
+    return [axes[index] for index in relevant], {codes[values]: each for values, each in cases.items() if each}
 
 
-def _places(axes: Sequence[Axis], cases: _Cases[T]) -> list[int]:
-    """Return the places of the knobs on which a rule or merge depends."""
-    found = []
-    for place in range(len(axes)):
+def _relevant_axes(axes: Sequence[Axis], cases: _Cases[T]) -> list[int]:
+    """Return the indices of the axes on which a rule or merge depends."""
+    relevant = []
+    for index in range(len(axes)):
         first: dict[_Values, T | None] = {}
         for values, each in cases.items():
-            if not _same(first.setdefault(values[:place] + values[place + 1 :], each), each):
-                found.append(place)
+            if not _are_equal(first.setdefault(values[:index] + values[index + 1 :], each), each):
+                relevant.append(index)
                 break
-    return found
+    return relevant
 
 
-def _same(one: object, other: object) -> bool:
-    """Return whether two rules or merges are the same: functions of the same code with equal values."""
-    if isinstance(one, (Rule, Merge)) and isinstance(other, (Rule, Merge)):
-        functions = [each.broken if isinstance(each, Rule) else each.canonical for each in (one, other)]
-        return _same(*functions)
-    if isinstance(one, MethodType) and isinstance(other, MethodType):
-        return one.__func__ is other.__func__ and bool(one.__self__ == other.__self__)
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
-        return one.__code__ is other.__code__ and all(_same(a.cell_contents, b.cell_contents) for a, b in cells)
-    return one is other or (type(one) is type(other) and bool(one == other))
+def _are_equal(first: object, second: object) -> bool:
+    """Return whether two rules, merges, functions or values are equal.
 
-
-def _cases_of(names: Sequence[str], columns: Columns) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-    """Yield each combination of codes, and the rows that have it."""
-    kinds, which = np.unique(np.stack([columns[name] for name in names]), axis=1, return_inverse=True)
-    for place, codes in enumerate(kinds.T.tolist()):
-        yield tuple(codes), np.flatnonzero(which.reshape(-1) == place)
+    Functions are equal if they have the same code and equal closures.
+    """
+    if isinstance(first, (Rule, Merge)) and isinstance(second, (Rule, Merge)):
+        functions = [each.broken if isinstance(each, Rule) else each.canonical for each in (first, second)]
+        return _are_equal(*functions)
+    if isinstance(first, MethodType) and isinstance(second, MethodType):
+        return first.__func__ is second.__func__ and bool(first.__self__ == second.__self__)
+    if isinstance(first, FunctionType) and isinstance(second, FunctionType):
+        cells = zip(first.__closure__ or (), second.__closure__ or (), strict=False)
+        return first.__code__ is second.__code__ and all(_are_equal(a.cell_contents, b.cell_contents) for a, b in cells)
+    return first is second or (type(first) is type(second) and bool(first == second))
 
 
 def _broken(
-    names: Sequence[str], known: Mapping[tuple[int, ...], Callable[[Columns], BoolArray]], columns: Columns
+    names: Sequence[str], by_codes: Mapping[tuple[int, ...], Callable[[Columns], BoolArray]], columns: Columns
 ) -> BoolArray:
     result = np.zeros(columns[names[0]].shape, dtype=np.bool_)
-    for codes, rows in _cases_of(names, columns):
-        if codes in known:
-            result[rows] = known[codes]({name: column[rows] for name, column in columns.items()})
+    for codes, rows in rows_by_codes(columns, names):
+        if codes in by_codes:
+            result[rows] = by_codes[codes]({name: column[rows] for name, column in columns.items()})
     return result
 
 
 def _canonical(
     names: Sequence[str],
     changed: Sequence[str],
-    known: Mapping[tuple[int, ...], Callable[[Columns], Columns]],
+    by_codes: Mapping[tuple[int, ...], Callable[[Columns], Columns]],
     columns: Columns,
 ) -> Columns:
     result = {name: columns[name].copy() for name in changed}
-    for codes, rows in _cases_of(names, columns):
-        if codes in known:
-            for name, values in known[codes]({name: column[rows] for name, column in columns.items()}).items():
+    for codes, rows in rows_by_codes(columns, names):
+        if codes in by_codes:
+            for name, values in by_codes[codes]({name: column[rows] for name, column in columns.items()}).items():
                 result[name][rows] = values
     return result
 

@@ -38,15 +38,15 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named, if `at_hand` is true several. `hold` takes hosts
-    for this process alone, if others may use them, waits until they are there, and returns their names; it raises
+    `find_hosts` returns the hosts that are there without being named, if `has_allocation` is true several. `hold` takes
+    hosts for this process alone, if others may use them, waits until they are there, and returns their names; it raises
     FlagError if it cannot. `fix` is what to do if there are no hosts.
     """
 
     name: str
     channel: Callable[[str], Sequence[str]]
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
-    at_hand: Callable[[], bool] = lambda: False
+    has_allocation: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
     fix: str = "name them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)

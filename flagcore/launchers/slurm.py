@@ -33,7 +33,7 @@ def find_hosts(nodes: int) -> tuple[str, ...]:
     return tuple(found.stdout.split())
 
 
-def at_hand() -> bool:
+def has_allocation() -> bool:
     """Return whether flagcore runs in an allocation of several hosts."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return "SLURM_JOB_ID" in os.environ and nodes.isdecimal() and int(nodes) > 1
@@ -43,6 +43,6 @@ LAUNCHER: Launcher = HostsLauncher(
     name="slurm",
     channel=channel,
     find_hosts=find_hosts,
-    at_hand=at_hand,
+    has_allocation=has_allocation,
     fix="start `flag tune` with salloc or sbatch",
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
-from flagcore.domain.experience import Features, Observed
+from flagcore.domain.experience import Features, Observations
 from flagcore.domain.space import FloatArray
 from flagcore.learning.prior import Points, Scales, covariance, variance
 
@@ -122,7 +122,7 @@ class Ratios:
     2014), so that a wrong model gets wide intervals.
     """
 
-    def __init__(self, observed: Observed, rows: Features, scales: Scales) -> None:
+    def __init__(self, observed: Observations, rows: Features, scales: Scales) -> None:
         """Learn from `observed`. Later queries have the same features as `rows`."""
         like = rows.take(np.zeros(0, dtype=np.int64))
         self._names = Features.join((observed.features, like)) if len(observed) else like

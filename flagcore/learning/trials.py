@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.experience import Observed
+from flagcore.domain.experience import Observations
 from flagcore.domain.search_state import FAILED_STATES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
@@ -35,7 +35,7 @@ BEYOND, MAX_EXCESS = 0.02, 0.5
 prediction, beyond which a failure has another cause."""
 
 
-def observed_times(context: SearchContext) -> Observed:
+def observed_times(context: SearchContext) -> Observations:
     """Return measured over predicted step times. Without a prediction the ratio is to one second.
 
     Failed and invalid trials are ignored. A timed-out trial is a lower bound: the time limit divided by its steps, or
@@ -50,10 +50,10 @@ def observed_times(context: SearchContext) -> Observed:
     least = [PROBE_NOISE if trial.number in probes else LEAST_NOISE for trial, _ in found]
     noise = np.array([max(few, _noise(trial, usual)) for few, (trial, _) in zip(least, found, strict=True)])
     known = _observed(context, rows, np.log(measured) - np.log(predicted), noise)
-    return Observed.join((known, _bounds_of_time(context, known)))
+    return Observations.join((known, _bounds_of_time(context, known)))
 
 
-def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
+def _bounds_of_time(context: SearchContext, known: Observations) -> Observations:
     """Return the bounds of trials that timed out, probes aside: a probe runs few micro-batches of a step."""
     control, overhead = context.task.spec.control, overhead_seconds(context)
     out = [
@@ -63,7 +63,7 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     late = [((trial.duration_s - overhead) * scale, row) for (trial, row), scale in zip(out, scales, strict=True)]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
-        return Observed.empty()
+        return Observations.empty()
     rows = np.array([row for _, row in found], dtype=np.int64)
     bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(context)[rows])
     expected = _expected(context, context.past.time, known, rows, TIME)
@@ -72,14 +72,14 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
 
 
-def believed_times(context: SearchContext, known: Observed) -> Observed:
+def believed_times(context: SearchContext, known: Observations) -> Observations:
     """Return what the pending trials are expected to measure after what is `known`, as if they had measured it.
 
     So several trials are chosen one after the other ("kriging believer"; Ginsbourger et al. 2010).
     """
     rows = np.array([context.space.find(trial.candidate) for trial in context.pending], dtype=np.int64)
     if not rows.size:
-        return Observed.empty()
+        return Observations.empty()
     ratio = _expected(context, context.past.time, known, rows, TIME)
     return _observed(context, rows, ratio, np.full(rows.size, LEAST_NOISE))
 
@@ -91,7 +91,7 @@ def overhead_seconds(context: SearchContext) -> float:
     return max(median(overheads), 0.0) if overheads else 0.0
 
 
-def observed_memory(context: SearchContext) -> Observed:
+def observed_memory(context: SearchContext) -> Observations:
     """Return measured over predicted memory in use.
 
     A trial that ran out of memory is a lower bound: it counts as the expected need, or as slightly more than the
@@ -107,10 +107,12 @@ def observed_memory(context: SearchContext) -> Observed:
     rows = np.array(failed, dtype=np.int64)
     expected = _expected(context, context.past.memory, known, rows, MEMORY)
     bound = np.minimum(BEYOND - np.log(share[rows]), MAX_EXCESS)
-    return Observed.join((known, _observed(context, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
+    return Observations.join(
+        (known, _observed(context, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND)))
+    )
 
 
-def observed_figure(context: SearchContext, name: str) -> Observed:
+def observed_figure(context: SearchContext, name: str) -> Observations:
     """Return measured over predicted values of a figure of servers, of the trials that measured it."""
     predicted = context.predictions.figures[name]
     found = [
@@ -124,7 +126,7 @@ def observed_figure(context: SearchContext, name: str) -> Observed:
 
 def _observed_values(
     context: SearchContext, found: Sequence[tuple[int, float]], predicted: FloatArray, noise: float
-) -> Observed:
+) -> Observations:
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([value for _, value in found], dtype=np.float64)) - np.log(predicted[rows])
     return _observed(context, rows, ratio, np.full(len(rows), noise))
@@ -137,10 +139,12 @@ def unit_where_unknown(context: SearchContext) -> FloatArray:
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
-def _expected(context: SearchContext, past: Observed, known: Observed, rows: IntArray, scales: Scales) -> FloatArray:
+def _expected(
+    context: SearchContext, past: Observations, known: Observations, rows: IntArray, scales: Scales
+) -> FloatArray:
     """Return the posterior means of `rows` from exact observations only."""
     asked = context.features(rows)
-    return Ratios(Observed.join((past, known)), asked, scales).of(asked).mean
+    return Ratios(Observations.join((past, known)), asked, scales).of(asked).mean
 
 
 def seen(context: SearchContext) -> Sequence[tuple[Trial, int]]:
@@ -155,10 +159,10 @@ def _timed(trial: Trial) -> bool:
     return ended and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
 
 
-def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
+def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observations:
     if not rows.size:
-        return Observed.empty()
-    return Observed(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
+        return Observations.empty()
+    return Observations(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
 
 
 def _spread(measured: Measurement | None) -> float:

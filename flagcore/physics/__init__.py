@@ -1,1 +1,1 @@
-"""Memory and time of transformers from their shape: numbers in, numbers out, in SI units."""
+"""Formulas for the memory and the time of transformers, in SI units."""

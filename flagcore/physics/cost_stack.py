@@ -1,4 +1,4 @@
-"""Costs from an ordered stack of sources: where the first does not know a time (NaN), the next one answers."""
+"""Costs from an ordered stack of sources. If a source returns NaN, the next one is used."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts
 from flagcore.domain.space import FloatArray, IntArray
 
 ROOFLINE = "roofline"
-"""The name of the core's own formula among sources."""
+"""The name of the core's roofline among the sources."""
 
 C = TypeVar("C", KernelCosts, CollectiveCosts)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCostStack:
-    """`flagcore.contracts.KernelCosts` of several sources, each with its name, the most trusted first.
+    """A stack of named kernel costs, the most trusted source first. Implements `flagcore.contracts.KernelCosts`.
 
-    Kernels on the device take `slowdown` as long as the sources say; launches and copies do not.
-    `answered` collects, by kind of kernel, the names of the sources that answered, if it is given.
+    The times of kernels on the device are multiplied by `slowdown`, those of launches and copies are not. If
+    `used_sources` is given, it collects the names of the sources that were used, by kind of kernel.
     """
 
     sources: tuple[tuple[str, KernelCosts], ...]
     slowdown: float = 1.0
-    answered: dict[str, set[str]] | None = field(default=None, compare=False)
+    used_sources: dict[str, set[str]] | None = field(default=None, compare=False)
 
     def recording(self) -> KernelCostStack:
-        """Return the same costs with a new and empty `answered`."""
-        return replace(self, answered={})
+        """Return the same costs with an empty `used_sources`."""
+        return replace(self, used_sources={})
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         return self._scaled("gemm", lambda costs: costs.gemm_seconds(m, n, k, precision))
@@ -53,22 +53,22 @@ class KernelCostStack:
         return _first_known_figure([costs.launch_seconds for _, costs in self.sources])
 
     def run_slowdown(self) -> float:
-        """Return 1 if `slowdown` is already applied."""
+        """Return the slowdown of the first source that knows it, 1 if a slowdown is already applied."""
         return 1.0 if self.slowdown != 1.0 else _first_known_figure([costs.run_slowdown for _, costs in self.sources])
 
-    def _scaled(self, kind: str, ask: Callable[[KernelCosts], FloatArray]) -> FloatArray:
-        seconds = self._first_known(kind, ask)
+    def _scaled(self, kind: str, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
+        seconds = self._first_known(kind, seconds_of)
         return seconds if self.slowdown == 1.0 else self.slowdown * seconds
 
-    def _first_known(self, kind: str, ask: Callable[[KernelCosts], FloatArray]) -> FloatArray:
-        if self.answered is not None:
-            self.answered.setdefault(kind, set()).update(_names(self.sources, ask))
-        return _first_known([costs for _, costs in self.sources], ask)
+    def _first_known(self, kind: str, seconds_of: Callable[[KernelCosts], FloatArray]) -> FloatArray:
+        if self.used_sources is not None:
+            self.used_sources.setdefault(kind, set()).update(_used_sources(self.sources, seconds_of))
+        return _first_known([costs for _, costs in self.sources], seconds_of)
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCostStack:
-    """`flagcore.contracts.CollectiveCosts` of several sources, the most trusted first."""
+    """A stack of collective costs, the most trusted source first. Implements `flagcore.contracts.CollectiveCosts`."""
 
     sources: tuple[CollectiveCosts, ...]
 
@@ -79,31 +79,33 @@ class CollectiveCostStack:
         return _first_known(self.sources, lambda costs: costs.compute_share(ranks, stride))
 
 
-def slowed(kernels: KernelCosts, slowdown: float) -> KernelCosts:
-    """Return costs whose kernels on the device take `slowdown` as long."""
+def with_slowdown(kernels: KernelCosts, slowdown: float) -> KernelCosts:
+    """Return costs with the times of kernels on the device multiplied by `slowdown`."""
     stack = kernels if isinstance(kernels, KernelCostStack) else KernelCostStack((("", kernels),))
     return replace(stack, slowdown=stack.slowdown * slowdown)
 
 
-def _first_known(sources: Sequence[C], ask: Callable[[C], FloatArray]) -> FloatArray:
-    found = ask(sources[0])
+def _first_known(sources: Sequence[C], seconds_of: Callable[[C], FloatArray]) -> FloatArray:
+    found = seconds_of(sources[0])
     for costs in sources[1:]:
         missing = np.isnan(found)
         if not missing.any():
             break
-        found = np.where(missing, ask(costs), found)
+        found = np.where(missing, seconds_of(costs), found)
     return found
 
 
-def _first_known_figure(ask: Sequence[Callable[[], float]]) -> float:
-    return next((figure for each in ask if not math.isnan(figure := each())), math.nan)
+def _first_known_figure(figures: Sequence[Callable[[], float]]) -> float:
+    return next((figure for each in figures if not math.isnan(figure := each())), math.nan)
 
 
-def _names(sources: Sequence[tuple[str, KernelCosts]], ask: Callable[[KernelCosts], FloatArray]) -> set[str]:
-    """Return the names of the sources that have an element missing in all earlier sources."""
+def _used_sources(
+    sources: Sequence[tuple[str, KernelCosts]], seconds_of: Callable[[KernelCosts], FloatArray]
+) -> set[str]:
+    """Return the names of the sources that are used for at least one element."""
     names, missing = set(), np.array(True)
     for name, costs in sources:
-        unknown = np.isnan(ask(costs))
+        unknown = np.isnan(seconds_of(costs))
         if (missing & ~unknown).any():
             names.add(name)
         missing = missing & unknown

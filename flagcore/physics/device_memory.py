@@ -1,4 +1,4 @@
-"""Memory of a device beyond its tensors: allocator, context, libraries."""
+"""The memory of a device beyond its tensors: allocator, context and libraries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flagcore.domain.space import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMemory:
-    """A device with a caching allocator. Implements `MemoryModel`; for plugins, and for chips without one.
+    """The memory model of a device with a caching allocator. Implements `MemoryModel`.
 
     `capacity` is the budget of one device in bytes (None: unknown), `context_bytes` the memory in use before the first
-    tensor, `fragmentation` the share that the allocator reserves beyond tensors, `workspace` a workspace of the matrix
-    library. Defaults: rounded medians of 25 training ranks on one accelerator with torch's caching allocator, plus
-    0.4 GB for the buffers of collectives.
+    tensor, `fragmentation` the memory that the allocator reserves beyond tensors, as a share of the tensors, and
+    `workspace` the bytes of a workspace of the matrix library. The defaults are rounded medians of 25 training ranks on
+    one accelerator with torch's caching allocator, plus 0.4 GB for the buffers of collectives.
     """
 
     capacity: float | None
@@ -27,9 +27,9 @@ class PlainMemory:
     def of(
         cls, group: NodeGroup, *, context_bytes: float = 1.2e9, fragmentation: float = 0.01, workspace: float = 0.0
     ) -> PlainMemory:
-        """Return the model of a group, whose budget is the group's or the chip's."""
-        known = group.chip.memory_bytes
-        capacity = group.memory_bytes or (known.value if known else None)
+        """Return the memory model of a group, with the memory budget of the group or else of the chip."""
+        fact = group.chip.memory_bytes
+        capacity = group.memory_bytes or (fact.value if fact else None)
         return cls(capacity=capacity, context_bytes=context_bytes, fragmentation=fragmentation, workspace=workspace)
 
     def capacity_bytes(self) -> float | None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Support, bare
+from flagcore.domain.chip import Chip, Device, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Knob
@@ -86,12 +86,12 @@ class LoadedPlugins:
 
     def find_chip(self, name: str) -> Chip | None:
         """Return the chip of that name or alias; letter case, spaces and dashes do not matter."""
-        chip, _ = self._known_chips().get(bare(name), (None, ""))
+        chip, _ = self._known_chips().get(normalize_name(name), (None, ""))
         return chip
 
     def owner(self, chip: str) -> str | None:
         """Return the name of the plugin that catalogues `chip` (name or alias)."""
-        return self._known_chips().get(bare(chip), (None, None))[1]
+        return self._known_chips().get(normalize_name(chip), (None, None))[1]
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices that all plugins found. Asked once."""
@@ -103,7 +103,7 @@ class LoadedPlugins:
         """Take these devices, which are on other hosts, for those that plugins found, and read them by `telemetry`."""
         self._devices, self._telemetry = devices, telemetry
 
-    def undetected(self) -> Mapping[str, str]:
+    def detection_failures(self) -> Mapping[str, str]:
         """Return, by plugin, why it found no device though something of it is here: its warnings, or its failure."""
         self.devices()
         return self._undetected
@@ -232,8 +232,8 @@ class LoadedPlugins:
 
     def _enter(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
         for name in (chip.name, *chip.aliases):
-            if bare(name) in catalogue:
-                first, owner = catalogue[bare(name)]
+            if normalize_name(name) in catalogue:
+                first, owner = catalogue[normalize_name(name)]
                 reason = f"chip {chip.name} answers to {name}, but so does {first.name} of plugin {owner}, which wins"
                 self._fail(plugin, "answer", "flagcore_chips", reason)
                 return

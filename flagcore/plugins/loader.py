@@ -91,21 +91,21 @@ def _written_for(module: object) -> None:
 
 
 def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:
-    """Return a plugin with its hooks under their names of today, and a warning for each old name.
+    """Return a plugin with renamed hooks under their new names, and a warning for each old name.
 
-    Raises BadPlugin for a name that is gone, and for a hook under both names.
+    Raises BadPlugin for a name that was removed, and for a hook that has both names.
     """
-    old = [name for name in hooks.RENAMED if hasattr(module, name)]
-    if not old:
+    old_names = [name for name in hooks.RENAMED_HOOKS if hasattr(module, name)]
+    if not old_names:
         return module, ()
     members = {name: getattr(module, name) for name in dir(module) if name.startswith("flagcore_")}
     warnings = []
-    for name in old:
-        renamed = hooks.RENAMED[name]
-        if Version(__version__) >= Version(renamed.until):
-            raise BadPlugin(f"{name} is not a hook since {renamed.until}; use {renamed.now}")
-        if renamed.now in members:
-            raise BadPlugin(f"has {name} and {renamed.now}, which are one hook; remove the first")
-        members[renamed.now] = members.pop(name)
-        warnings.append(f"{name} is called {renamed.now} now; the old name works before {renamed.until}")
+    for name in old_names:
+        new, removed_in = hooks.RENAMED_HOOKS[name].new_name, hooks.RENAMED_HOOKS[name].removed_in
+        if Version(__version__) >= Version(removed_in):
+            raise BadPlugin(f"{name} was removed in flagcore {removed_in}; use {new}")
+        if new in members:
+            raise BadPlugin(f"has both {name} and {new}; {name} is the old name of the same hook, remove it")
+        members[new] = members.pop(name)
+        warnings.append(f"{name} is deprecated; use {new}, the old name will be removed in flagcore {removed_in}")
     return SimpleNamespace(**members), tuple(warnings)

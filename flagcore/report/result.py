@@ -9,8 +9,8 @@ from typing import Any
 
 from flagcore.domain.interference import Interference
 from flagcore.domain.objective import SERVING, is_rate, objective_value
-from flagcore.domain.plan import Plan, measured_over
-from flagcore.domain.serving import nested
+from flagcore.domain.plan import Plan, measured_to_predicted
+from flagcore.domain.serving import nest_statistics
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.i18n import Message
 from flagcore.report.text import notes as notes_of
@@ -51,7 +51,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "probes": [trial(each) for each in plan.probes],
         "slow_devices": slow_devices(plan),
         **(
-            {"front": [nested(point) for point in _front(plan)], "notes": notes_of(plan)}
+            {"front": [nest_statistics(point) for point in _front(plan)], "notes": notes_of(plan)}
             if plan.objective in SERVING
             else {}
         ),
@@ -60,7 +60,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
 
 def _side_by_side(found: Interference) -> dict[str, Any]:
     """Return whether trials ran side by side, and how much longer one took then, as a share of its time alone."""
-    return {**asdict(found), "quiet": found.quiet, "text": found.text, "message": found.text.record}
+    return {**asdict(found), "quiet": found.is_negligible, "text": found.text, "message": found.text.record}
 
 
 def _front(plan: Plan) -> list[Mapping[str, Any]]:
@@ -97,8 +97,8 @@ def medians(plan: Plan) -> dict[int, float]:
 
 def trial(each: Trial) -> dict[str, Any]:
     """Return one trial as plain data."""
-    notes = each.notes
-    how = {name: notes.pop(name, None) for name in ("time_limit", "shortened", "group")}
+    search_fields = each.search_fields
+    how = {name: search_fields.pop(name, None) for name in ("time_limit", "shortened", "group")}
     return {
         "number": each.number,
         "role": each.role.value,
@@ -109,9 +109,9 @@ def trial(each: Trial) -> dict[str, Any]:
         "inconclusive": each.inconclusive,
         "warm": each.warm,
         **how,
-        "predicted": {**each.predicted, **notes},
+        "predicted": {**each.predicted, **search_fields},
         "measured": _measured(each.measurement) if each.measurement else None,
-        "measured_over": {name: measured_over(each, name) for name in ("predicted", "believed")},
+        "measured_over": {name: measured_to_predicted(each, name) for name in ("predicted", "believed")},
         "duration_s": each.duration_s,
         "log": each.log,
         "source": each.source,
@@ -143,6 +143,6 @@ def _measured(measured: Measurement) -> dict[str, Any]:
     if measured.modelled_s is not None:
         data["step_time_s"] |= {"modelled": measured.modelled_s, "low": measured.low_s, "high": measured.high_s}
     if measured.figures:
-        points = [nested(point) for point in measured.points]
-        data |= {"figures": nested(measured.figures), "points": points, "broken": list(measured.broken)}
+        points = [nest_statistics(point) for point in measured.points]
+        data |= {"figures": nest_statistics(measured.figures), "points": points, "broken": list(measured.broken)}
     return data | ({"partial": True} if measured.partial else {})

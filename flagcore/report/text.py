@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
-from flagcore.domain.serving import RATES
+from flagcore.domain.serving import RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, from_record, ngettext
 from flagcore.i18n.width import columns, left
@@ -266,6 +267,11 @@ def limits_text(limits: Mapping[str, float]) -> str:
     return ", ".join(f"{latency_name(name)} <= {limit:g} s" for name, limit in limits.items())
 
 
+def slo_text(missed: Mapping[str, float]) -> str:
+    """Return whether a prediction keeps the latency limits, or the figures that exceed them."""
+    return ", ".join(_("{name} too high", name=latency_name(name)) for name in missed) or _("kept")
+
+
 def latency_name(figure: str) -> str:
     """Return the usual name of a statistic of a latency, such as p99 TTFT."""
     of, _, statistic = figure.partition(".")
@@ -289,6 +295,20 @@ def load_text(point: Mapping[str, Any]) -> str:
     if "concurrency" in point:
         return _("{count} clients", count=f"{point['concurrency']:g}")
     return _("{rate} requests/s", rate=point["request_rate"]) if "request_rate" in point else ""
+
+
+def serving_load_text(serve: ServeSpec) -> str:
+    """Return the requests of a serving job, and the clients or rates of its load points."""
+    loads = serve.loads
+    points = [load_text({name: value for name, value in asdict(load).items() if value is not None}) for load in loads]
+    if serve.highest is not None:
+        points = [_("the highest {figure} within the SLO", figure=serve.highest)]
+    first = loads[0]
+    if first.trace is not None:
+        return ", ".join(filter(None, [first.trace, *points]))
+    lengths = {"prompt": f"{first.prefix_len + first.input_len:,}", "answer": f"{first.output_len:,}"}
+    sizes = _("prompts of {prompt} and answers of {answer} tokens", **lengths)
+    return ", ".join([*dict.fromkeys(points), sizes])
 
 
 def at_load(text: str, load: str) -> str:

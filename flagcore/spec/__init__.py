@@ -1,7 +1,7 @@
-"""The door for YAML and JSON: a file or plain data goes in, frozen dataclasses of `flagcore.domain` come out.
+"""Reads specs and job records from YAML or JSON and converts them to dataclasses of `flagcore.domain`.
 
-Invalid input raises `SpecError`, which lists all problems of a file. Importing this package is cheap: pydantic
-and yaml are imported with the first of its names.
+Invalid input raises `SpecError`, which lists all problems of a file. The modules of this package, pydantic and yaml are
+imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a validated document to `flagcore.domain.spec.Spec`, with the rules that span several keys, and host files."""
+"""Converts a validated document to `flagcore.domain.spec.Spec`, checks rules on several keys, and reads host files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text, spec_as_data
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, serving_values, settings_of, space_of
@@ -31,48 +31,53 @@ from flagcore.spec.schema import (
 )
 from flagcore.spec.serve_schema import ServeDocument, serve_document_of
 from flagcore.spec.serving import engines_of, knobs_of_engine, serve_of
-from flagcore.spec.validate import gathered, overlap, parse_bytes, partly_checked
+from flagcore.spec.validate import convert_all, overlap, parse_bytes, partly_checked
 
-Parts = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
-"""Fields of a spec, each with the keys that must be valid, and what makes it."""
+Converters = Mapping[str, tuple[Sequence[KeyPath], Callable[[], object]]]
+"""For each field of a spec the keys that must be valid, and the function that returns its value."""
 
-Read = tuple[Document | ServeDocument, Parts, list[SpecError], list[KeyPath]]
-"""A document, the fields of the spec that are of its kind, its problems, and its invalid keys."""
+ReadResult = tuple[Document | ServeDocument, Converters, list[SpecError], list[KeyPath]]
+"""A document, converters of some fields, its problems, and its invalid keys."""
 
 SPACE, BASELINE, CONTROL = (("auto_tuner", key) for key in ("space", "baseline", "control"))
 TRIAL_NODES = (*CONTROL, "trial_nodes")
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
-    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to its folder. Raises SpecError."""
+    """Read a spec file in YAML, or in JSON if its suffix is `.json`. Raises SpecError.
+
+    Paths in the file are relative to its folder.
+    """
     return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
 
 
 def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
-    """Return plain data as a spec. `file` is named in errors, `base` is the folder of relative paths.
+    """Convert plain data to a spec. Raises SpecError.
 
-    Space, baseline and settings are validated against the knobs of the one of `engines` that the spec names.
-    `plugin_knobs` are further knobs, whose values are validated once the chip is known. Raises SpecError.
+    `file` is the name of the file in errors, `base` the folder of relative paths. Space, baseline and settings are
+    validated against the knobs of the engine that the spec names. The values of `plugin_knobs` are validated later,
+    when the chip is known.
     """
     data = plain(data, file=file)
     if not isinstance(data, dict):
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
-    reader = _serving if "serve" in data else _training
-    document, parts, problems, wrong = reader(data, file, base, engines, plugin_knobs)
+    read = _read_serving if "serve" in data else _read_training
+    document, converters, problems, invalid = read(data, file, base, engines, plugin_knobs)
     fewer = getattr(document.auto_tuner.control, "trial_nodes", None) is not None
-    common: Parts = {
-        "model": ((("model",),), lambda: model_from(document.model, base=base, file=file)),
+    all_converters: Converters = {
+        "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
         "cluster": ((("cluster",), TRIAL_NODES), lambda: _cluster(document.cluster, file, base, fewer)),
+        **converters,
+        "envs": ((("envs",),), lambda: _environment(document.envs, file)),
     }
-    after: Parts = {"envs": ((("envs",),), lambda: _environment(document.envs, file))}
     valid = {
-        name: make
-        for name, (needed, make) in {**common, **parts, **after}.items()
-        if not any(overlap(key, path) for key in needed for path in wrong)
+        name: convert
+        for name, (required, convert) in all_converters.items()
+        if not any(overlap(key, path) for key in required for path in invalid)
     }
-    found = gathered(valid, problems)
+    fields = convert_all(valid, problems)
     tuner = document.auto_tuner
-    spec = Spec(**found, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    spec = Spec(**fields, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
     for nodes in spec.control.trial_nodes:
         if problem := _trial_nodes_problem(spec, nodes):
             fix = _("give a divisor of cluster.nodes, such as {number}", number=_largest_share(spec.cluster.nodes))
@@ -104,20 +109,31 @@ def _largest_share(nodes: int) -> int:
     return next((nodes // each for each in range(2, nodes + 1) if nodes % each == 0), 1)
 
 
-def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
+def _model_source(document: Document | ServeDocument, file: str) -> object:
+    """Return the model of a spec, that of the weights if a server has no other. Raises SpecError without any."""
+    weights = document.serve.weights if isinstance(document, ServeDocument) else None
+    if document.model is None and weights is None:
+        fix = _("give a path such as ./Qwen3-8B or a mapping")
+        raise spec_error("model", _("is missing"), fix=fix, file=file)
+    return weights if document.model is None else document.model
+
+
+def _read_training(
+    data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
+) -> ReadResult:
     name = data["train"].get("engine") if isinstance(data.get("train"), dict) else None
     knobs: tuple[Knob, ...] = ()
-    kind, unknown = Document, list[SpecError]()
+    document_type, engine_problems = Document, list[SpecError]()
     if isinstance(name, str):
         try:
             knobs = (*knobs_of(name, engines, "train.engine", file), *plugin_knobs)
-            kind = document_of(name, knobs)
+            document_type = document_of(name, knobs)
         except SpecError as error:
-            unknown.append(error)
-    document, problems, wrong = partly_checked(kind, data, file=file)
+            engine_problems.append(error)
+    document, problems, invalid = partly_checked(document_type, data, file=file)
     tuner = document.auto_tuner
     limits = [(*CONTROL, key) for key in ("train_iters", "warmup_iters", "trial_nodes")]
-    parts: Parts = {
+    converters: Converters = {
         "work": ((("train",),), lambda: train_of(document.train, knobs, base)),
         "space": ((SPACE,), lambda: space_of(tuner.space, knobs)),
         "baseline": (
@@ -126,25 +142,27 @@ def _training(data: dict[str, Any], file: str, base: Path, engines: Engines, plu
         ),
         "control": (limits, lambda: _control(tuner.control, file)),
     }
-    if kind is Document:
-        wrong += [("train", "engine"), SPACE, BASELINE]
-    return document, parts, unknown + problems, wrong
+    if document_type is Document:
+        invalid += [("train", "engine"), SPACE, BASELINE]
+    return document, converters, engine_problems + problems, invalid
 
 
-def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]) -> Read:
+def _read_serving(
+    data: dict[str, Any], file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob]
+) -> ReadResult:
     if "train" in data:
-        raise spec_error("serve", _("cannot be combined with train"), fix=_("give one of the two"), file=file)
-    document, found, problems, wrong = _served(data, file, engines, plugin_knobs)
+        raise spec_error("serve", _("cannot be combined with train"), fix=_("remove one of the two"), file=file)
+    document, knobs, problems, invalid = _serve_document(data, file, engines, plugin_knobs)
     names = engines_of(data)
     if len(names) > 1:
         problem = _("lists several engines; this command accepts one")
         fix = _("name one of them; `flag tune` accepts several")
         problems.append(spec_error("serve.engine", problem, value=list(names), fix=fix, file=file))
-        wrong.append(("serve", "engine"))
+        invalid.append(("serve", "engine"))
     tuner, engine = document.auto_tuner, next(iter(names), "")
 
     def values(at: KeyPath) -> dict[str, Any]:
-        return serving_values(knobs_of_engine(data["auto_tuner"][at[-1]], engine), found[engine], at, file)
+        return serving_values(knobs_of_engine(data["auto_tuner"][at[-1]], engine), knobs[engine], at, file)
 
     def space() -> dict[str, Any]:
         given = values(SPACE) if SPACE[-1] in data.get("auto_tuner", {}) else {}
@@ -153,43 +171,43 @@ def _serving(data: dict[str, Any], file: str, base: Path, engines: Engines, plug
     def work() -> ServeSpec:
         return serve_of(document.serve, engine, base, cards=tuner.cards, model=document.model, file=file)
 
-    parts: Parts = {
+    converters: Converters = {
         "work": ((("serve",), ("model",), ("auto_tuner", "cards")), work),
         "space": ((("serve", "engine"), SPACE), space),
         "baseline": ((("serve", "engine"), BASELINE), lambda: None if tuner.baseline is None else values(BASELINE)),
         "control": ((CONTROL,), lambda: budgets(tuner.control, file)),
     }
-    return document, parts, problems, wrong
+    return document, converters, problems, invalid
 
 
 def check_engines(data: Mapping[str, Any], *, file: str, engines: Engines) -> None:
-    """Raise SpecError with each wrong key and knob of a spec that serves with several engines, if all are known."""
-    _document, found, problems, _wrong = _served(plain(data, file=file), file, engines, ())
-    if problems and len(found) == len(engines_of(data)):
-        raise joined(problems)
+    """Check a spec with several serving engines. Raises SpecError with all invalid keys, if the engines are known."""
+    _document, knobs, problems, _invalid = _serve_document(plain(data, file=file), file, engines, ())
+    if problems and len(knobs) == len(engines_of(data)):
+        raise join_errors(problems)
 
 
-def _served(
+def _serve_document(
     data: dict[str, Any], file: str, engines: Engines, plugin_knobs: Sequence[Knob]
 ) -> tuple[ServeDocument, dict[str, tuple[Knob, ...]], list[SpecError], list[KeyPath]]:
     """Return a document, the knobs of each of its engines, its problems, and its invalid keys."""
-    found: dict[str, tuple[Knob, ...]] = {}
-    unknown: list[SpecError] = []
+    knobs: dict[str, tuple[Knob, ...]] = {}
+    engine_problems: list[SpecError] = []
     names = engines_of(data)
     for name in names:
         try:
-            found[name] = (*plugin_knobs, *knobs_of(name, engines, "serve.engine", file, "serve"))
+            knobs[name] = (*plugin_knobs, *knobs_of(name, engines, "serve.engine", file, "serve"))
         except SpecError as error:
-            unknown.append(error)
-    kind = serve_document_of(tuple(found.items())) if names and not unknown else ServeDocument
-    document, problems, wrong = partly_checked(kind, data, file=file)
-    if unknown:
-        wrong.append(("serve", "engine"))
-    return document, found, unknown + problems, wrong
+            engine_problems.append(error)
+    document_type = serve_document_of(tuple(knobs.items())) if names and not engine_problems else ServeDocument
+    document, problems, invalid = partly_checked(document_type, data, file=file)
+    if engine_problems:
+        invalid.append(("serve", "engine"))
+    return document, knobs, engine_problems + problems, invalid
 
 
 def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpec:
-    """Return the training job of a section; a command of the user's runs in `base`."""
+    """Return the training job of a section. The default directory of the user's command is `base`."""
     given = train.model_dump(exclude={"command", "directory", "settings"})
     given["settings"] = settings_of(train.settings, knobs)
     if not train.command:
@@ -207,20 +225,20 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, f
     if cluster.hostfile is None:
         return replace(_nodes(cluster, ("cluster",), file), spares=cluster.spares)
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
-    most = without_spares(hosts, cluster.spares, file)
-    nodes = min(cluster.nodes, most) if "nodes" in cluster.model_fields_set else most
+    usable = without_spares(hosts, cluster.spares, file)
+    nodes = min(cluster.nodes, usable) if "nodes" in cluster.model_fields_set else usable
     nodes = max(nodes, cluster.nodes) if fewer else nodes
-    counted = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
-    for key, number in counted.items():
+    numbers = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
+    for key, number in numbers.items():
         value = getattr(cluster, key)
         if key in cluster.model_fields_set and value not in (number, AUTO):
             problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
             raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
-    return replace(_nodes(cluster.model_copy(update=counted), ("cluster",), file), hosts=hosts, spares=cluster.spares)
+    return replace(_nodes(cluster.model_copy(update=numbers), ("cluster",), file), hosts=hosts, spares=cluster.spares)
 
 
 def without_spares(hosts: Sequence[str], spares: int, file: str = "") -> int:
-    """Return the number of hosts that are no spares. Raises SpecError if all are."""
+    """Return the number of hosts without spares. Raises SpecError if there are too many spares."""
     if spares >= len(hosts):
         problem, fix = _("must be below the number of hosts"), _("use at most {number}", number=max(0, len(hosts) - 1))
         raise spec_error("cluster.spares", problem, value=spares, fix=fix, file=file)
@@ -236,11 +254,11 @@ def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) 
         if group.chip == AUTO:
             problem = "must name a chip: devices of other machines cannot be detected"
             raise spec_error(("cluster", "groups", place, "chip"), problem, value=AUTO, fix="name the chip", file=file)
-    made = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
-    devices = sum(group.nodes * (group.devices_per_node or 1) for group in made)
+    specs = tuple(_nodes(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
+    devices = sum(spec.nodes * (spec.devices_per_node or 1) for spec in specs)
     if devices > MAX_DEVICES:
         raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
-    return made[0] if len(made) == 1 else ClusterSpec(groups=made)
+    return specs[0] if len(specs) == 1 else ClusterSpec(groups=specs)
 
 
 def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
@@ -256,7 +274,7 @@ def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
 
 
 def check_devices(nodes: int, per_node: int, at: KeyPath, file: str = "") -> None:
-    """Raise SpecError for a section with too many devices."""
+    """Raise SpecError if `nodes` x `per_node` exceeds MAX_DEVICES."""
     if nodes * per_node > MAX_DEVICES:
         text = N_("times devices_per_node = {count} must be at most {most} devices")
         problem = _(text, count=per_node, most=MAX_DEVICES)
@@ -290,7 +308,7 @@ def _control(control: ControlSection, file: str) -> Control:
 
 
 def budgets(control: BudgetSection, file: str) -> Control:
-    """Return a section as budgets. Raises SpecError."""
+    """Convert a section to budgets. Raises SpecError."""
     disk = _bytes(control.disk_limit, (*CONTROL, "disk_limit"), file)
     return Control(**{**control.model_dump(), "disk_limit": disk})
 
@@ -298,7 +316,7 @@ def budgets(control: BudgetSection, file: str) -> Control:
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
     problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
     if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
-        raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
+        raise join_errors([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}
 
 
@@ -334,9 +352,9 @@ def _problem(host: str, pairs: list[str], options: dict[str, str], hosts: dict[s
     if not _HOST.fullmatch(host):
         return "does not start with the name of a host"
     if host in hosts:
-        return "names a host for the second time"
+        return "repeats a host"
     if len(options) < len(pairs) or not set(options) <= {"slots", "type"}:
-        return "has something else than slots=NUMBER and type=LABEL after the host"
+        return "has other text than slots=NUMBER and type=LABEL after the host"
     slots = options.get("slots", "1")
     if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
         return f"must give slots from 1 to {MAX_DEVICES}"

@@ -1,8 +1,7 @@
-"""Read YAML and JSON files into plain data.
+"""Reads YAML and JSON files into plain data, and writes YAML.
 
-YAML is the core schema of YAML 1.2, as editors and JSON read it, and nothing is executed. So `on`, `yes` and `1:30` are
-text and `1e3` is a number (PyYAML's own schema is YAML 1.1). Other tags, merge keys, duplicate keys and several
-documents in a file are refused.
+YAML has the core schema of YAML 1.2, like most editors, whereas PyYAML has that of YAML 1.1: `on`, `yes` and `1:30` are
+text, and `1e3` is a number. Other tags, merge keys, duplicate keys and several documents in a file are errors.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ def spec_as_data(path: Path) -> dict[str, Any]:
 
 
 def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
-    """Return the mapping in `path`, read as JSON where the suffix is `.json` and as YAML otherwise.
+    """Return the mapping in a JSON file, if its suffix is `.json`, or in a YAML file. Raises SpecError.
 
-    `file` names the file in errors, and `key` what asked for it. Raises SpecError.
+    `file` is the name of the file in errors, and `key` the key of the spec that names it.
     """
     text = read_text(path, file=file, key=key)
     if path.suffix.lower() == ".json":
@@ -51,7 +50,7 @@ def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
 
 
 def read_text(path: Path, *, file: str, key: str) -> str:
-    """Return the text of a regular UTF-8 file of at most 1 MiB. Never waits for a pipe. Raises SpecError."""
+    """Return the text of a regular UTF-8 file of at most 1 MiB. Does not block on pipes. Raises SpecError."""
 
     def error_of(problem: str, fix: str) -> SpecError:
         return spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
@@ -66,7 +65,7 @@ def read_text(path: Path, *, file: str, key: str) -> str:
                 content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         problem = _("does not exist")
-        fix = _("did you mean {name}?", name=near) if (near := _near(path)) else fix
+        fix = _("did you mean {name}?", name=similar) if (similar := _similar_file(path)) else fix
     except (OSError, ValueError) as error:
         problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or "not a path")
     if problem:
@@ -80,8 +79,8 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     raise error_of(_("is not UTF-8 text (byte {place})", place=place), _("save it as UTF-8"))
 
 
-def _near(path: Path) -> Path | None:
-    """Return files with names similar to that of a missing path."""
+def _similar_file(path: Path) -> Path | None:
+    """Return the file in the same folder whose name is most similar to that of a missing file, or None."""
     try:
         (name,) = get_close_matches(path.name, os.listdir(path.parent), n=1)
     except (OSError, ValueError):
@@ -90,7 +89,7 @@ def _near(path: Path) -> Path | None:
 
 
 def load_json(text: str) -> Any:
-    """Return the JSON document in `text`. Raises ValueError with the problem, also for a key that is given twice."""
+    """Return the JSON document in `text`. Raises ValueError with the problem, also for duplicate keys."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
@@ -104,8 +103,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"gives the key {twice[:64]!r} twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"has the key {duplicate[:64]!r} twice")
     return found
 
 
@@ -115,9 +114,9 @@ _ONE_DOCUMENT = "expected a single document in the stream"
 
 
 def parse_yaml(text: str, *, file: str) -> Any:
-    """Return the one document in `text`, None if there is none. Aliases share objects, so use `plain` on the result.
+    """Return the single document in `text`, None if there is none. Raises SpecError with line and column.
 
-    Raises SpecError that names line and column.
+    Aliases share objects, so use `plain` on the result.
     """
     loader, place, problem = None, "the document", ""
     try:
@@ -128,11 +127,11 @@ def parse_yaml(text: str, *, file: str) -> Any:
         place = _place(mark) if mark else place
         problem = ": ".join(part[:100] for part in (error.context, error.problem) if part)
         if error.context == _ONE_DOCUMENT:
-            problem = "a file holds one document, a second one starts here"
+            problem = "a file must have one document, and a second one starts here"
     except yaml.reader.ReaderError as error:
         place, problem = f"character {error.position}", "a control character"
     except (ValueError, OverflowError):
-        problem = "an escape in a quoted text names no character"
+        problem = "an escape sequence in a quoted text is invalid"
     finally:
         if loader is not None:
             loader.dispose()
@@ -140,7 +139,7 @@ def parse_yaml(text: str, *, file: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2, no other tags, no merge keys, and a bound on nodes and depth."""
+    """SafeLoader with the scalars of YAML 1.2 and limits of nodes and depth, but without other tags and merge keys."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own declaration)
     yaml_constructors = {}  # noqa: RUF012
@@ -170,7 +169,7 @@ class _Loader(yaml.SafeLoader):
             if key == "<<":
                 raise self.error(key_node, "has a merge key (<<), which is not supported", fix="expand the alias")
             if key in found:
-                raise self.error(key_node, f"gives the key {key[:60]!r} a second time", fix="keep one of them")
+                raise self.error(key_node, f"repeats the key {key[:60]!r}", fix="keep one of them")
             found[key] = self.construct_object(value_node, deep=deep)
         return found
 
@@ -197,7 +196,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def dump_yaml(data: object, **options: Any) -> str:
-    """Return plain data as YAML in the order of its keys, with options of PyYAML."""
+    """Return plain data as YAML with its keys in order. `options` are those of `yaml.dump`."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
 
 

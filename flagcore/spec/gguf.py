@@ -1,4 +1,4 @@
-"""A model's shape out of a GGUF file's header.
+"""Reads the architecture of a model from the header of a GGUF file.
 
 Keys: ggml `docs/gguf.md` and llama.cpp `gguf-py/gguf/constants.py`; tensors: `gguf-py/gguf/tensor_mapping.py`.
 """
@@ -21,7 +21,7 @@ _SIZES = {
 def shape(path: str) -> dict[str, Any]:
     """Return the keys of an inline shape for the model in `path`.
 
-    Raises SpecError where the file is not a GGUF file or lacks a size, NoDevice without the gguf package.
+    Raises SpecError if the file is not a GGUF file or lacks a size, NoDevice without the gguf package.
     """
     header = _header(path)
     found: dict[str, Any] = {key: header.size(name) for key, name in _SIZES.items()}
@@ -36,7 +36,7 @@ def shape(path: str) -> dict[str, Any]:
 
 
 def context_length(path: str) -> int:
-    """Return the tokens that the model in `path` was trained for. Raises like `shape`."""
+    """Return the maximum context length of the model in `path`, in tokens. Raises like `shape`."""
     return _header(path).size("context_length")
 
 
@@ -79,25 +79,25 @@ class _Header:
         self.tensors = {tensor.name for tensor in reader.tensors}
         self.arch = str(self._value("general.architecture"))
 
-    def size(self, name: str, otherwise: int | None = None) -> int:
-        """Return an integer, the largest of per-layer values. Raises SpecError without it and `otherwise`."""
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return an integer, the largest of per-layer values. Raises SpecError if it and `default` are missing."""
         value = self._value(f"{self.arch}.{name}")
-        if value is None and otherwise is not None:
-            return otherwise
+        if value is None and default is not None:
+            return default
         numbers = value if isinstance(value, list) else [value]
         if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise SpecError(
-                key="model", value=self.path, problem=f"has no {self.arch}.{name}", fix="give a whole model"
+                key="model", value=self.path, problem=f"has no {self.arch}.{name}", fix="give a complete model"
             )
         return int(max(numbers))
 
     def vocabulary(self) -> int:
-        """Return the number of tokens, from the header or else from the list."""
+        """Return the size of the vocabulary, from the header or from the list of tokens."""
         tokens = self._fields.get("tokenizer.ggml.tokens")
         return self.size("vocab_size", len(tokens.data) if tokens is not None else None)
 
     def has(self, tensor: str, kind: str = "weight") -> bool:
-        """Return whether any layer has such a tensor."""
+        """Return whether any layer has the tensor."""
         return any(name.startswith("blk.") and name.endswith(f".{tensor}.{kind}") for name in self.tensors)
 
     def _value(self, key: str) -> object:

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json as a model. A family whose layers a `Model` cannot express is refused."""
+"""Reads a model from a Hugging Face config.json. Families with layers that `Model` does not support are errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from flagcore.domain.model import Model
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.schema import Layers, NoLayers, NoSize, Size
@@ -28,7 +28,7 @@ NAMES = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_first_dense_layers": "first_k_dense_replace",
 }
-"""Field of `Model` -> key of config.json, for messages."""
+"""The keys of config.json by the fields of `Model`, for messages."""
 ALIASES = {
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
@@ -38,11 +38,11 @@ COMMON = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
     *("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias"),
 )
-"""Keys of all families. The first five have no default: a file without them is broken."""
+"""The keys of all families. The first five are required."""
 
 
 class Config(BaseModel):
-    """The keys of config.json that a shape needs."""
+    """The keys of config.json that a `Model` needs."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -79,9 +79,9 @@ class Config(BaseModel):
     num_nextn_predict_layers: NoLayers | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of `Model`, without its name. Raises SpecError for what a `Model` cannot express."""
+        """Return the fields of `Model` without its name. Raises SpecError for unsupported features."""
         if self.mlp_bias:
-            raise spec_error("mlp_bias", "is not supported", value=True, fix="biases of the FFN are not modelled")
+            raise spec_error("mlp_bias", "is not supported", value=True, fix="use a model without biases in the FFN")
         return {
             "num_layers": self.num_hidden_layers,
             "hidden_size": self.hidden_size,
@@ -116,7 +116,7 @@ class Config(BaseModel):
         if dense != list(range(len(dense))):
             key = "decoder_sparse_step" if self.decoder_sparse_step > 1 else "moe_layer_freq"
             key = "mlp_only_layers" if self.mlp_only_layers else key
-            problem = "puts dense layers behind layers with experts, which is not supported"
+            problem = "puts dense layers after layers with experts, which is not supported"
             raise spec_error(key, problem, value=getattr(self, key), fix="only leading layers can be dense")
         width = self.moe_intermediate_size or self.intermediate_size
         shared = self.shared_expert_intermediate_size or (self.n_shared_experts or 0) * width
@@ -134,7 +134,7 @@ class Config(BaseModel):
 
 
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
-    """Return the model that a config.json describes; of one with several parts, the text model. Raises SpecError."""
+    """Return the model of a config.json, for a multimodal model its text model. Raises SpecError."""
     at: KeyPath = ()
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
@@ -144,7 +144,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         problem = f"{'is missing' if kind is None else 'is unknown'}; known: {', '.join(FAMILIES)}"
-        fix = "or write the shape inline in the spec"
+        fix = "use one of these, or write the model inline in the spec"
         raise spec_error((*at, "model_type"), problem, value=kind, fix=fix, file=file)
     try:
         model = Model(name=name, **checked(Config, _of_family(config, family), at=at).fields())
@@ -153,7 +153,7 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         found = error
     else:
         return model
-    raise joined(
+    raise join_errors(
         [spec_error(each.key, each.problem, value=each.value, fix=each.fix, file=file) for each in found.problems]
     )
 

@@ -1,4 +1,4 @@
-"""Job records, one candidate on one cluster each, and the lines of their files. Further keys describe the source."""
+"""Reads job records, each with one candidate on one cluster. Keys that are not known describe the source."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Serve(Section):
     source: Any = None
 
 
-class _Any(Section):
+class _AnyRecord(Section):
     model_config = ConfigDict(extra="ignore")
 
     id: str
@@ -66,13 +66,13 @@ class _Any(Section):
     cluster: _Cluster
 
 
-class _ServeRecord(_Any):
+class _ServeRecord(_AnyRecord):
     kind: Literal["serve"]
     serve: _Serve
     candidate: dict[str, KnobInput]
 
 
-class _Record(_Any):
+class _Record(_AnyRecord):
     kind: Literal["train"]
     train: _Train
     candidate: Any
@@ -81,7 +81,7 @@ class _Record(_Any):
 
 @lru_cache(maxsize=64)
 def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
-    """Return the model of a training record: its settings may be in `train`, in `train.settings` or in `candidate`."""
+    """Return the pydantic model of a training record. `train`, `train.settings` and `candidate` may have settings."""
     settings = settings_section(knobs)
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in settings.model_fields.items()}
     train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings()))
@@ -89,18 +89,15 @@ def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
 
 
 def read_job(line: Mapping[str, object], engines: Engines) -> Job:
-    """Return one record of one of `engines` as a job; a model's relative path starts at the working directory.
-
-    Raises SpecError.
-    """
+    """Convert a record to a job. Relative paths of models start at the working directory. Raises SpecError."""
     if not isinstance(line, Mapping):
-        raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
+        raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object per line")
     kind = line.get("kind")
     if kind not in ("train", "serve"):
         problem = "is missing" if kind is None else "must be train or serve"
         raise spec_error("kind", problem, value=kind, fix="write train or serve")
     if kind == "serve":
-        return _served(line, engines)
+        return _read_serve_job(line, engines)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
     knobs: tuple[Knob, ...] = ()
     if isinstance(data.get("train"), dict):
@@ -141,7 +138,7 @@ def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
     }
 
 
-def _served(line: Mapping[str, object], engines: Engines) -> Job:
+def _read_serve_job(line: Mapping[str, object], engines: Engines) -> Job:
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
     engine = serve.get("engine") if isinstance(serve, dict) else None
@@ -149,12 +146,14 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
     _reject_misplaced_keys(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
-    if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
+    if (
+        isinstance(serve, dict) and serve.get("precision") == "fp4"
+    ):  # sources mean nvfp4, the only supported format with 4 bits
         data["serve"] = {**serve, "precision": "nvfp4"}
     record = checked(_ServeRecord, data)
     serve = record.serve
     if (serve.concurrency is None) == (serve.request_rate is None):
-        fix = "give one of the two"
+        fix = "remove one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
     if serve.weights is not None and not Path(serve.weights).is_file():
         fix = "give a GGUF file, or leave it out"
@@ -179,23 +178,23 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     )
 
 
-def _reject_misplaced_keys(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
-    """Raise SpecError for a misspelled or misplaced key of a record: further keys describe the source.
+def _reject_misplaced_keys(line: Mapping[str, object], record: type[_AnyRecord], sections: Mapping[str, str]) -> None:
+    """Raise SpecError for a misspelled or misplaced key of a record. Other unknown keys are allowed.
 
-    `belongs` has the key of the record under which a name belongs.
+    `sections` maps names of keys to the section to which they belong.
     """
     known = list(record.model_fields)
     for key in line:
         if key in known or not isinstance(key, str):
             continue
-        if key in belongs:
-            raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {belongs[key]}")
+        if key in sections:
+            raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {sections[key]}")
         if close := difflib.get_close_matches(key[:64], [name for name in known if name not in line], n=1, cutoff=0.7):
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
 
 
 def _devices(cluster: _Cluster) -> int:
-    """Return the number of devices of a cluster, which may be given by its nodes. Raises SpecError."""
+    """Return the number of devices of a cluster, which is derived from its nodes if missing. Raises SpecError."""
     if cluster.chip == AUTO:
         raise spec_error("cluster.chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
     per_node, nodes = cluster.devices_per_node, cluster.nodes
@@ -204,9 +203,9 @@ def _devices(cluster: _Cluster) -> int:
             raise spec_error("cluster.devices", "is missing", fix="give the number of devices in all nodes")
         check_devices(nodes, per_node, ("cluster",))
         return nodes * per_node
-    right = -(-cluster.devices // per_node)
-    if nodes is not None and nodes != right:
-        problem = f"must be {right}: cluster.devices = {cluster.devices} at devices_per_node = {per_node}"
+    expected = -(-cluster.devices // per_node)
+    if nodes is not None and nodes != expected:
+        problem = f"must be {expected}: cluster.devices = {cluster.devices} at devices_per_node = {per_node}"
         raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or change the others")
     return cluster.devices
 
@@ -217,14 +216,14 @@ Line = Mapping[str, Any] | SpecError
 
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
-    """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
+    """Yield for each line of a job file the record, or an error with `file` and the line. Empty lines are skipped."""
     for number, line in enumerate(_lines(stream), start=1):
         if line.strip():
             yield _record(line, f"{file}: line {number}")
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long only its start, which is not JSON."""
+    """Yield the lines of a file. Lines longer than LONGEST_LINE are truncated."""
     while line := stream.readline(LONGEST_LINE):
         rest = line
         while rest and not rest.endswith(b"\n"):
@@ -233,7 +232,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _record(line: bytes, where: str) -> Line:
-    fix = "write one JSON object a line"
+    fix = "write one JSON object per line"
     try:
         record = load_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Sections of a spec and of a job record that follow from an engine's knobs: space, baseline, settings, candidate."""
+"""Sections of specs and job records that depend on the engine's knobs: space, baseline, settings and candidate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, SettingValue
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import DID_YOU_MEAN, Section
 
 
 class Engine(Protocol):
-    """What a spec is validated against: an engine that does work of a kind, train or serve, and its knobs."""
+    """The kind (train or serve) and the knobs of an engine, for the validation of specs."""
 
     @property
     def kind(self) -> str: ...
@@ -31,20 +31,20 @@ class Engine(Protocol):
 
 
 Engines: TypeAlias = Mapping[str, Engine]
-"""The engines that specs may name. An engine is looked up only if a spec names it."""
+"""The installed engines by name. An engine is loaded only if a spec names it."""
 
 
 def knobs_of(
     name: str, engines: Engines, key: KeyPath | str, file: str = "", kind: Literal["train", "serve"] = "train"
 ) -> tuple[Knob, ...]:
-    """Return the knobs of the engine that `key` of a spec names.
+    """Return the knobs of the engine `name`, which the `key` of a spec names.
 
-    Raises SpecError for an unknown engine, and for one of the other kind.
+    Raises SpecError if the engine is not installed or not of this kind.
     """
     if name not in engines:
-        near = get_close_matches(name, engines, n=3)
+        similar = get_close_matches(name, engines, n=3)
         fix = _("installed: {names}", names=", ".join(engines) or _("none"))
-        fix = _(DID_YOU_MEAN, name=", ".join(near)) if near else fix
+        fix = _(DID_YOU_MEAN, name=", ".join(similar)) if similar else fix
         raise spec_error(key, _("is not an installed engine"), value=name, fix=fix, file=file)
     if engines[name].kind != kind:
         problem, fix = _("is a serving engine"), _("name a training engine, or write a serve section")
@@ -56,10 +56,10 @@ def knobs_of(
 
 @lru_cache(maxsize=64)
 def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
-    """Return the model of a space."""
+    """Return the pydantic model of a space."""
     doc = "The search space: for each knob a value, a list of values, or auto (every legal value)."
     rows = [
-        (knob, _compared(knob), None) if knob.comparable else (knob, _listed(_kind(knob)), AUTO)
+        (knob, _compared_type(knob), None) if knob.comparable else (knob, _listed(_value_type(knob)), AUTO)
         for knob in knobs
         if knob.searchable or knob.comparable
     ]
@@ -68,10 +68,10 @@ def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
 
 @lru_cache(maxsize=64)
 def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
-    """Return the model of a baseline."""
+    """Return the pydantic model of a baseline."""
     doc = "The baseline: a value for some or all knobs. Missing knobs are off or 1; DP uses the remaining devices."
     rows = [
-        (knob, _kind(knob) | None if knob.comparable else _kind(knob), None)
+        (knob, _value_type(knob) | None if knob.comparable else _value_type(knob), None)
         for knob in knobs
         if knob.searchable or knob.comparable
     ]
@@ -80,27 +80,26 @@ def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
 
 @lru_cache(maxsize=64)
 def candidate_section(knobs: tuple[Knob, ...]) -> type[Section]:
-    """Return the model of a job record's candidate, which may have settings, too."""
-    fields = [(knob, _kind(knob) if knob.searchable else _kind(knob) | None, None) for knob in knobs]
+    """Return the pydantic model of a job record's candidate. It may also have settings."""
+    fields = [(knob, _value_type(knob) if knob.searchable else _value_type(knob) | None, None) for knob in knobs]
     return _section("Candidate", "One candidate of a job record.", fields)
 
 
 @lru_cache(maxsize=64)
 def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
-    """Return the model of settings."""
-    fields = {
-        knob.name: (_kind(knob) | None, Field(None, description=knob.help)) for knob in knobs if "setting" in knob.scope
-    }
+    """Return the pydantic model of settings."""
+    settings = [knob for knob in knobs if "setting" in knob.scope]
+    fields = {knob.name: (_value_type(knob) | None, Field(None, description=knob.help)) for knob in settings}
     doc = "Settings of the engine for all candidates. Missing or null: the engine's default."
     return create_model("Settings", __base__=Section, __doc__=doc, **fields)  # type: ignore[call-overload,no-any-return]
 
 
 def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return every knob's values without duplicates, or "auto"."""
+    """Return the values of each knob without duplicates, or "auto"."""
     by_name, found = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
     for name, value in section.model_dump().items():
         if (by_name[name].effects or by_name[name].comparable) and name not in section.model_fields_set:
-            continue  # absent, a plugin's knob or a setting has one value
+            continue  # knobs with effects and settings are searched only if the space names them
         values = value if isinstance(value, list) else [value]
         parsed = (_parsed(by_name[name], each) for each in values if each != AUTO)
         found[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
@@ -108,7 +107,7 @@ def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[K
 
 
 def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> dict[str, KnobValue]:
-    """Return the knobs that a baseline or a record's candidate has, with the `settings` that a space can compare."""
+    """Return the knob values of a baseline or of a record's candidate. With `settings`, include comparable settings."""
     given = section.model_dump(exclude_unset=True)
     scopes = {knob.name: knob.searchable or "record" in knob.scope or (settings and knob.comparable) for knob in knobs}
     candidates = {knob.name: knob for knob in knobs if scopes[knob.name]}
@@ -116,36 +115,36 @@ def candidate_of(section: Section, knobs: Sequence[Knob], *, settings: bool) -> 
 
 
 def _parsed(knob: Knob, value: Any) -> KnobValue:
-    """Return a value of a knob. Those of plugins' knobs are validated once the chip is known."""
+    """Parse the value of a knob. Values of knobs with effects are validated later, when the chip is known."""
     return value if knob.effects else knob.parse(value, knob.name)
 
 
 def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = ()) -> dict[str, SettingValue]:
-    """Return the settings of a section that are not null, sorted by name. Lists become one text with commas.
+    """Return the settings of a section that are not null, sorted by name. Lists become text with commas.
 
-    Raises SpecError for a setting that contradicts its opposite.
+    Raises SpecError if a setting and its negation contradict each other.
     """
     settings: dict[str, SettingValue] = {}
     by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
     given = section.model_dump(include=set(by_name))
     for name, value in sorted(given.items()):
-        opposite = by_name[name].opposite
+        negated = by_name[name].negated_knob
         if value is None:
             continue
         if isinstance(value, list):
             settings[name] = ",".join(map(str, sorted(set(value)) if by_name[name].kind == "words" else value))
-        elif opposite:
-            if given.get(opposite) is value:
-                problem = f"is the opposite of {opposite}, which is {str(value).lower()} too"
-                raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="give one of the two")
-            settings[opposite] = not value
+        elif negated:
+            if given.get(negated) is value:
+                problem = f"is the negation of {negated}, which is {str(value).lower()} too"
+                raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="remove one of the two")
+            settings[negated] = not value
         else:
             settings[name] = value
     return settings
 
 
 def setting_from_text(name: str, text: str, knobs: tuple[Knob, ...]) -> dict[str, SettingValue]:
-    """Return the setting that `text` gives, as a flag or a note has it; empty if it is not a valid value."""
+    """Return the setting `name` with a value from `text`, such as a flag's argument; empty if the value is invalid."""
     words: dict[str, object] = {"true": True, "false": False, "on": True, "off": False}
     for value in (words.get(text.lower()), _number(text), text):
         if value is not None:
@@ -163,28 +162,31 @@ def _number(text: str) -> int | float | None:
 
 @lru_cache(maxsize=64)
 def serve_knobs_section(engine: str, knobs: tuple[Knob, ...], *, listed: bool) -> type[Section]:
-    """Return the model of a serving engine's knobs: those of a space (`listed`), or of a baseline."""
+    """Return the pydantic model of a serving engine's knobs in a space (`listed`) or in a baseline."""
     doc = "Knobs of one engine. Missing knobs keep the engine's default."
     name = f"{'Space' if listed else 'Baseline'}Of_{engine}"
-    return _section(name, doc, [(named, kind, None) for named, kind in served_kinds(knobs, listed=listed)])
+    return _section(name, doc, [(knob, kind, None) for knob, kind in serving_types(knobs, listed=listed)])
 
 
-def served_kinds(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
-    """Return the type of each name of serving knobs: several engines may have knobs of one name."""
+def serving_types(knobs: Iterable[Knob], *, listed: bool) -> list[tuple[Knob, Any]]:
+    """Return the knobs and the types of their values for all names of serving knobs.
+
+    If several engines have knobs with the same name, the type is the union of theirs.
+    """
     found: dict[str, tuple[Knob, Any]] = {}
     for knob in knobs:
-        kind = _served_kind(knob)
+        kind = _serving_type(knob)
         kind = _listed(kind) if listed else kind
         for name in knob.names:
-            before = found.get(name)
-            found[name] = (replace(knob, name=name), kind if before is None else before[1] | kind)
+            known = found.get(name)
+            found[name] = (replace(knob, name=name), kind if known is None else known[1] | kind)
     return list(found.values())
 
 
-def _served_kind(knob: Knob) -> Any:
-    """Return the type of a serving knob's values, with other spellings of values; null is the neutral value."""
+def _serving_type(knob: Knob) -> Any:
+    """Return the type of a serving knob's values, including other spellings. Null means the neutral value."""
     if knob.effects:
-        return _kind(knob)
+        return _value_type(knob)
     words = (*knob.words, *knob.spellings)
     minimum, maximum = -1 if knob.minimum is None else knob.minimum, knob.maximum or 2**31
     kind: Any = bool
@@ -209,19 +211,19 @@ _SHARE = r"^(0?\.[0-9]{1,9}|1(\.0{1,9})?)$"
 def serving_values(
     given: Mapping[str, Any], knobs: Sequence[Knob], at: KeyPath, file: str
 ) -> dict[str, KnobValue | str | tuple[KnobValue, ...]]:
-    """Return the values of `given`, a section at `at`, without duplicates: lists as tuples.
+    """Return the values of a section at the path `at`. Lists become tuples without duplicates.
 
-    Raises SpecError with each value that is not one of its knob, and each knob that has two names.
+    Raises SpecError with all invalid values, and all knobs that are given under two names.
     """
     by_name = {name: knob for knob in knobs for name in knob.names}
     found: dict[str, Any] = {}
-    first: dict[str, str] = {}
+    given_names: dict[str, str] = {}
     problems: list[SpecError] = []
     for name, value in given.items():
         knob = by_name[name]
-        if (other := first.setdefault(knob.name, name)) != name:
+        if (other := given_names.setdefault(knob.name, name)) != name:
             problem = f"is the same knob as {other}"
-            problems.append(spec_error((*at, name), problem, fix=_("give one of the two"), file=file))
+            problems.append(spec_error((*at, name), problem, fix=_("remove one of the two"), file=file))
         for place, each in enumerate(value if isinstance(value, list) else [value]):
             path = (*at, name, place) if isinstance(value, list) else (*at, name)
             try:
@@ -231,7 +233,7 @@ def serving_values(
                 problems.append(spec_error(path, error.problem, value=error.value, fix=error.fix, file=file))
         found[name] = tuple(dict.fromkeys(value)) if isinstance(value, list) else value
     if problems:
-        raise joined(problems)
+        raise join_errors(problems)
     return found
 
 
@@ -244,7 +246,7 @@ def _section(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type
 
 
 def no_default(schema: dict[str, Any]) -> None:
-    """Leave the knob out of the schema's defaults: absent is not null."""
+    """Remove the default of a knob from its JSON Schema, since a missing knob is not null."""
     schema.pop("default", None)
 
 
@@ -252,10 +254,10 @@ def _listed(kind: Any) -> Any:
     return Literal["auto"] | kind | Annotated[list[kind], Field(min_length=1)]
 
 
-def _compared(knob: Knob) -> Any:
-    """Return the type of a setting's values in a space: one, or a list; of several words a text is one value."""
+def _compared_type(knob: Knob) -> Any:
+    """Return the type of a setting in a space: a value or a list of values. A value of kind words is a text."""
     if knob.kind != "words":
-        return _listed(_kind(knob) | None)
+        return _listed(_value_type(knob) | None)
     word: Any = Literal[knob.words or ("",)]
     text: Any = _words_text(knob)
     listed: Any = list[text | list[word] | None]
@@ -263,17 +265,17 @@ def _compared(knob: Knob) -> Any:
 
 
 def _words_text(knob: Knob) -> Any:
-    """Return the type of several words in one text with commas or blanks."""
-    one = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
-    return Annotated[str, Field(pattern=f"^[ ,]*({one})([ ,]+({one}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
+    """Return the type of a text with several words, separated by commas or blanks."""
+    word = "|".join(map(re.escape, (*knob.words, *knob.spellings)))
+    return Annotated[str, Field(pattern=f"^[ ,]*({word})([ ,]+({word}))*[ ,]*$", examples=[",".join(knob.words[:2])])]
 
 
-def _kind(knob: Knob) -> Any:
-    """Return the type of a knob's values; null is one where the neutral value of a searchable knob is None.
+def _value_type(knob: Knob) -> Any:
+    """Return the type of a knob's values. Null is valid for a searchable knob whose neutral value is None.
 
-    The values of a plugin's knob depend on the chip.
+    The values of a knob with effects depend on the chip, so any scalar is valid.
     """
-    low: dict[str, Any] = {"gt": knob.above} if knob.above is not None else {"ge": knob.minimum}
+    low: dict[str, Any] = {"gt": knob.exclusive_minimum} if knob.exclusive_minimum is not None else {"ge": knob.minimum}
     number: Any = Annotated[int, Field(ge=knob.minimum, le=knob.maximum)]
     kinds: dict[str, Any] = {
         "int": number,
@@ -282,7 +284,7 @@ def _kind(knob: Knob) -> Any:
         "share": Annotated[float, Field(gt=0, le=1)],
         "number": Annotated[float, Field(**low, le=knob.maximum)],
         "text": Annotated[str, Field(min_length=1, max_length=int(knob.maximum or 4096))],
-        "words": _several(Literal[knob.words or ("",)], knob),
+        "words": _word_list(Literal[knob.words or ("",)], knob),
         "ints": Annotated[list[number], Field(min_length=1)],
     }
     kind = kinds[knob.kind]
@@ -291,8 +293,8 @@ def _kind(knob: Knob) -> Any:
     return kind | None if knob.searchable and knob.neutral is None else kind
 
 
-def _several(word: Any, knob: Knob) -> Any:
-    """Return the type of a list of words, which may be one text with commas or blanks."""
+def _word_list(word: Any, knob: Knob) -> Any:
+    """Return the type of a list of words, or a text with words that are separated by commas or blanks."""
 
     def split(value: object) -> object:
         words = value.replace(",", " ").split() if isinstance(value, str) else value

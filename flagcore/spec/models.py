@@ -1,4 +1,4 @@
-"""Models: where a shape comes from, and the rules that span several of its sizes."""
+"""Reads models from paths or inline shapes, and checks rules on several sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flagcore.domain.model import Model
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
 
@@ -20,7 +20,7 @@ _MOE_SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_inter
 
 
 def model_from(source: object, *, base: Path, file: str = "") -> Model:
-    """Read a model from a path (a relative one starts at `base`) or an inline shape. Raises SpecError."""
+    """Return the model at a path, which may be relative to `base`, or of an inline shape. Raises SpecError."""
     from flagcore.spec.schema import Shape
     from flagcore.spec.validate import checked
 
@@ -35,7 +35,7 @@ def model_from(source: object, *, base: Path, file: str = "") -> Model:
 
 
 def model_of_shape(shape: Shape, *, file: str = "") -> Model:
-    """Resolve the defaults of an inline shape. Raises SpecError with each rule that its sizes break."""
+    """Return the model of an inline shape with resolved defaults. Raises SpecError with all broken rules."""
     given, problems = shape.model_dump(), dict[str, SpecError]()
 
     def fail(key: str, problem: str, fix: str) -> None:
@@ -44,7 +44,8 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
     if shape.multi_latent_attention:
         for key in _MLA_SIZES:
             if given[key] is None:
-                fail(key, "is missing, but multi_latent_attention is true", "give its size, or drop the latter")
+                problem = "is missing, but multi_latent_attention is true"
+                fail(key, problem, "give its size, or remove multi_latent_attention")
     else:
         for key in ("q_lora_rank", *_MLA_SIZES):
             if given[key] is not None:
@@ -79,18 +80,18 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
     for key, error in _contradictions(model, ("model",), file, {}).items():
         problems.setdefault(key, error)
     if problems:
-        raise joined(list(problems.values()))
+        raise join_errors(list(problems.values()))
     return model
 
 
 def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mapping[str, str] | None = None) -> None:
-    """Raise SpecError if sizes of `model` contradict each other. `names` are the file's own words for fields."""
+    """Raise SpecError if sizes of `model` contradict each other. `names` maps fields to keys of the file."""
     if found := _contradictions(model, at, file, names or {}):
-        raise joined(list(found.values()))
+        raise join_errors(list(found.values()))
 
 
 def _contradictions(model: Model, at: KeyPath, file: str, names: Mapping[str, str]) -> dict[str, SpecError]:
-    """Return the error of each field that contradicts others."""
+    """Return an error for each field that contradicts another."""
     named, found = {field: names.get(field, field) for field in Model.__dataclass_fields__}, dict[str, SpecError]()
 
     def fail(field: str, problem: str, fix: str) -> None:

@@ -1,4 +1,4 @@
-"""Plain data: bounded, finite and printable, from any file or Python object."""
+"""Plain data: JSON-like values with limits on their size, and errors about them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ KeyPath = tuple["str | int", ...]
 
 
 def spec_error(key: KeyPath | str, problem: str, *, value: object = None, fix: str = "", file: str = "") -> SpecError:
-    """Return a SpecError whose message is one line of fewer than 400 characters."""
+    """Return a SpecError whose message is one line of fewer than MAX_MESSAGE characters."""
     name = key if isinstance(key, str) else key_text(key)
     name, problem, fix, file = (_one_line(text) for text in (name, problem, fix, file))
     error = SpecError(key=name, problem=problem, value=value, fix=fix, file=file)
     if len(str(error)) < MAX_MESSAGE:
         return error
     return SpecError(
-        key=_tail(name, 60), problem=_head(problem, 110), value=value, fix=_head(fix, 80), file=_tail(file, 60)
+        key=_shorten_start(name, 60),
+        problem=_shorten_end(problem, 110),
+        value=value,
+        fix=_shorten_end(fix, 80),
+        file=_shorten_start(file, 60),
     )
 
 
 def key_text(path: KeyPath) -> str:
-    """Spell a key path: `auto_tuner.space.micro_batch_size[1]`."""
+    """Return a key path as text, such as `auto_tuner.space.micro_batch_size[1]`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -40,34 +44,34 @@ def key_text(path: KeyPath) -> str:
         elif _PLAIN_KEY.fullmatch(part):
             text += f".{part}" if text else part
         else:
-            text += f"[{_head(repr(part[:64]), 60)}]"
+            text += f"[{_shorten_end(repr(part[:64]), 60)}]"
     return text or "the document"
 
 
 def plain(value: object, *, file: str = "") -> Any:
-    """Copy `value` as dict, list, str, int, float, bool and None.
+    """Return a deep copy of `value` that consists of dict, list, str, int, float, bool and None.
 
-    Raises SpecError for anything else, for more than 32 levels (also a value that contains itself) or 100,000
-    values, for integers beyond 64 bits, infinities and control characters.
+    Raises SpecError for other types, more than MAX_DEPTH levels or MAX_VALUES values, integers beyond 64 bits,
+    infinities and control characters.
     """
-    return _Copy(file).of(value, ())
+    return _Copier(file).copy(value, ())
 
 
-class _Copy:
+class _Copier:
     def __init__(self, file: str) -> None:
         self.file = file
-        self.left = MAX_VALUES
+        self.values_left = MAX_VALUES
 
-    def of(self, value: object, path: KeyPath) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise self.error(path, f"makes more than {MAX_VALUES:,} values", fix="write fewer keys, or fewer aliases")
+    def copy(self, value: object, path: KeyPath) -> Any:
+        self.values_left -= 1
+        if self.values_left < 0:
+            raise self.error(path, f"has more than {MAX_VALUES:,} values", fix="write fewer keys, or fewer aliases")
         if len(path) > MAX_DEPTH:
             raise self.error(path, f"is nested more than {MAX_DEPTH} deep, or contains itself", fix="flatten it")
         if isinstance(value, Mapping):
-            return {self.key(key, path): self.of(item, (*path, str(key))) for key, item in value.items()}
+            return {self.key(key, path): self.copy(item, (*path, str(key))) for key, item in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-            return [self.of(item, (*path, place)) for place, item in enumerate(value)]
+            return [self.copy(item, (*path, index)) for index, item in enumerate(value)]
         return self.scalar(value, path)
 
     def key(self, key: object, path: KeyPath) -> str:
@@ -103,9 +107,9 @@ def _one_line(text: str) -> str:
     return _UNPRINTABLE.sub("?", re.sub(r"\s+", " ", text[:10_000]))
 
 
-def _head(text: str, size: int) -> str:
+def _shorten_end(text: str, size: int) -> str:
     return text if len(text) <= size else text[: size - 3] + "..."
 
 
-def _tail(text: str, size: int) -> str:
+def _shorten_start(text: str, size: int) -> str:
     return text if len(text) <= size else "..." + text[len(text) - size + 3 :]

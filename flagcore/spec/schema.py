@@ -1,6 +1,6 @@
-"""The spec file as pydantic models: types of values with bounds, one class a section, one docstring a key.
+"""The pydantic models of a spec file: one class per section, with a docstring for each key.
 
-Rules that span several keys are in `convert`. The serving half is in `serve_schema`.
+Rules on several keys are in `convert`. The sections for serving are in `serve_schema`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CONTROL = ControlSpec()
 
 
 class Shape(Section):
-    """A transformer's shape. Sizes count elements."""
+    """The architecture of a transformer. Sizes are numbers of elements."""
 
     name: Word = "inline"
     """Name of the model in reports."""
@@ -61,7 +61,7 @@ class Shape(Section):
     num_attention_heads: Size
     """Number of query heads."""
     num_query_groups: Size | None = None
-    """Number of key and value heads; null: as many as query heads."""
+    """Number of key and value heads; null: the number of query heads."""
     kv_channels: Size | None = None
     """Width of one head; null: hidden_size / num_attention_heads."""
     vocab_size: Size
@@ -93,7 +93,7 @@ class Shape(Section):
     qk_head_dim: Size | None = None
     """MLA: width of the part of a query or key head without position."""
     qk_pos_emb_head_dim: Size | None = None
-    """MLA: width of the part of a query or key head that carries the position."""
+    """MLA: width of the part of a query or key head with the position."""
     v_head_dim: Size | None = None
     """MLA: width of a value head."""
     mtp_num_layers: NoLayers | None = None
@@ -101,14 +101,14 @@ class Shape(Section):
 
 
 class GroupSection(Section):
-    """Equal nodes of a heterogeneous cluster."""
+    """Identical nodes of a heterogeneous cluster."""
 
     chip: Word
     """Name or alias of a chip of any plugin."""
     nodes: Devices = 1
     """Number of hosts."""
     devices_per_node: Literal["auto"] | Devices = "auto"
-    """Devices of one host; auto: what is found, the slots of the hostfile, or as many as this chip usually has."""
+    """Devices per host; auto: the detected number, the slots of the hostfile, or the usual number for the chip."""
     memory_per_device: Bytes | Amount | None = None
     """Memory per device that a trial may use, in bytes or with a unit; null: all of it."""
     nic_bytes_per_second: Rate | None = None
@@ -121,11 +121,11 @@ class ClusterSection(GroupSection):
     chip: Word = "auto"
     """Name or alias of a chip of any plugin; auto: detected on this machine."""
     hostfile: Text | None = None
-    """File with one `host slots=8` a line, relative to the spec's folder; a trial uses all, or the first `nodes`."""
+    """File with one `host slots=8` per line, relative to the spec's folder; a trial uses all hosts, or `nodes`."""
     spares: NoDevices = 0
-    """Number of hosts that are kept free, to replace others that fail."""
+    """Number of spare hosts, which replace hosts that fail."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
-    """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are equal."""
+    """Groups of nodes with different chips, in rank order, instead of the other keys; null: all nodes are identical."""
 
 
 class TrainJob(Section):
@@ -134,13 +134,13 @@ class TrainJob(Section):
     engine: Word
     """Name of the training engine."""
     seq_length: Size
-    """Tokens of one sample."""
+    """Tokens per sample."""
     global_batch_size: Size
-    """Samples of one step, over all devices."""
+    """Samples per step, over all devices."""
     precision: Precision
     """Number format of the matrix products."""
     attention: Literal["flash", "unfused"] = "flash"
-    """Attention kernel: fused (flash), or with the scores in memory (unfused)."""
+    """Attention kernel: fused (flash), or storing the scores in memory (unfused)."""
     implementation: Literal["local", "transformer_engine"] | None = None
     """Implementation of the layers; null: the engine's default."""
 
@@ -166,13 +166,13 @@ class BudgetSection(Section):
     max_time: Seconds | None = _CONTROL.max_time
     """Wall-clock limit of the whole search, in seconds; null: none."""
     disk_limit: Bytes | Amount | None = _CONTROL.disk_limit
-    """What a trial may write into its folder, in bytes or with a unit; null: 2 GiB."""
+    """Maximum size of a trial's folder, in bytes or with a unit; null: 2 GiB."""
     device_wait: Wait = _CONTROL.device_wait
-    """Seconds that a trial waits for devices that others use before it fails."""
+    """Seconds that a trial waits for devices that other programs use before it fails."""
     max_trials: Trials = _CONTROL.max_trials
     """Maximum number of trials."""
     parallel_trials: Literal["auto"] | Trials = _CONTROL.parallel_trials
-    """Maximum number of trials at once, each on devices or hosts of its own; auto: as many as there are groups."""
+    """Maximum number of parallel trials, each on its own devices or hosts; auto: as many as the devices allow."""
     repeats: Repeats = _CONTROL.repeats
     """Minimum number of times that the baseline, the best and its rivals run again at the end."""
     run_best: bool = _CONTROL.run_best
@@ -195,11 +195,11 @@ class ControlSection(BudgetSection):
     trial_nodes: Devices | Annotated[list[Devices], Field(min_length=1)] | None = None
     """Nodes of a trial, with fewer data-parallel replicas: in the search, then in repeats; null: all of the cluster."""
     warm_start: bool = _CONTROL.warm_start
-    """Whether trials of flagcore's own program start from a process that has imported its modules, on a CPU."""
+    """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
     planned_steps: PlannedSteps | None = _CONTROL.planned_steps
-    """Steps that the best will run: the search ends when no trial is expected to save more time than it takes."""
+    """Planned steps of the job; the search ends when no trial is expected to save more time in them than it takes."""
 
 
 class SearchSection(Section):
@@ -208,7 +208,7 @@ class SearchSection(Section):
     strategy: Word = "learned"
     """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or an installed one."""
     launcher: Word = "local"
-    """Name of the launcher that starts trials; absent, with several nodes: that of the allocation, if there is one."""
+    """Name of the launcher that starts trials; absent: local, or with several nodes the launcher of the allocation."""
 
 
 class TunerSection(SearchSection):
@@ -217,7 +217,7 @@ class TunerSection(SearchSection):
     space: Any = Field(default={})
     """The search space."""
     baseline: Any = None
-    """The configuration that the gain is relative to; null: an expert's rule of thumb."""
+    """The configuration to which the gain is relative; null: an expert's rule of thumb."""
     control: ControlSection = ControlSection()
     """Budget of the search."""
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
@@ -248,7 +248,7 @@ class Document(CommonSection):
 
 @lru_cache(maxsize=64)
 def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
-    """Return the model of a document that trains with an engine of some knobs."""
+    """Return the pydantic model of a document for a training engine with these knobs."""
     space, baseline, settings = space_section(knobs), baseline_section(knobs), settings_section(knobs)
     train = with_fields(TrainSection, settings=(settings, settings()))
     tuner = with_fields(TunerSection, space=(space, space()), baseline=(baseline | None, None))
@@ -256,10 +256,10 @@ def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
 
 
 def with_fields(section: type[M], suffix: str = "", **fields: Any) -> type[M]:
-    """Return `section` with the types of some fields replaced, their descriptions kept, and `suffix` on its name."""
+    """Return `section` with `suffix` added to its name and other types of some fields; their descriptions are kept."""
     for name, (kind, default) in fields.items():
         text = section.model_fields[name].description
         extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
         fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
-    made: type[M] = create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
-    return made
+    result: type[M] = create_model(section.__name__ + suffix, __base__=section, __doc__=section.__doc__, **fields)
+    return result

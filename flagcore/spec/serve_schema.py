@@ -1,4 +1,4 @@
-"""The serving half of a spec file as pydantic models: one class a section, one docstring a key."""
+"""The pydantic models of a spec file for serving: one class per section, with a docstring for each key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Precision
-from flagcore.spec.knobs import Engines, no_default, serve_knobs_section, served_kinds
+from flagcore.spec.knobs import Engines, no_default, serve_knobs_section, serving_types
 from flagcore.spec.schema import (
     BudgetSection,
     CommonSection,
@@ -20,9 +20,11 @@ from flagcore.spec.schema import (
     Factor,
     Folder,
     Fraction,
+    ModelPath,
     NoSize,
     SearchSection,
     Seconds,
+    Shape,
     Text,
     Value,
     Word,
@@ -38,31 +40,33 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
-"""A value of an engine's knob; the engine decides what is legal."""
+"""A value of an engine's knob, which the engine validates."""
 Scalar = bool | int | float | Value | None
 
 _LOAD = Load()
 
 
 class ProfileSection(Section):
-    """The requests of one load point, or of several if concurrency or request_rate is a list. Lengths are in tokens."""
+    """The requests of a load point, or of several if concurrency or request_rate is a list. Lengths are in tokens."""
 
     input_len: Tokens = _LOAD.input_len
-    """Length of a prompt without its shared prefix."""
+    """Length of a prompt without the shared prefix."""
     output_len: Tokens = _LOAD.output_len
     """Length of an answer; the engine ignores the end-of-text token."""
     prefix_len: NoTokens = _LOAD.prefix_len
-    """Shared prefix: tokens before the prompt that are equal in all requests."""
+    """Shared prefix: number of tokens before the prompt that are the same in all requests."""
     range_ratio: Fraction = _LOAD.range_ratio
     """Lengths are uniform between range_ratio x length and length; 1: all equal."""
     range_spread: Fraction | None = None
     """Lengths are uniform between (1 - range_spread) and (1 + range_spread) x length."""
     num_prompts: Requests = 128
     """Number of requests."""
-    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | None = None
-    """Requests in flight (closed loop); a list defines several load points of one launch."""
-    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | None = None
-    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch."""
+    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests in flight (closed loop); a list defines several load points of one launch; auto: each trial finds the
+    most that keep the SLO, up to num_prompts."""
+    request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | Literal["auto"] | None = None
+    """Requests per second (open loop), inf: all at once; a list defines several load points of one launch; auto: each
+    trial finds the highest rate that keeps the SLO."""
     burstiness: Factor = _LOAD.burstiness
     """Shape of the arrival process of an open loop: 1 is Poisson, lower values are burstier."""
     trace: Text | None = None
@@ -100,7 +104,7 @@ class SloSection(Section):
 
 
 class ClientSection(Section):
-    """Another load generator whose report is read: guidellm, aiperf, or that of an engine."""
+    """Another load generator, such as guidellm, aiperf, or the benchmark of an engine; flagcore reads its report."""
 
     command: Annotated[list[Text], Field(min_length=1)]
     """Command as a list of words, run without a shell; {url}, {model} and {report} are replaced."""
@@ -114,7 +118,7 @@ class ServeSection(Section):
     engine: Word | Annotated[list[Word], Field(min_length=1)]
     """Name of the engine; the engines of a list are tuned one after the other."""
     precision: Precision | None = None
-    """Number format of the weights; null: that of the weights file, else bf16."""
+    """Number format of the weights; null: the format of the weights file, or bf16."""
     engine_args: dict[str, Scalar] = Field(default={})
     """Flags of the engine for all candidates, without leading dashes; true is a bare flag."""
     profile: ProfileSection = ProfileSection()
@@ -124,7 +128,7 @@ class ServeSection(Section):
     repeats: Devices = 1
     """Number of times that each load point runs per launch, with new prompts."""
     client: ClientSection | None = None
-    """Another load generator, with its command; null: flagcore's own with `profile`."""
+    """Another load generator; null: flagcore's, with `profile`."""
     weights: Text | None = None
     """Path of the weights (Hugging Face directory or GGUF file); null: the path of the model."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
@@ -148,9 +152,10 @@ class ServeTunerSection(SearchSection):
     cards: Devices | None = None
     """Devices that a configuration may use; null: all devices of the cluster."""
     space: Any = Field(default={})
-    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default."""
+    """The search space: for each knob a value, a list of values, or auto; missing knobs keep the engine's default.
+    Empty: layouts on all devices and limits of the batch."""
     baseline: Any = None
-    """The configuration that the gain is relative to; null: the engine's own defaults."""
+    """The configuration to which the gain is relative; null: an expert's layout on all devices."""
     control: ServeControlSection = ServeControlSection()
     """Budget of the search."""
     objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]
@@ -160,20 +165,23 @@ class ServeTunerSection(SearchSection):
 class ServeDocument(CommonSection):
     """A tuning task: model, cluster, server with its load, and search."""
 
+    model: ModelPath | Shape | None = None  # type: ignore[assignment]
+    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape; null: that
+    of the weights."""
     serve: ServeSection
-    """What is served, the requests of a trial, and the limits."""
+    """The serving job: the engine, its load, and the latency limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()
-    """The search; absent: only the engine's default configuration runs."""
+    """The search; absent: layouts on all devices and limits of the batch."""
 
 
 ServedEngines = tuple[tuple[str, tuple[Knob, ...]], ...]
-"""The engines that a spec serves with, and the knobs of each."""
+"""The serving engines of a spec, and the knobs of each."""
 
 
 @lru_cache(maxsize=64)
 def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
-    """Return the model of a document that serves with some engines: their knobs, and a section of each of them."""
-    space, baseline = _served(engines, listed=True), _served(engines, listed=False)
+    """Return the pydantic model of a document for serving engines, with a section for the knobs of each."""
+    space, baseline = _knobs_section(engines, listed=True), _knobs_section(engines, listed=False)
     suffix = f"_{engines[0][0]}" if len(engines) == 1 else ""
     tuner = with_fields(ServeTunerSection, suffix, space=(space, space()), baseline=(baseline | None, None))
     names: Any = Literal[tuple(name for name, _ in engines)]
@@ -181,11 +189,11 @@ def serve_document_of(engines: ServedEngines) -> type[ServeDocument]:
     return with_fields(ServeDocument, suffix, serve=(serve, ...), auto_tuner=(tuner, tuner()))
 
 
-def _served(engines: ServedEngines, *, listed: bool) -> type[Section]:
-    """Return the model of a space (`listed`) or a baseline: knobs for all engines, and a section for each engine."""
+def _knobs_section(engines: ServedEngines, *, listed: bool) -> type[Section]:
+    """Return the pydantic model of a space (`listed`) or a baseline, with a section for each engine."""
     fields: dict[str, Any] = {
         knob.name: (kind, Field(None, description=knob.help, json_schema_extra=no_default))
-        for knob, kind in served_kinds([knob for _, knobs in engines for knob in knobs], listed=listed)
+        for knob, kind in serving_types([knob for _, knobs in engines for knob in knobs], listed=listed)
     }
     for name, knobs in engines:
         section = serve_knobs_section(name, knobs, listed=listed)
@@ -198,12 +206,12 @@ def _served(engines: ServedEngines, *, listed: bool) -> type[Section]:
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:
-    """Return the JSON Schema of a spec: a document that trains or serves with one of `engines`, or with several."""
+    """Return the JSON Schema of specs for all `engines`."""
     named = [(name, engine.kind, engine.knobs) for name, engine in engines.items()]
     documents: list[Any] = [document_of(name, knobs) for name, kind, knobs in named if kind == "train"]
     served = tuple((name, knobs) for name, kind, knobs in named if kind == "serve")
     documents += [serve_document_of((each,)) for each in served]
     if len(served) > 1:
         documents.append(serve_document_of(served))
-    made = TypeAdapter(reduce(or_, documents)).json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "flagcore spec"}
+    schema = TypeAdapter(reduce(or_, documents)).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "flagcore spec"}

@@ -1,4 +1,4 @@
-"""From the serving half of a validated spec to `flagcore.domain.serving`."""
+"""Converts the serving sections of a validated spec to `flagcore.domain.serving`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.serving import USUAL_CLIENTS, Load, ServeSpec
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load, ServeSpec
+from flagcore.domain.spec import AUTO
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
+
+HIGHEST_RATE = 1e5
+"""Requests per second up to which a rate is searched."""
 
 
 def serve_of(
     section: ServeSection, engine: str, base: Path, *, cards: int | None, model: object, file: str
 ) -> ServeSpec:
-    """Return the serving job of a section, for one of its engines. Raises SpecError."""
+    """Return the serving job of a section for one of its engines. Raises SpecError."""
     weights = section.weights or (model if isinstance(model, str) else None)
     directory = (base / (section.directory or ".")).resolve()
+    highest = _highest(section, file)
     return ServeSpec(
         engine=engine,
         loads=_loads(section.profile, base, file),
@@ -25,6 +30,7 @@ def serve_of(
         engine_args=dict(section.engine_args),
         slo=slo_of(section.slo),
         repeats=section.repeats,
+        highest=highest,
         **_client(section, file),
         weights=str((base / weights).resolve()) if weights else None,
         command=tuple(section.command) if section.command else None,
@@ -39,71 +45,95 @@ def _client(section: ServeSection, file: str) -> dict[str, Any]:
         return {}
     several = section.profile.concurrency, section.profile.request_rate
     if any(isinstance(each, list) and len(each) > 1 for each in several):
-        problem, fix = "is one load point, but serve.profile has several", "give one number there, for the prediction"
+        problem, fix = "sends one load point, but serve.profile has several", "give one number in serve.profile"
         raise spec_error("serve.client", problem, fix=fix, file=file)
     if "/" in section.client.report:
-        problem, fix = "is a path", "give the name of a file: the client runs in its own folder"
+        problem, fix = "must be a name, not a path", "give the name of a file; the client runs in its own folder"
         raise spec_error("serve.client.report", problem, value=section.client.report, fix=fix, file=file)
     return {"client": tuple(section.client.command), "report": section.client.report}
 
 
 def slo_of(section: SloSection) -> dict[str, float]:
-    """Return the bounds by the names of their figures."""
-    bounds = section.model_dump()
-    return {f"{name}.{of}": limit for name, each in bounds.items() for of, limit in each.items() if limit is not None}
+    """Return the upper bounds by the names of their figures, such as `ttft_s.p99`."""
+    return {
+        f"{latency}.{statistic}": limit
+        for latency, bounds in section.model_dump().items()
+        for statistic, limit in bounds.items()
+        if limit is not None
+    }
 
 
 def engines_of(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the engines of a spec's data in order; none for one that trains, or whose engine is not a name."""
+    """Return the names of the serving engines in a spec's data, without duplicates; empty for a training spec."""
     serve = data.get("serve")
     wanted = serve.get("engine") if isinstance(serve, Mapping) else None
     several = wanted if isinstance(wanted, list) else [wanted]
     return tuple(dict.fromkeys(name for name in several if isinstance(name, str)))
 
 
-def only(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a spec's data with one of its engines. Raises SpecError for knobs of an engine that it does not name."""
+def select_engine(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return a spec's data with only one of its engines. Raises SpecError for knobs of an engine that is not named."""
     tuner = dict(data.get("auto_tuner") or {})
     for key in ("space", "baseline"):
         if isinstance(tuner.get(key), Mapping):
             check_sections(tuner[key], engines_of(data), key)
             tuner[key] = knobs_of_engine(tuner[key], engine)
-    made = {**data, "serve": {**data["serve"], "engine": engine}}
-    return {**made, "auto_tuner": tuner} if tuner else made
+    selected = {**data, "serve": {**data["serve"], "engine": engine}}
+    return {**selected, "auto_tuner": tuner} if tuner else selected
 
 
 def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str, file: str = "") -> None:
-    """Raise SpecError for a section of knobs that is of none of `engines`."""
+    """Raise SpecError for a section with knobs of an engine that is not in `engines`."""
     for name, value in knobs.items():
         if isinstance(value, Mapping) and name not in engines:
-            problem, fix = "has knobs of an engine that serve.engine does not name", f"it names {', '.join(engines)}"
+            problem = "has knobs of an engine that serve.engine does not name"
+            fix = f"remove it, or add the engine to serve.engine ({', '.join(engines)})"
             raise spec_error(("auto_tuner", key, name), problem, fix=fix, file=file)
 
 
 def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the knobs of an engine: its section overrides those for all engines."""
+    """Return the knobs of an engine. Its section overrides the knobs for all engines."""
     common = {key: value for key, value in space.items() if not isinstance(value, Mapping) and key != engine}
     return {**common, **(space.get(engine) or {})}
 
 
+def _highest(section: ServeSection, file: str) -> str | None:
+    """Return the key of the profile that is searched. Raises SpecError if there is no limit or another generator."""
+    keys = [key for key in ("concurrency", "request_rate") if getattr(section.profile, key) == AUTO]
+    if not keys:
+        return None
+    key = f"serve.profile.{keys[0]}"
+    if not slo_of(section.slo):
+        problem, fix = "needs limits that the highest load keeps", "set serve.slo"
+        raise spec_error(key, problem, value=AUTO, fix=fix, file=file)
+    other = "serve.client" if section.client is not None else "serve.profile.trace"
+    if section.client is not None or section.profile.trace is not None:
+        raise spec_error(key, f"cannot be combined with {other}", value=AUTO, fix="give one of the two", file=file)
+    return keys[0]
+
+
 def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if profile.concurrency is not None and profile.request_rate is not None:
-        problem, fix = "cannot be combined with serve.profile.request_rate", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.request_rate", "remove one of the two"
         raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
     if profile.range_spread is not None and profile.range_ratio != 1.0:
-        problem, fix = "cannot be combined with serve.profile.range_ratio", "give one of the two"
+        problem, fix = "cannot be combined with serve.profile.range_ratio", "remove one of the two"
         raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
     given = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
     if profile.trace is not None:
         given["trace"] = str((base / profile.trace).resolve())
-    rates = _several(profile.request_rate)
+    if profile.request_rate == AUTO:
+        return (Load(**given, request_rate=HIGHEST_RATE),)
+    if profile.concurrency == AUTO:
+        return (Load(**given, concurrency=profile.num_prompts),)
+    rates = _as_list(profile.request_rate)
     if rates:
         return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
-        return (Load(**given),)  # the trace may say when requests come
-    clients = _several(profile.concurrency) or [min(USUAL_CLIENTS, profile.num_prompts)]
+        return (Load(**given),)  # the trace may have arrival times
+    clients = _as_list(profile.concurrency) or [min(DEFAULT_CONCURRENCY, profile.num_prompts)]
     return tuple(Load(**given, concurrency=each) for each in clients)
 
 
-def _several(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""Plain data against a pydantic model. Errors are worded from the JSON Schema of the model."""
+"""Validates plain data with pydantic models. Error messages are derived from the JSON Schema of the model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.i18n import N_, _
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 
 BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_PROBLEMS = 20
-"""Problems of one file that are listed."""
+"""The maximum number of problems that are listed for one file."""
 DID_YOU_MEAN = N_("did you mean {name}?")
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -33,11 +33,11 @@ ALIASES = {
     "precision": ("dtype", "torch_dtype"),
     "engine": ("backend", "framework"),
 }
-"""Names of keys in other tools and model files, where spelling alone does not find them."""
+"""Names of keys in other tools and model files that are not similar to the keys of a spec."""
 
 
 class Section(BaseModel):
-    """A mapping of a spec: exact types, no other keys, a docstring under each key."""
+    """A section of a spec: strict types, no unknown keys, and a docstring for each key."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -45,23 +45,23 @@ class Section(BaseModel):
 
 
 def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
-    """Return `data` as a `kind`. `at` is the path of `data` in the file. Raises SpecError with every problem."""
+    """Validate `data` as a `kind`. `at` is the path of `data` in the file. Raises SpecError with all problems."""
     found, kinds = _validated(kind, data)
     if found is None:
-        raise joined(_problems(_schema(kind), data, kinds, file, at))
+        raise join_errors(_problems(_schema(kind), data, kinds, file, at))
     return found
 
 
 def partly_checked(kind: type[M], data: dict[str, Any], *, file: str) -> tuple[M, list[SpecError], list[KeyPath]]:
     """Return `data` as a `kind`, its problems, and the paths of invalid keys.
 
-    With problems, the result lacks the invalid keys, or has their defaults.
+    Invalid keys are missing in the result, or have their defaults.
     """
     found, kinds = _validated(kind, data)
     if found is not None:
         return found, [], []
     problems = _problems(_schema(kind), data, kinds, file, ())
-    return _without(kind, data, list(kinds)), problems, list(kinds)
+    return _without_invalid(kind, data, list(kinds)), problems, list(kinds)
 
 
 @lru_cache(maxsize=64)
@@ -69,13 +69,13 @@ def _schema(kind: type[BaseModel]) -> Schema:
     return kind.model_json_schema()
 
 
-def overlap(some: KeyPath, other: KeyPath) -> bool:
-    """Return whether one of two paths leads to the other, or to what is above it."""
-    return all(one == two for one, two in zip(some, other, strict=False))
+def overlap(first: KeyPath, second: KeyPath) -> bool:
+    """Return whether one of two paths is a prefix of the other."""
+    return all(a == b for a, b in zip(first, second, strict=False))
 
 
 def _validated(kind: type[M], data: object) -> tuple[M | None, dict[KeyPath, str]]:
-    """Return `data` as a `kind`, or None and pydantic's type of error of each invalid key."""
+    """Return `data` as a `kind`, or None and pydantic's error type of each invalid key."""
     kinds: dict[KeyPath, str] = {}
     try:
         return kind.model_validate(data), kinds
@@ -87,47 +87,47 @@ def _validated(kind: type[M], data: object) -> tuple[M | None, dict[KeyPath, str
     return None, kinds
 
 
-def _without(kind: type[M], data: Mapping[str, Any], wrong: Sequence[KeyPath], at: KeyPath = ()) -> M:
+def _without_invalid(kind: type[M], data: Mapping[str, Any], invalid: Sequence[KeyPath], at: KeyPath = ()) -> M:
     values: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         path, section = (*at, name), field.annotation
         if name not in data:
             continue
-        if not any(overlap(path, each) for each in wrong):
+        if not any(overlap(path, each) for each in invalid):
             values[name] = TypeAdapter(field.rebuild_annotation()).validate_python(data[name])
         elif isinstance(section, type) and issubclass(section, Section) and isinstance(data[name], dict):
-            values[name] = _without(section, data[name], wrong, path)
+            values[name] = _without_invalid(section, data[name], invalid, path)
     return kind.model_construct(**values)
 
 
-def gathered(parts: Mapping[str, Callable[[], object]], problems: Iterable[SpecError] = ()) -> dict[str, Any]:
-    """Return the result of each of `parts`. Raises SpecError with `problems` and those of all parts."""
-    made: dict[str, Any] = {}
+def convert_all(converters: Mapping[str, Callable[[], object]], problems: Iterable[SpecError] = ()) -> dict[str, Any]:
+    """Return the results of `converters`. Raises SpecError with `problems` and the problems of all converters."""
+    results: dict[str, Any] = {}
     found = list(problems)
-    for name, make in parts.items():
+    for name, convert in converters.items():
         try:
-            made[name] = make()
+            results[name] = convert()
         except SpecError as error:
             found += error.problems
     if found:
-        raise joined(found)
-    return made
+        raise join_errors(found)
+    return results
 
 
 def describe(schema: Schema, root: Schema) -> str:
-    """Return the values that `schema`, a part of `root`, accepts, in words."""
+    """Return a description of the values that `schema`, a part of `root`, accepts."""
     parts = list(_alternatives(schema, root))
     words = [word for part in parts if part.get("type") != "array" for word in _words_of(part)]
     for part in parts:
         if part.get("type") == "array":
             items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]
-            those = _("those") if set(items) <= set(words) else _joined(items)
-            words.append(_("a non-empty list of {values}", values=those))
-    return _joined(words)
+            values = _("these") if set(items) <= set(words) else _join_with_or(items)
+            words.append(_("a non-empty list of {values}", values=values))
+    return _join_with_or(words)
 
 
 def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Schema]]:
-    """Yield the path and the schema of every key below `schema`, a part of `root`; places in lists are left out."""
+    """Yield the path and the schema of each key below `schema`, a part of `root`. Paths have no indices of lists."""
     for part in _alternatives(schema, root):
         for name, below in part.get("properties", {}).items():
             yield (*at, name), below
@@ -136,7 +136,7 @@ def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[Ke
             yield from keys_of(part["items"], root, at)
 
 
-def _joined(words: list[str]) -> str:
+def _join_with_or(words: list[str]) -> str:
     return words[0] if len(words) == 1 else _("{first} or {last}", first=", ".join(words[:-1]), last=words[-1])
 
 
@@ -166,18 +166,18 @@ def _words_of(part: Schema) -> list[str]:
 
 
 def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str, at: KeyPath) -> list[SpecError]:
-    """Return each problem that pydantic found, unknown keys first.
+    """Return the problems that pydantic found, unknown keys first.
 
-    The error of a section is left out where one of its keys has an error, and a missing key that an unknown one is
-    close to.
+    The error of a section is left out if one of its keys has an error. A missing key is left out if an unknown key is
+    similar to it.
     """
     sections = {path[:size] for path in kinds for size in range(len(path))}
     paths = [path for path in kinds if path not in sections]
     paths.sort(key=lambda path: kinds[path] != "extra_forbidden")
     found: list[SpecError] = []
-    meant: set[KeyPath] = set()
+    suggested: set[KeyPath] = set()
     for path in paths:
-        if path in meant:
+        if path in suggested:
             continue
         if len(found) == MAX_PROBLEMS:
             text = _("has {count} more problems", count=len(paths) - MAX_PROBLEMS)
@@ -189,8 +189,8 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
         elif kinds[path] == "extra_forbidden":
             value, problem = _value_at(data, path), _("is not a known key")
             value = None if isinstance(value, (dict, list)) else value
-            fix, name = _nearest(root, path, at)
-            meant.add((*path[:-1], name))
+            fix, name = _suggest_key(root, path, at)
+            suggested.add((*path[:-1], name))
         else:
             value, schema = _value_at(data, path), _schema_at(root, path)
             text = N_("is null but must be {values}") if value is None else N_("must be {values}")
@@ -201,7 +201,7 @@ def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: st
 
 
 def _in_data(data: object, location: tuple[int | str, ...]) -> KeyPath:
-    """Return the part of a pydantic location that leads through `data`: it also names branches of unions."""
+    """Return the path in `data` of a pydantic location, without the names of branches of unions."""
     path: KeyPath = ()
     for part in location:
         if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
@@ -238,34 +238,34 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema:
     return schema
 
 
-def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> tuple[str, str]:
+def _suggest_key(root: Schema, path: KeyPath, at: KeyPath) -> tuple[str, str]:
     """Return a hint for an unknown key, and the key of its section that was probably meant."""
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
     section = tuple(part for part in path[:-1] if isinstance(part, str))
-    here = [str(key[-1]) for key in known if key[:-1] == section]
+    section_keys = [str(key[-1]) for key in known if key[:-1] == section]
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
-        sections = _joined([key_text((*at, *key[:-1])) for key in elsewhere[:2]])
+        sections = _join_with_or([key_text((*at, *key[:-1])) for key in elsewhere[:2]])
         return _("it belongs under {section}", section=sections), ""
-    short = [key for key in here if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
-    if close := short or difflib.get_close_matches(name, here, n=1):
+    aliased = [key for key in section_keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
+    if close := aliased or difflib.get_close_matches(name, section_keys, n=1):
         return _(DID_YOU_MEAN, name=close[0]), close[0]
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
-        right = next(key for key in known if key[-1] == close[0])
-        return _(DID_YOU_MEAN, name=key_text((*at, *right))), close[0]
-    few = here if len(here) <= 20 else [*here[:7], "...", *here[-3:]]
-    return _("known here: {names}", names=", ".join(few)), ""
+        suggestion = next(key for key in known if key[-1] == close[0])
+        return _(DID_YOU_MEAN, name=key_text((*at, *suggestion))), close[0]
+    listed = section_keys if len(section_keys) <= 20 else [*section_keys[:7], "...", *section_keys[-3:]]
+    return _("known here: {names}", names=", ".join(listed)), ""
 
 
 def _initials(key: str) -> tuple[str, ...]:
-    """Return short names of a key: `tp` and `tmp` of `tensor_model_parallel_size`, `gbs` of `global_batch_size`."""
+    """Return initials of a key: `tmps`, `tps` and `tp` for `tensor_model_parallel_size`."""
     words = key.split("_")
-    shorter = [word for word in words if word != "model"]
-    return tuple("".join(word[0] for word in some if word) for some in (words, shorter, shorter[:-1]))
+    without_model = [word for word in words if word != "model"]
+    return tuple("".join(word[0] for word in each if word) for each in (words, without_model, without_model[:-1]))
 
 
 def _hint(value: object, options: list[Schema]) -> str:
-    """Return how to fix a value that is nearly right, or nothing."""
+    """Return how to fix a value that is almost valid; empty if there is no suggestion."""
     if value is None:
         return _("give a value, or remove the key")
     options = [*options, *(option["items"] for option in options if "items" in option)]
@@ -282,16 +282,16 @@ def _hint(value: object, options: list[Schema]) -> str:
         return _("write {value} without quotes", value="true" if value.lower() in ("true", "yes", "on") else "false")
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?", value, re.IGNORECASE) and BYTES_PATTERN in patterns:
         number, letter = re.sub("[ iI]", "", value)[:-1], value.rstrip("iI")[-1].upper()
-        return _(DID_YOU_MEAN, name=_joined([f"{number}{letter}iB", f"{number}{letter}B"]))
+        return _(DID_YOU_MEAN, name=_join_with_or([f"{number}{letter}iB", f"{number}{letter}B"]))
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes in e.g. `4GiB` (2**30 each), `80GB` (10**9 each) or `4096B`.
+    """Convert an amount such as `4GiB` (2**30 each), `80GB` (10**9 each) or `4096B` to bytes.
 
-    Raises ValueError for any other text.
+    Raises ValueError for invalid text.
     """
     match = re.fullmatch(BYTES_PATTERN, text)
     if match is None:

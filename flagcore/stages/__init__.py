@@ -1,1 +1,1 @@
-"""The stages of the loop, one file each. Stages do not import each other."""
+"""The stages of the loop, one module each. Stages do not import each other."""

@@ -1,4 +1,4 @@
-"""combine: predictions with what was probed in place of its estimate, and the trials that such probes finish."""
+"""combine: replace parts of a prediction by probed figures, and finish the trials of probes."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Trial, TrialState
 
 GIB = 2**30
-PROBED = (0.97, 1.2)
-"""Bounds of measured parts as shares of their probe: the 10th and 90th percentiles of 34 ranks of real worlds, on
-shared cores (docs/probe.md); the same for every device, until others are measured."""
+PROBED_INTERVAL = (0.97, 1.2)
+"""The bounds of the 80% interval of probed times, relative to the probe: the 10th and 90th percentiles of 34 ranks of
+real jobs on shared cores (docs/probe.md)."""
 
 
 def combine(prediction: Prediction, probe: Probe, memory: MemoryModel, work_parts: Collection[str]) -> Prediction:
-    """Return `prediction` with the probed memory, compute and optimizer, and modelled communication and bubble.
+    """Return `prediction` with probed memory, compute and optimizer times, and predicted communication and bubble.
 
-    `work_parts` are those of the Prober; the bubble is waiting for other stages, and grows with them.
-    The rank that needs most decides about memory, the slowest about time. Nothing changes where nothing was measured.
+    `work_parts` are those of the Prober; the bubble is scaled with them. The memory is that of the rank that needs
+    most, the time that of the slowest rank. Without a measurement, the prediction stays as it is.
     """
     return _memory(_time(prediction, probe, work_parts), probe, memory)
 
 
 def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
     capacity = prediction.capacity_bytes
-    used = [(_used(rank, memory), rank) for rank in probe.measured]
-    if used:
-        (reserved, shown), worst = max(used, key=lambda each: each[0][1])
+    ranks = [(_used(rank, memory), rank) for rank in probe.measured]
+    if ranks:
+        (reserved, used), worst = max(ranks, key=lambda each: each[0][1])
         prediction = replace(
             prediction,
             static_bytes=float(worst.static_bytes),
             activation_bytes=float(max(0, worst.peak_forward_backward_bytes - worst.static_bytes)),
             peak_allocated_bytes=float(worst.peak_allocated_bytes),
             reserved_bytes=reserved,
-            device_used_bytes=shown,
+            device_used_bytes=used,
             worst_stage=worst.stage,
-            fits=None if capacity is None else shown <= capacity,
+            fits=None if capacity is None else used <= capacity,
             components={},
         )
     if probe.out_of_memory:
-        least = max(prediction.device_used_bytes, capacity or 0.0)
-        prediction = replace(prediction, device_used_bytes=least, fits=False)
+        lower_bound = max(prediction.device_used_bytes, capacity or 0.0)
+        prediction = replace(prediction, device_used_bytes=lower_bound, fits=False)
     return prediction
 
 
 def _used(rank: RankMeasurement, memory: MemoryModel) -> tuple[float, float]:
-    """Return a rank's reserved memory and memory in use, including collective buffers."""
+    """Return the reserved memory and the memory in use of a rank, including collective buffers."""
     allocated = np.array([float(rank.peak_allocated_bytes)])
     reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
-    shown = float(memory.device_used_bytes(np.array([reserved]))[0])
-    return reserved, max(shown, float(rank.device_used_bytes))
+    modelled = float(memory.device_used_bytes(np.array([reserved]))[0])
+    return reserved, max(modelled, float(rank.device_used_bytes))
 
 
 def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> Prediction:
@@ -68,42 +68,42 @@ def _time(prediction: Prediction, probe: Probe, work_parts: Collection[str]) -> 
         "compute_s": max(rank.compute_time_s for rank in probe.measured),
         "optimizer_s": max(rank.optimizer_time_s for rank in probe.measured),
     }
-    busy = sum(before.get(name, 0.0) for name in work_parts)
-    slower = (busy - before["compute_s"] + probed["compute_s"]) / busy if busy else 1.0
+    work = sum(before.get(name, 0.0) for name in work_parts)
+    slowdown = (work - before["compute_s"] + probed["compute_s"]) / work if work else 1.0
     after = {**before, **probed}
     if "pp_bubble_s" in before:
-        after["pp_bubble_s"] *= slower
-    known = sum(probed.values())
+        after["pp_bubble_s"] *= slowdown
+    probed_s = sum(probed.values())
     step = sum(after.values())
     return replace(
         prediction,
         step_time_s=step,
-        low_s=known * PROBED[0] + (step - known) * low / total,
-        high_s=known * PROBED[1] + (step - known) * high / total,
+        low_s=probed_s * PROBED_INTERVAL[0] + (step - probed_s) * low / total,
+        high_s=probed_s * PROBED_INTERVAL[1] + (step - probed_s) * high / total,
         time_s=after,
     )
 
 
 def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial:
-    """Return `trial` finished: measured as `combined` has it, or with the reason why it is not.
+    """Return the finished `trial` of a probe with the measurement from `combined`, or with the reason of the failure.
 
-    A rank that fails, fails the candidate; one that ran out of memory, or needs more than a device has, rules it out.
+    The trial fails if a rank failed. It is out of memory if a rank ran out of memory, or needs more than a device has.
     """
     failed = [rank for rank in probe.ranks if rank.measured is None]
     failed.sort(key=lambda rank: rank.state is not TrialState.OUT_OF_MEMORY)
     shown = failed[0] if failed else probe.ranks[-1]
     log = posixpath.join(posixpath.dirname(trial.log), f"rank-{shown.rank}", posixpath.basename(trial.log))
-    done = replace(trial, duration_s=probe.duration_s, log=log)
+    finished = replace(trial, duration_s=probe.duration_s, log=log)
     if failed:
-        return replace(done, state=failed[0].state, reason=f"rank {failed[0].rank}: {failed[0].reason}")
+        return replace(finished, state=failed[0].state, reason=f"rank {failed[0].rank}: {failed[0].reason}")
     if combined.step_time_s is None:
-        return replace(done, state=TrialState.FAILED, reason="the time of communication is unknown")
-    done = replace(done, measurement=_measurement(task, probe, combined, combined.step_time_s))
+        return replace(finished, state=TrialState.FAILED, reason="the time of communication is unknown")
+    finished = replace(finished, measurement=_measurement(task, probe, combined, combined.step_time_s))
     if combined.fits is False:
         need, have = combined.device_used_bytes / GIB, (combined.capacity_bytes or 0.0) / GIB
         reason = f"a rank of stage {combined.worst_stage} needs {need:.2f} GiB of {have:.2f} GiB"
-        return replace(done, state=TrialState.OUT_OF_MEMORY, reason=reason)
-    return replace(done, state=TrialState.MEASURED)
+        return replace(finished, state=TrialState.OUT_OF_MEMORY, reason=reason)
+    return replace(finished, state=TrialState.MEASURED)
 
 
 def _measurement(task: Task, probe: Probe, combined: Prediction, step: float) -> Measurement:

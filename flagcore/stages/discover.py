@@ -1,4 +1,4 @@
-"""discover: the hardware of the task, and the facts and cost models that plugins provide."""
+"""discover: find the hardware of the task and the cost models that plugins provide for it."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""Ratio of complete runs to the core's roofline for a chip without measurements: the median, over published sources, of
-measured over predicted without fitted curves (0.94 to 1.7)."""
+"""The run slowdown of the core's roofline for a chip without measurements: the median ratio of measured to predicted
+times over published sources, which are 0.94 to 1.7."""
 
 
 def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) -> Platform:
-    """Return the platform of `spec`: the named chips, or the best one on this machine.
+    """Return the platform of `spec`, with the named chips or the best chip on this machine.
 
-    Calls every hook for chips, costs and engines once per node group. `engine_version` is the installed release of the
-    engine, None if unknown. Only knobs that all chips have are used. Raises NoDevice if no device is found, if no
-    plugin lists a chip, or if the engine cannot run on it.
+    `engine_version` is the release of the engine, None if unknown. With several chips, only knobs of all of them are
+    used. Raises NoDevice if no device is found, if a chip is unknown, or if the engine cannot run on it.
     """
     engine, devices = spec.work.engine, plugins.devices()
-    wanted_devices = _of_vendor(devices, spec, plugins)
+    vendor_devices = _of_vendor(devices, spec, plugins)
     groups, supports = [], []
-    for place, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
-        key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
-        chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(wanted_devices, plugins, engine)
-        support = _supported(chip, plugins, engine, engine_version)
+    for index, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
+        key = f"cluster.groups[{index}].chip" if spec.cluster.groups else "cluster.chip"
+        is_auto = wanted.chip == AUTO
+        chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(wanted.chip, key, plugins)
+        support = _require_support(chip, plugins, engine, engine_version)
         groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
         supports.append(support)
-    task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
+    support = _join_supports(supports)
+    task = Task(spec=_with_forced(spec, support), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
-    here = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
-    read = [(device, plugins.telemetry(device)) for device in here]
-    readers = [(device, reader) for device, reader in read if reader is not None]
+    local_devices = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
+    telemetry = [(device, plugins.telemetry(device)) for device in local_devices]
+    readers = [(device, reader) for device, reader in telemetry if reader is not None]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
     patterns_of_chips = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
     environment = {name: value for given in reversed(environments) for name, value in given.items()}
@@ -57,7 +58,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     return Platform(
         task=task,
         costs=costs(task.cluster, plugins, engine),
-        support=_joined(supports),
+        support=support,
         environment={name: os.environ.get(name, value) for name, value in environment.items()},
         pruning_rules=plugins.pruning_rules(task),
         failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
@@ -71,7 +72,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
 
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
-    """Return the plugins' cost models for `cluster`, and the core's where they have none."""
+    """Return the cost models for `cluster`, from plugins or else from the core."""
     first, *others = (_costs_of(group, plugins, engine) for group in cluster.groups)
     if not others:
         return first
@@ -95,7 +96,7 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
 
 
 def _between(cluster: Cluster, plugins: Plugins) -> Collectives:
-    """Return the level between node groups: the lowest rate and the longest latency of their networks."""
+    """Return the costs between node groups, from the lowest rate and the longest latency of their networks."""
     networks = [_network(group, plugins) for group in cluster.groups]
     slowest = Level(
         name="between groups",
@@ -108,25 +109,26 @@ def _between(cluster: Cluster, plugins: Plugins) -> Collectives:
 
 
 def _network(group: NodeGroup, plugins: Plugins) -> Level:
-    """Return the level over which a node of `group` communicates with further nodes."""
-    joined = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
-    more = replace(group, nodes=max(group.nodes, joined // group.devices_per_node + 1))
-    return (plugins.topology(more) or topology_of(more)).levels[-1]
+    """Return the network level of a node group. A group within one link domain is extended beyond it."""
+    linked = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
+    extended = replace(group, nodes=max(group.nodes, linked // group.devices_per_node + 1))
+    return (plugins.topology(extended) or topology_of(extended)).levels[-1]
 
 
-def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
-    """Return how many devices can run a probed rank at once: 1 if they share memory and time, as CPU devices do,
-    and if a variable selects the visible devices.
+def parallel_probe_ranks(platform: Platform, devices: tuple[Device, ...]) -> int:
+    """Return the number of ranks that can be probed in parallel, one per device.
+
+    It is 1 if devices share memory, as on a CPU, or if an environment variable selects the visible devices.
     """
-    here = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
-    selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
-    return 1 if platform.support.shared_devices or selected else max(1, len(here))
+    usable = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
+    is_selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
+    return 1 if platform.support.shared_devices or is_selected else max(1, len(usable))
 
 
-def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
-    """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here.
+def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
+    """Raise NoDevice unless this machine has the devices that trials need.
 
-    `needed` is their number, by default that of a node.
+    `needed` is the number of devices, by default those of a node.
     """
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     where = "serve" if isinstance(work, ServeSpec) else "train"
@@ -134,22 +136,22 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
         text = N_("no installed plugin defines how {engine} runs on {chip}; give a {where}.command")
         raise NoDevice(_(text, engine=work.engine, chip=cluster.chips, where=where))
     if platform.task.spec.on_each_host and not devices:
-        return  # they are not known
-    first = [each for each in devices if each.host == devices[0].host]
-    found = ((group, [each for each in first if group.chip.has_name(each.chip)]) for group in cluster.groups)
-    group, here = max(found, key=lambda pair: bool(pair[1]))
-    if not here:
+        return  # the devices of the hosts are unknown
+    of_first_host = [each for each in devices if each.host == devices[0].host]
+    found = ((group, [each for each in of_first_host if group.chip.has_name(each.chip)]) for group in cluster.groups)
+    group, usable = max(found, key=lambda pair: bool(pair[1]))
+    if not usable:
         text = N_(
             "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "
             "plan without it"
         )
         raise NoDevice(_(text, chip=cluster.chips))
-    if len(here) < (needed or group.devices_per_node) and not support.shared_devices:
+    if len(usable) < (needed or group.devices_per_node) and not support.shared_devices:
         text = N_("cluster.devices_per_node = {wanted}, but this machine has {count} {chip}")
-        raise NoDevice(_(text, wanted=group.devices_per_node, count=len(here), chip=group.chip.name))
+        raise NoDevice(_(text, wanted=group.devices_per_node, count=len(usable), chip=group.chip.name))
 
 
-def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
+def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
     support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
         why = f"{support.support.value}; {support.reason}".rstrip("; ")
@@ -159,16 +161,18 @@ def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | 
 
 def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
     for name, value in environment.items():
-        for own, where in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
-            if own is not None:
-                if own != value:
-                    yield f"{name}: a plugin says {value}, {where} says {own}, which wins"
+        for user_value, where in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
+            if user_value is not None:
+                if user_value != value:
+                    yield f"{name}: {user_value} from {where} overrides {value} from a plugin"
                 break
 
 
 def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
-    """Return `spec` with the settings that plugins require, unless it sets them. flagcore's trial program
-    has no flags, and takes no such settings."""
+    """Return `spec` with the settings that plugins require, unless the spec sets them.
+
+    They apply to servers and to the user's command, but not to flagcore's trial program.
+    """
     for forced in support.forced:
         where, _, name = forced.setting.partition(".")
         work = spec.work
@@ -176,21 +180,21 @@ def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
             spec = replace(spec, work=replace(work, settings={name: forced.value, **work.settings}))
         elif where == "engine_args" and isinstance(work, ServeSpec) and forced.value is not None:
             known = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
-            more = {} if name.replace("_", "-") in known else {name: forced.value}
-            spec = replace(spec, work=replace(work, engine_args={**work.engine_args, **more}))
+            if name.replace("_", "-") not in known:
+                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: forced.value}))
     return spec
 
 
-def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
-    """Return how an engine runs on several chips at once: only with a command of the user."""
+def _join_supports(supports: Sequence[EngineSupport]) -> EngineSupport:
+    """Return the support for an engine on several chips. It has no device type, so trials need the user's command."""
     if len(supports) == 1:
         return supports[0]
-    kinds = {support.implementation for support in supports}
+    implementations = {support.implementation for support in supports}
     unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
     return EngineSupport(
         support=Support.UNKNOWN if unknown else Support.YES,
         reason="; ".join(unknown),
-        implementation=kinds.pop() if len(kinds) == 1 else "",
+        implementation=implementations.pop() if len(implementations) == 1 else "",
         refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
         forced=tuple(dict.fromkeys(forced for support in supports for forced in support.forced)),
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
@@ -198,12 +202,12 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
 
 
 def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tuple[Device, ...]:
-    """Return the devices of the vendor that `envs` ask for, all if they do not say or each chip is named.
+    """Return the devices of the vendor that `envs` select; all devices if they select none, or if chips are named.
 
-    Raises NoDevice if no plugin has chips of that vendor, or none of them is here.
+    Raises NoDevice if no plugin has chips of the vendor, or if this machine has none of them.
     """
-    named = all(wanted.chip != AUTO for wanted in spec.cluster.groups or (spec.cluster,))
-    vendor = None if named else plugins.vendor({name: str(value) for name, value in spec.envs.items()})
+    is_named = all(wanted.chip != AUTO for wanted in spec.cluster.groups or (spec.cluster,))
+    vendor = None if is_named else plugins.vendor({name: str(value) for name, value in spec.envs.items()})
     if vendor is None:
         return devices
     chips = [chip for chip in plugins.chips() if chip.vendor.casefold() == vendor.casefold()]
@@ -221,7 +225,7 @@ def _of_vendor(devices: tuple[Device, ...], spec: Spec, plugins: Plugins) -> tup
     return found
 
 
-def _named(name: str, key: str, plugins: Plugins) -> Chip:
+def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
     known = plugins.chips()
     for chip in known:
         if chip.has_name(name):
@@ -231,9 +235,9 @@ def _named(name: str, key: str, plugins: Plugins) -> Chip:
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
-    """Return the most common chip of the devices here, a CPU last.
+    """Return the most common chip of this machine, and a CPU only if there is no accelerator.
 
-    Raises NoDevice if there is none, or only a CPU while detection failed for an accelerator's plugin.
+    Raises NoDevice without a known chip, or if there is only a CPU and the detection of an accelerator failed.
     """
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
@@ -243,12 +247,12 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
             "installed), measure it with `flag calibrate`, or name a chip to plan for"
         )
         raise NoDevice(_(text, devices=", ".join(counts) or _("no device at all")))
-    own, _count, chip = max(
+    is_accelerator, _count, chip = max(
         ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
         key=lambda found: found[:2],
     )
-    if not own and plugins.undetected():
-        why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
+    if not is_accelerator and plugins.detection_failures():
+        why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.detection_failures().items())
         text = N_(
             "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
             "cluster.chip: {chip} to use it"
@@ -258,9 +262,9 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
 
 
 def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
-    here = [device for device in devices if chip.has_name(device.chip) and device.host == devices[0].host]
-    count = wanted.devices_per_node or len(here) or chip.devices_per_node
-    reported = [device.memory_bytes for device in here if device.memory_bytes]
+    local_devices = [device for device in devices if chip.has_name(device.chip) and device.host == devices[0].host]
+    count = wanted.devices_per_node or len(local_devices) or chip.devices_per_node
+    reported = [device.memory_bytes for device in local_devices if device.memory_bytes]
     memory = min(reported) if reported else None
     if memory and support.shared_devices:
         memory = sum(reported) // max(len(reported), count)

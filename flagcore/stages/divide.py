@@ -1,4 +1,4 @@
-"""divide: the devices or hosts of a task into groups, on which trials run at once."""
+"""divide: split the devices or hosts of a task into groups for parallel trials."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from flagcore.i18n import N_, Message
 
 
 def divide(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[Platform, ...], str]:
-    """Return the platform of each group of devices on which a trial can run beside others, and why there is only one
-    if the spec wants several.
+    """Return the platforms of up to `control.parallel_trials` disjoint groups of devices.
 
-    Groups are disjoint, and at most `control.parallel_trials`. Without several, the platform stays as it is.
+    If there is only one group although the spec asks for several, also return the reason, else an empty string.
     """
     control = platform.task.spec.control
     if control.parallel_trials == 1 or control.fidelity != RUN:
@@ -32,14 +31,14 @@ def divide(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[Platfor
         text = N_("trials run one at a time: each needs {needed} of {count} devices")
         return (platform,), Message(text, needed=needed, count=len(units))
     count = count if control.parallel_trials == AUTO else min(count, int(control.parallel_trials))
-    groups = [units[place * needed : (place + 1) * needed] for place in range(count)]
-    if on_hosts:  # the rest is spare
-        groups = [(*group, *units[count * needed :][place::count]) for place, group in enumerate(groups)]
-    return tuple(_on(platform, group) for group in groups), ""
+    groups = [units[index * needed : (index + 1) * needed] for index in range(count)]
+    if on_hosts:  # the other hosts are spares
+        groups = [(*group, *units[count * needed :][index::count]) for index, group in enumerate(groups)]
+    return tuple(_platform_on(platform, group) for group in groups), ""
 
 
 def _problem(platform: Platform) -> str:
-    """Return why devices cannot be divided, empty if they can."""
+    """Return why the devices cannot be divided; empty if they can."""
     task, support = platform.task, platform.support
     if task.spec.on_each_host:
         return ""
@@ -53,21 +52,21 @@ def _problem(platform: Platform) -> str:
 
 
 def _units(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[str, ...], int]:
-    """Return the names of hosts, cores or devices that trials can use, and how many a trial needs."""
+    """Return the names of the hosts, cores or devices for trials, and the number that a trial needs."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     if spec.on_each_host:
         return spec.cluster.hosts, max(spec.trial_nodes)
-    here = [device for device in devices if group.chip.has_name(device.chip)]
+    usable = [device for device in devices if group.chip.has_name(device.chip)]
     if platform.support.shared_devices:
-        return tuple(map(str, sorted(os.sched_getaffinity(0))[: len(here)])), group.devices_per_node
+        return tuple(map(str, sorted(os.sched_getaffinity(0))[: len(usable)])), group.devices_per_node
     visible = os.environ.get(platform.support.visible_devices or "")
     inherited = None if visible is None else tuple(name.strip() for name in visible.split(","))
-    names = platform.selected_devices or inherited or tuple(str(device.index) for device in here)
+    names = platform.selected_devices or inherited or tuple(str(device.index) for device in usable)
     cards = spec.work.cards if isinstance(spec.work, ServeSpec) else None
     return names, min(cards or group.devices_per_node, group.devices_per_node)
 
 
-def _on(platform: Platform, units: Sequence[str]) -> Platform:
+def _platform_on(platform: Platform, units: Sequence[str]) -> Platform:
     """Return the platform of trials on some hosts, cores or devices."""
     task, spec = platform.task, platform.task.spec
     if spec.on_each_host:

@@ -1,4 +1,4 @@
-"""launch: start a trial of one candidate, with its limits."""
+"""launch: start a trial of a candidate with its limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flagcore.contracts import Launcher, OnHosts, Platform, Running, Workload
+from flagcore.contracts import Launcher, MultiHostLauncher, Platform, RunningLaunch, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, environment_of, task_to_start, with_flags
 from flagcore.domain.launch import Launch
@@ -18,7 +18,7 @@ from flagcore.errors import LaunchError
 def with_hosts(platform: Platform, launcher: Launcher) -> Platform:
     """Return `platform` with the hosts of the next trial. Raises FlagError if too few are left."""
     spec = platform.task.spec
-    if not spec.on_each_host or not isinstance(launcher, OnHosts):
+    if not spec.on_each_host or not isinstance(launcher, MultiHostLauncher):
         return platform
     return platform.on_hosts(launcher.choose_hosts(spec.cluster.hosts, spec.cluster.nodes))
 
@@ -32,11 +32,11 @@ def launch(
     limit: TimeLimit,
     *,
     cold: bool = False,
-) -> Running:
-    """Start a trial of `candidate` in `folder`, and return it while it runs.
+) -> RunningLaunch:
+    """Start a trial of `candidate` in `folder`, and return the running launch.
 
-    It is ended after `limit`; on a CPU also if its processes exceed the cluster's memory budget. A `cold` one starts as
-    a new program. Raises FlagError if it cannot be started.
+    The launcher ends it after `limit` or, if devices share the memory of the machine, if it exceeds the memory budget.
+    A `cold` trial starts as a new process. Raises FlagError if it cannot be started.
     """
     platform = replace(platform, task=platform.task.with_time_limit(limit.seconds))
     planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
@@ -47,11 +47,11 @@ def launch(
 def planned_launch(
     platform: Platform, workload: Workload, candidate: Candidate, folder: str, *, for_real: bool = False
 ) -> Launch:
-    """Return how the engine starts a candidate, with the settings, flags and variables of knobs with effects."""
+    """Return the engine's launch of a candidate, with the settings, flags and variables of knobs with effects."""
     task = platform.task
     effects = effects_of(task, candidate.as_dict())
-    bare = replace(platform, task=with_flags(task_to_start(task, effects), effects))
-    planned = workload.launch(bare, engine_candidate(task, candidate), folder, for_real=for_real)
+    engine_platform = replace(platform, task=with_flags(task_to_start(task, effects), effects))
+    planned = workload.launch(engine_platform, engine_candidate(task, candidate), folder, for_real=for_real)
     hosts = task.spec.cluster.hosts[: task.spec.cluster.nodes]
     return replace(
         planned,
@@ -62,7 +62,7 @@ def planned_launch(
 
 
 def _with_hostfile(argv: tuple[str, ...], hosts: Sequence[str], slots: int, folder: str) -> tuple[str, ...]:
-    """Return a command with the path of a file in `folder` that lists the hosts, if it asks for one."""
+    """Return a command with HOSTFILE replaced by the path of a file in `folder` that lists the hosts."""
     if not hosts or not any(HOSTFILE in word for word in argv):
         return argv
     file = Path(folder, "hostfile")

@@ -1,4 +1,4 @@
-"""learn: the state of the search after the trials so far."""
+"""learn: derive the state of the search from its trials."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from flagcore.domain.interference import interference
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 
-TIMED = (TrialState.MEASURED, TrialState.STOPPED)
+TIMED_STATES = (TrialState.MEASURED, TrialState.STOPPED)
 
 
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
-    """Return the state of a search of some fidelity after its finished trials.
+    """Return the state of a search of a fidelity after its finished trials.
 
-    A repeat updates the measurement of its candidate. Trials of another fidelity and imported trials do not count as
-    results of a candidate; a trial of the run replaces an imported one. If trials that run at once disturb each other,
-    those that were timed so are inconclusive.
+    Trials of another fidelity, and trials with the role IMPORTED, are not results of a candidate. A trial of this run
+    replaces one from another tool. If parallel trials disturb each other, those that were timed are inconclusive.
     """
     trials = [trial for trial in calibrated(trials) if trial.role is not Role.IMPORTED]
-    own = [trial for trial in trials if trial.fidelity == fidelity]
-    found = interference(own)
-    if found and not found.quiet:
-        disturbed = {each.number for each in own if each.group is not None and each.state in TIMED}
-        own = [replace(each, inconclusive=True) if each.number in disturbed else each for each in own]
-    first = [trial for trial in own if trial.role not in (Role.REPEAT, Role.INTERFERENCE)]
+    counted = [trial for trial in trials if trial.fidelity == fidelity]
+    found = interference(counted)
+    if found and not found.is_negligible:
+        disturbed = {each.number for each in counted if each.group is not None and each.state in TIMED_STATES}
+        counted = [replace(each, inconclusive=True) if each.number in disturbed else each for each in counted]
     by_candidate: dict[Candidate, Trial] = {}
-    for trial in first:
+    for trial in counted:
+        if trial.role in (Role.REPEAT, Role.INTERFERENCE):
+            continue
         known = by_candidate.get(trial.candidate)
-        if known is None or not known.settles or known.source:
+        if known is None or not known.is_conclusive or known.source:
             by_candidate[trial.candidate] = trial
-    measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.settles]
+    measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED and trial.is_conclusive]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
-    repeats = tuple(trial for trial in own if trial.role is Role.REPEAT)
+    repeats = tuple(trial for trial in counted if trial.role is Role.REPEAT)
     search_state = SearchState(
         by_candidate=by_candidate,
         repeats=repeats,

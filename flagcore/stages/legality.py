@@ -1,4 +1,4 @@
-"""legality: the axes, rules and merges of a task, including those from plugins."""
+"""legality: collect the axes, rules and merges of a task from the engine and from plugins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcore.contracts import Workload
 from flagcore.domain.effects import engine_task, plugin_axes, plugin_axis
-from flagcore.domain.engine import EngineSupport, Refused
+from flagcore.domain.engine import EngineSupport, RefusedValues
 from flagcore.domain.knob import Knob, Requirement
 from flagcore.domain.space import Axis, BoolArray, Columns, Legality, Rule
 from flagcore.domain.spec import Spec, Task
@@ -18,27 +18,26 @@ from flagcore.errors import NoDevice
 
 JOB_KEYS = ("precision", "attention", "implementation")
 """Keys of a job whose values a plugin may reject."""
-SHARED = ("settings.", "engine_args.")
+SHARED_PREFIXES = ("settings.", "engine_args.")
 """The prefixes of settings that all candidates share."""
 
 
 def legality(task: Task, workload: Workload, support: EngineSupport | None = None) -> Legality:
-    """Return the axes, rules and merges of `task`: the engine's, those of plugins' knobs, and rejected values.
-
-    Raises SpecError for a space that the engine cannot read.
-    """
-    own = workload.axes(engine_task(task))
-    axes = (*own, *plugin_axes(task))
+    """Return the axes, rules and merges of `task`: those of the engine, of plugins' knobs, and of values that plugins
+    reject. Raises SpecError for an invalid space."""
+    engine_axes = workload.axes(engine_task(task))
+    axes = (*engine_axes, *plugin_axes(task))
     rules, merges = engine_legality(task, workload.rules, workload.merges)
-    required = [rule for knob in task.knobs for rule in _requirements(task, knob, axes)]
-    refused = () if support is None else refusals(axes, support, task.spec)
-    return Legality(axes=axes, rules=(*rules, *required, *_releases(task, workload, own), *refused), merges=merges)
+    required = [rule for knob in task.knobs for rule in _requirement_rules(task, knob, axes)]
+    release = _release_rules(task, workload, engine_axes)
+    rejected = () if support is None else rejection_rules(axes, support, task.spec)
+    return Legality(axes=axes, rules=(*rules, *required, *release, *rejected), merges=merges)
 
 
-def _releases(task: Task, workload: Workload, own: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield rules that a knob is neutral in releases of the engine without it."""
-    knobs = {knob.name: knob for knob in workload.knobs if not knob.available(task.spec.work.engine_version)}
-    for axis in own:
+def _release_rules(task: Task, workload: Workload, engine_axes: Sequence[Axis]) -> Iterator[Rule]:
+    """Yield a rule for each knob that the engine release does not have: it must be neutral."""
+    knobs = {knob.name: knob for knob in workload.knobs if not knob.is_available(task.spec.work.engine_version)}
+    for axis in engine_axes:
         if knob := knobs.get(axis.knob):
             yield Rule(
                 name=f"{knob.name}_release",
@@ -49,51 +48,51 @@ def _releases(task: Task, workload: Workload, own: Sequence[Axis]) -> Iterator[R
 
 
 def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
-    set_: BoolArray = columns[knob] != neutral
-    return set_
+    is_set: BoolArray = columns[knob] != neutral
+    return is_set
 
 
-def refusals(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = None) -> tuple[Rule, ...]:
-    """Return a rule for each value that plugins report as broken on the chip, of a knob or of a key of `spec`.
+def rejection_rules(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = None) -> tuple[Rule, ...]:
+    """Return a rule for each value that does not work on the chip, of a knob or of a key of `spec`.
 
-    A value that the knob does not have is skipped: a plugin may cover more releases of an engine. Raises NoDevice for
-    a name that is neither a knob nor a key of a job.
+    Values that a knob does not have are ignored, because a plugin may support other releases of the engine. Raises
+    NoDevice for a name that is neither a knob nor a key of a job.
     """
     by_knob = {axis.knob: axis for axis in axes}
     rules = []
     for refused in support.refused:
         if refused.knob in by_knob:
-            rules.append(_refused_knob(by_knob[refused.knob], refused))
-        elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED):
+            rules.append(_knob_rule(by_knob[refused.knob], refused))
+        elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED_PREFIXES):
             value = None if spec is None else _value_of(spec, refused.knob)
             broken = value in refused.values
-            rules.append(_refused_job(axes[0], refused.name, refused.knob, value, broken, refused.reason))
+            rules.append(_job_rule(axes[0], refused.name, refused.knob, value, broken, refused.reason))
         else:
-            problem = f"a plugin refuses values of {refused.knob}, which is not a knob (rule {refused.name})"
+            problem = f"a plugin rejects values of {refused.knob}, which is not a knob (rule {refused.name})"
             raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
     for forced in support.forced:
         value = None if spec is None else _value_of(spec, forced.setting)
         reason = f"it must be {forced.value}: {forced.reason}"
         broken = value is not None and value != forced.value
-        rules.append(_refused_job(axes[0], forced.name, forced.setting, value, broken, reason))
+        rules.append(_job_rule(axes[0], forced.name, forced.setting, value, broken, reason))
     return tuple(rules)
 
 
-def _refused_knob(axis: Axis, refused: Refused) -> Rule:
+def _knob_rule(axis: Axis, refused: RefusedValues) -> Rule:
     known = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
     codes = np.array([axis.encode(value) for value in known], dtype=np.int64)
-    most = np.inf if refused.above is None else refused.above
-    values = " or ".join([*map(str, refused.values), *([f"more than {most}"] if refused.above is not None else [])])
+    maximum = np.inf if refused.above is None else refused.above
+    values = " or ".join([*map(str, refused.values), *([f"more than {maximum}"] if refused.above is not None else [])])
     return Rule(
         name=refused.name,
         knobs=(axis.knob,),
         message=f"{axis.knob} = {values}: {refused.reason}",
-        broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > most),
+        broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > maximum),
     )
 
 
-def _refused_job(first: Axis, name: str, key: str, value: object, broken: bool, reason: str) -> Rule:
-    """Return a rule that every candidate breaks, or none, because all candidates share the key."""
+def _job_rule(first: Axis, name: str, key: str, value: object, broken: bool, reason: str) -> Rule:
+    """Return a rule for a key that all candidates share: either all candidates break it, or none does."""
     return Rule(
         name=name,
         knobs=(first.knob,),
@@ -103,7 +102,7 @@ def _refused_job(first: Axis, name: str, key: str, value: object, broken: bool, 
 
 
 def _value_of(spec: Spec, key: str) -> object:
-    """Return the value of a key of a job or of a shared setting; None if the spec does not give it."""
+    """Return the value of a key of a job or of a shared setting; None if the spec does not have it."""
     section, _, name = key.partition(".")
     if not name:
         return getattr(spec.work, section, None)
@@ -116,9 +115,9 @@ def _value_of(spec: Spec, key: str) -> object:
     return {each.lstrip("-").replace("-", "_"): value for each, value in settings.items()}.get(name.replace("-", "_"))
 
 
-def _requirements(task: Task, knob: Knob, own: Sequence[Axis]) -> Iterator[Rule]:
-    """Yield the requirements of knobs that are not neutral. One on a knob that the engine lacks is never met."""
-    by_name, neutral = {axis.knob: axis for axis in own}, plugin_axis(task, knob).encode(knob.neutral)
+def _requirement_rules(task: Task, knob: Knob, axes: Sequence[Axis]) -> Iterator[Rule]:
+    """Yield a rule for each requirement of a knob with effects. A requirement on a missing knob is never met."""
+    by_name, neutral = {axis.knob: axis for axis in axes}, plugin_axis(task, knob).encode(knob.neutral)
     if knob.experts_only and task.spec.model.num_moe_experts is None:
         yield Rule(
             name=f"{knob.name}_without_experts",
@@ -132,19 +131,19 @@ def _requirements(task: Task, knob: Knob, own: Sequence[Axis]) -> Iterator[Rule]
             name=f"{knob.name}_needs_{requirement.knob}",
             knobs=(knob.name, requirement.knob) if axis else (knob.name,),
             message=f"{knob.name} needs {requirement}: {knob.help}",
-            broken=partial(_fails, knob.name, neutral, requirement, axis),
+            broken=partial(_is_unmet, knob.name, neutral, requirement, axis),
         )
 
 
-def _fails(knob: str, neutral: int, requirement: Requirement, axis: Axis | None, columns: Columns) -> BoolArray:
-    used = _is_set(knob, neutral, columns)
+def _is_unmet(knob: str, neutral: int, requirement: Requirement, axis: Axis | None, columns: Columns) -> BoolArray:
+    is_set = _is_set(knob, neutral, columns)
     if axis is None:
-        return used
-    values, holds = columns[requirement.knob], np.ones(used.shape, dtype=np.bool_)
+        return is_set
+    values, holds = columns[requirement.knob], np.ones(is_set.shape, dtype=np.bool_)
     if requirement.at_least is not None:
         holds &= values >= requirement.at_least
     if requirement.at_most is not None:
         holds &= values <= requirement.at_most
     if requirement.one_of:
         holds &= np.isin(values, [axis.encode(each) for each in requirement.one_of])
-    return used & ~holds
+    return is_set & ~holds

@@ -1,4 +1,4 @@
-"""limit: how long a trial may take, by its prediction, and how long all trials may take."""
+"""limit: derive the time limits of trials and of the search from predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import Workload, start_seconds
-from flagcore.domain.plan import measured_over
+from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import EXTRA_ROUNDS, MAX_RIVALS, SearchTime
 from flagcore.domain.space import FloatArray, IntArray
@@ -17,20 +17,21 @@ from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import TimeLimit, Trial, TrialState
 
 SLACK = 3.0
-"""Steps may take this many times the high end of their prediction: other jobs, slow file systems, compilation."""
+"""The time limit of steps relative to the upper bound of their prediction, because of other jobs, slow file systems and
+compilation."""
 
 START_SLACK = 2.0
-"""A start may take this many times the longest one of the run so far."""
+"""The time limit of a start relative to the longest start of the run so far."""
 
 UNKNOWN_SECONDS = 3600.0
 """The limit of a trial whose step time is not predicted."""
 
 
 def time_limit(task: Task, workload: Workload, trial: Trial, earlier: Sequence[Trial], launches: int = 1) -> TimeLimit:
-    """Return how long a trial may take that starts `launches` times, one after the other.
+    """Return the time limit of a trial with `launches` consecutive launches.
 
-    It is `control.max_time_per_task` or else the time to start, of the engine or as `earlier` trials took, and SLACK
-    times the high end of all steps, corrected if `earlier` trials were slower than predicted.
+    It is `control.max_time_per_task` or, for each launch, the time to start plus SLACK times the upper bound of the
+    steps. Both are increased if `earlier` trials took longer.
     """
     control = task.spec.control
     if (given := control.max_time_per_task) is not None:
@@ -49,11 +50,14 @@ def time_limit(task: Task, workload: Workload, trial: Trial, earlier: Sequence[T
     return TimeLimit(seconds=launches * (max(start, longest) + steps), because=because)
 
 
-def capped(limit: TimeLimit, left: float, key: str) -> TimeLimit:
-    """Return `limit`, or what is `left` of the time that `key` gives if that is less; at least a second."""
-    if left >= limit.seconds:
+def cap_limit(limit: TimeLimit, seconds_left: float, key: str) -> TimeLimit:
+    """Return `limit`, or a limit of `seconds_left` if that is less, but at least a second.
+
+    `key` describes the option that limits the remaining time.
+    """
+    if seconds_left >= limit.seconds:
         return limit
-    return TimeLimit(seconds=max(1.0, left), because=f"the rest of {key}")
+    return TimeLimit(seconds=max(1.0, seconds_left), because=f"the rest of {key}")
 
 
 def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
@@ -61,29 +65,33 @@ def _slowest_step(trial: Trial, earlier: Sequence[Trial]) -> float | None:
     if not isinstance(step, Mapping) or not math.isfinite(step["high"]):
         return None
     measured = (each for each in earlier if each.state in (TrialState.MEASURED, TrialState.STOPPED))
-    ratios = [ratio * step["value"] / step["high"] for each in measured if (ratio := measured_over(each, "predicted"))]
+    ratios = [
+        ratio * step["value"] / step["high"] for each in measured if (ratio := measured_to_predicted(each, "predicted"))
+    ]
     high: float = step["high"] * max([1.0, *ratios])
     return high / trial.shortened.scale if trial.shortened else high
 
 
 def search_time(task: Task, workload: Workload, predictions: Predictions, rows: IntArray) -> SearchTime:
-    """Return how long a search may take that tries `rows`."""
+    """Return the time of a search that tries `rows`."""
     control = task.spec.control
-    most = control.max_step_time or math.inf
-    shortens = bool((predictions.step_time_s[rows] > most).any())  # finalists run whole
-    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(shortens)
+    max_step = control.max_step_time or math.inf
+    is_shortened = bool(
+        (predictions.step_time_s[rows] > max_step).any()
+    )  # then the finalists run again with whole steps
+    rounds = control.repeats + EXTRA_ROUNDS if control.repeats and rows.size > 1 else int(is_shortened)
     repeats = rounds * min(2 + MAX_RIVALS, int(rows.size))
 
-    def steps(seconds: FloatArray) -> float:
-        of_trials = float(np.minimum(seconds, most).sum())  # longer steps are shortened
+    def seconds_of_steps(seconds: FloatArray) -> float:
+        of_trials = float(np.minimum(seconds, max_step).sum())  # longer steps are shortened
         return control.train_iters * (of_trials + repeats * float(np.max(seconds, initial=0.0)))
 
-    trains = isinstance(task.spec.work, TrainSpec)
-    predicted, high = (steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
+    is_training = isinstance(task.spec.work, TrainSpec)
+    predicted, high = (seconds_of_steps(column[rows]) for column in (predictions.step_time_s, predictions.high_s))
     limit = control.max_time_per_task
     if limit is not None:
         at_most = (rows.size + repeats) * limit
-    elif not trains:
+    elif not is_training:
         at_most = (rows.size + repeats) * start_seconds(workload)
     elif math.isfinite(high):
         at_most = (rows.size + repeats) * start_seconds(workload) + SLACK * high
@@ -92,6 +100,6 @@ def search_time(task: Task, workload: Workload, predictions: Predictions, rows: 
     return SearchTime(
         trials=int(rows.size),
         repeats=repeats,
-        steps_s=predicted if trains and math.isfinite(predicted) else None,
+        steps_s=predicted if is_training and math.isfinite(predicted) else None,
         at_most_s=min(at_most, control.max_time or math.inf),
     )

@@ -1,8 +1,7 @@
-"""measure: wait for a trial, stop it once its steps are done or if it is too slow, and return its outcome.
+"""measure: wait for a trial, stop it when its steps are finished or if it is too slow, and return its outcome.
 
-A trial is stopped early if at least two steps after its warm-up are done and the fastest of them took longer than the
-best trial's median step by more than `EARLY_STOP_RATIO` and its noise allow: even if all further steps were as fast, it
-would lose. Its partial measurement is stored as such.
+A trial is stopped early if it has finished at least two steps after the warm-up, and the fastest of them takes
+`early_stop_ratio` times as long as the median step of the best trial. Its measurement is stored as partial.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flagcore.contracts import Platform, Running, Telemetry, Workload, steps_wanted
+from flagcore.contracts import Platform, RunningLaunch, Telemetry, Workload, step_limit
 from flagcore.domain.devices import MEMORY_IN_USE, SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.launch import LONGEST_REASON, Exit, failure
@@ -25,26 +24,27 @@ from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
 EARLY_STOP_RATIO, NOISES = 1.2, 2.0
-"""A trial is stopped early if its steps exceed those of the best by this ratio, and by this many times its noise."""
+"""A trial is stopped early if its steps take longer than those of the best by this ratio, and by this multiple of the
+noise of the best."""
 POLL_SECONDS = 0.5
 ENDED_AFTER_STEPS = (None, "disk", "full_disk", "timeout")
-"""How a trial may end after its last step and still count: by itself, or while it saves or evaluates."""
+"""Values of `Exit.ended_by` with which a trial counts as measured if its steps are finished."""
 POWER_LIMIT = "power_limit_watts"
-"""The name of the power limit in telemetry. It is a setting without a peak."""
+"""The name of the power limit in telemetry. It is a setting, for which no peak is reported."""
 MAX_SHARE_BEFORE = 0.1
-"""If other programs used more than this share of the memory before a trial, readings are not the trial's own."""
+"""Readings of the memory in use are ignored if other programs used more than this share of it before the trial."""
 
 
 def measure(
-    running: Running, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
+    running: RunningLaunch, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
 ) -> Trial:
     """Wait for a running trial, and return it with a measurement or the reason of its failure.
 
-    `best` is the trial to beat (None: no early stop). KeyboardInterrupt ends the trial's processes, and
-    is re-raised.
+    `best` is the best trial so far; None: the trial is not stopped early. On an exception such as KeyboardInterrupt,
+    the processes of the trial are ended.
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
-    warmup, wanted = platform.task.spec.control.warmup_iters, steps_wanted(workload, platform.task)
+    warmup, wanted = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
     scale = trial.shortened.low if trial.shortened else 1.0
     beaten_by: Trial | None = None
     stopped = False
@@ -61,42 +61,44 @@ def measure(
     except BaseException:
         running.stop()
         raise
-    done = wanted is not None and len(progress()) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
-    outcome = _outcome(ended, beaten_by, platform, workload, trial, folder, done=stopped or done)
+    finished = wanted is not None and len(progress()) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
+    outcome = _outcome(ended, beaten_by, platform, workload, trial, folder, finished=stopped or finished)
     if wanted and outcome.state is TrialState.MEASURED and not stopped:
-        outcome = replace(outcome, reason=_remark(ended, folder, platform, workload, len(progress()), wanted))
+        outcome = replace(outcome, reason=_end_remark(ended, folder, platform, workload, len(progress()), wanted))
     if outcome.measurement:
         outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
     return replace(outcome, duration_s=ended.duration_s, warm=ended.warm)
 
 
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
-    """Return a measurement with the telemetry of its devices, and the names of outliers.
+    """Return a measurement with the telemetry of its devices, and the slow devices.
 
-    Memory in use comes from the telemetry if the trial did not report it.
+    The memory in use is from the telemetry if the trial did not report it.
     """
     by_device = {int(each["device"]): dict(each) for each in measured.devices}
-    if not platform.support.shared_devices:  # otherwise a reading is of the whole machine
+    if not platform.support.shared_devices:  # otherwise readings are of the whole machine
         for number, figures in readings.by_device().items():
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))
-    slower = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
+    slow_ratio = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
     per_node, hosts = platform.task.cluster.groups[0].devices_per_node, platform.task.spec.cluster.hosts
-    slow = slow_devices(devices, per_node, slower, hosts)
+    slow = slow_devices(devices, per_node, slow_ratio, hosts)
     used = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
         used = measured.device_used_bytes
     return replace(measured, telemetry=readings.summary(), device_used_bytes=used, devices=devices, slow=slow)
 
 
-def _remark(ended: Exit, folder: str, platform: Platform, workload: Workload, steps: int, wanted: int) -> str | None:
-    """Return what is unusual about the end of a measured trial that ended by itself, None for nothing."""
+def _end_remark(
+    ended: Exit, folder: str, platform: Platform, workload: Workload, steps: int, wanted: int
+) -> str | None:
+    """Return a remark if a measured trial ended too early or failed after its steps, else None."""
     if steps < wanted:
         return f"it ended after {steps} of {wanted} steps"
     if ended.code == 0 and ended.ended_by is None:
         return None
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    return f"all its steps are measured; it failed after them: {failure(ended, folder, patterns)[1]}"[:LONGEST_REASON]
+    return f"it failed after all its steps were measured: {failure(ended, folder, patterns)[1]}"[:LONGEST_REASON]
 
 
 def _outcome(
@@ -107,9 +109,9 @@ def _outcome(
     trial: Trial,
     folder: str,
     *,
-    done: bool,
+    finished: bool,
 ) -> Trial:
-    if (ended.code == 0 and ended.ended_by is None) or beaten_by or done:
+    if (ended.code == 0 and ended.ended_by is None) or beaten_by or finished:
         try:
             measured = workload.read(engine_task(platform.task), trial.candidate, folder, partial=beaten_by is not None)
         except FlagError as error:
@@ -127,29 +129,29 @@ def _outcome(
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:
-    """Return a finished trial as measured, unless it ran other values than requested."""
+    """Return a finished trial as measured, or as failed if its measurement is invalid."""
     measured, group = trial.measurement, platform.task.cluster.groups[0]
     assert measured is not None
-    ranks = platform.support.shared_devices and isinstance(platform.task.spec.work, TrainSpec)
-    budget = group.memory_bytes if ranks else None  # servers are held together, by the limit of all their processes
+    checks_ranks = platform.support.shared_devices and isinstance(platform.task.spec.work, TrainSpec)
+    budget = group.memory_bytes if checks_ranks else None  # the launcher limits the memory of servers
     if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
         used = measured.device_used_bytes
         reason = f"one rank used {used / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
         return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason)
     if any(loss is None for loss in measured.losses):
         return replace(trial, state=TrialState.FAILED, reason="the loss is not finite")
-    wrong = _differs(trial, measured)
-    if wrong:
-        return replace(trial, state=TrialState.INVALID, reason=wrong)
+    if difference := _difference(trial, measured):
+        return replace(trial, state=TrialState.INVALID, reason=difference)
     return replace(trial, state=TrialState.MEASURED)
 
 
-def _differs(trial: Trial, measured: Measurement) -> str | None:
+def _difference(trial: Trial, measured: Measurement) -> str | None:
+    """Return a description of the first value with which the engine ran instead of the requested one, or None."""
     batch = (("global_batch_size", trial.shortened.global_batch_size),) if trial.shortened else ()
     for knob, wanted in (*trial.candidate.items, *batch):
         ran = measured.effective.get(knob, wanted)
         if ran != wanted:
-            return f"the engine ran {knob} = {ran} where {wanted} was asked for"[:LONGEST_REASON]
+            return f"the engine ran with {knob} = {ran} instead of {wanted}"[:LONGEST_REASON]
     return None
 
 
@@ -163,12 +165,12 @@ def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial, scale: float)
 
 
 def early_stop_ratio(best: Trial) -> float:
-    """Return how many times the step of `best` all steps of a trial take that is stopped early."""
+    """Return the ratio of a trial's fastest step to the step of `best` above which the trial is stopped early."""
     return max(EARLY_STOP_RATIO, 1.0 + NOISES * noise([best]))
 
 
 def _early_stop_reason(partial: Measurement, best: Trial) -> str:
-    """Return why a trial was stopped early, with the numbers of the rule."""
+    """Return why a trial was stopped early."""
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
@@ -178,7 +180,7 @@ def _early_stop_reason(partial: Measurement, best: Trial) -> str:
 
 
 class _Readings:
-    """Telemetry about once a second: the mean of each figure, and the peak of memory, over all devices and of each."""
+    """Collects telemetry about once a second, and returns means and peaks of all devices and of each."""
 
     def __init__(self, platform: Platform) -> None:
         task = platform.task
@@ -189,18 +191,18 @@ class _Readings:
             if not device.host or device.index < per_node
         ]
         if (names := platform.selected_devices) is not None:
-            own = [(str(number), reader) for number, reader in self._readers]
-            self._readers = [(names.index(name), reader) for name, reader in own if name in names]
+            named = [(str(number), reader) for number, reader in self._readers]
+            self._readers = [(names.index(name), reader) for name, reader in named if name in names]
         self._samples: dict[int, dict[str, list[float]]] = {}
-        self._next = 0.0
-        self._before = math.inf
-        """The most memory that a device had in use at the first reading."""
+        self._next_time = 0.0
+        self._used_before = math.inf
+        """The maximum memory in use of a device at the first reading."""
 
     def take(self) -> None:
-        """Read every device, at most once a second; a reader that raises is not called again."""
-        if time.monotonic() < self._next:
+        """Read all devices, at most once a second. A reader that raises is not called again."""
+        if time.monotonic() < self._next_time:
             return
-        self._next = time.monotonic() + 1.0
+        self._next_time = time.monotonic() + 1.0
         for number, reader in list(self._readers):
             try:
                 for name, value in reader.sample().items():
@@ -209,13 +211,13 @@ class _Readings:
             except Exception as error:
                 LOG.warning("telemetry of device %s is disabled: %s", number, error)
                 self._readers.remove((number, reader))
-        if math.isinf(self._before):
-            self._before = max(self._memory(), default=math.inf)
+        if math.isinf(self._used_before):
+            self._used_before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
-        """Return the highest memory in use; None without readings, or if other programs used much of it."""
+        """Return the maximum memory in use of a device; None without readings, or if other programs used much of it."""
         used = self._memory()
-        if not used or self._before > MAX_SHARE_BEFORE * max(used):
+        if not used or self._used_before > MAX_SHARE_BEFORE * max(used):
             return None
         return int(max(used))
 
@@ -223,7 +225,7 @@ class _Readings:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY_IN_USE, [])]
 
     def summary(self) -> dict[str, float]:
-        """Return means by name, and peaks with the prefix `peak_` (none for settings), over all devices."""
+        """Return the means by name, and the peaks with the prefix `peak_`, over all devices."""
         joined: dict[str, list[float]] = {}
         for samples in self._samples.values():
             for name, values in samples.items():
@@ -231,7 +233,7 @@ class _Readings:
         return _means_and_peaks(joined)
 
     def by_device(self) -> dict[int, dict[str, float]]:
-        """Return the same for each device, by its number over all nodes."""
+        """Return the means and peaks of each device by its number over all nodes."""
         return {number: _means_and_peaks(samples) for number, samples in self._samples.items()}
 
 

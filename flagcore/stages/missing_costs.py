@@ -1,4 +1,4 @@
-"""missing_costs: the unknown rates if a time cannot be predicted, and how to get them."""
+"""missing_costs: describe the unknown rates that prevent the prediction of times, and how to provide them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import PRECISIONS, Task
 
-MEASURED = "`flag calibrate` on such a device measures that"
+MEASURED = "`flag calibrate` measures it on such a device"
 BUDGET = "give cluster.memory_per_device"
 NETWORK = "give cluster.nic_bytes_per_second"
 
 
 def no_time(task: Task, costs: Costs) -> str:
-    """Return why no time can be predicted for a task: unknown rates, and how to get them."""
-    precision, unlisted, rates = task.spec.work.precision, list[str](), dict[str, list[str]]()
-    for group, own in zip(task.cluster.groups, costs.groups, strict=False):
-        known = _known_precisions(own)
+    """Return why no time can be predicted for a task: the unknown rates, and how to provide them."""
+    precision, unlisted, by_fix = task.spec.work.precision, list[str](), dict[str, list[str]]()
+    for group, group_costs in zip(task.cluster.groups, costs.groups, strict=False):
+        known = _known_precisions(group_costs)
         if known and precision not in known:
             unlisted.append(_other_precision(group, known, precision))
-        for what, how in _unknown(group, own, bool(known), precision):
-            rates.setdefault(how, []).append(what)
+        for rate, fix in _unknown_rates(group, group_costs, bool(known), precision):
+            by_fix.setdefault(fix, []).append(rate)
     if costs.between is not None and _is_unknown(costs.between, "send", 2, 1):
-        how = "give nic_bytes_per_second in each of cluster.groups"
-        rates.setdefault(how, []).append("the network between node groups")
-    if not rates and not unlisted:
-        serves = isinstance(task.spec.work, ServeSpec)
-        what = "how fast the host computes the layers that are not on a device" if serves else "a rate that it needs"
-        rates["trials measure that" if serves else MEASURED] = [what]
-    named = ", ".join(f"{' and '.join(several)} ({how})" for how, several in rates.items())
+        fix = "give nic_bytes_per_second in each of cluster.groups"
+        by_fix.setdefault(fix, []).append("the network between node groups")
+    if not by_fix and not unlisted:
+        is_serving = isinstance(task.spec.work, ServeSpec)
+        rate = "the host's speed for layers that are not on a device" if is_serving else "a rate of the device"
+        by_fix["trials measure it" if is_serving else MEASURED] = [rate]
+    named = ", ".join(f"{' and '.join(rates)} ({fix})" for fix, rates in by_fix.items())
     chips = {group.chip.name: group for group in task.cluster.groups}
     unlimited = [
-        f"unknown memory of {name}, so all seem to fit ({BUDGET})"
+        f"unknown memory of {name}, so all candidates are assumed to fit ({BUDGET})"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
@@ -48,13 +48,14 @@ def _known_precisions(costs: Costs) -> list[str]:
 
 
 def _other_precision(group: NodeGroup, known: list[str], precision: str) -> str:
-    """Return the usable precisions of a chip: those that calibration measures."""
+    """Return a message with the precisions of a chip that can be predicted."""
     *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
     usable = f"{', '.join(others)} or {last}" if others else last
     return f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"
 
 
-def _unknown(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> Iterator[tuple[str, str]]:
+def _unknown_rates(group: NodeGroup, costs: Costs, has_peak: bool, precision: str) -> Iterator[tuple[str, str]]:
+    """Yield each unknown rate of a node group, and how to provide it."""
     chip = group.chip.name
     if not has_peak:
         yield f"the peak rate of {chip} in {precision}", MEASURED

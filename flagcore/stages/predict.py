@@ -1,4 +1,4 @@
-"""predict: memory and time of the whole space, a chunk of columns at a time."""
+"""predict: predict memory and time of the whole space in chunks of columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flagcore.contracts import Costs, Workload, memory_components, stage_layers
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import objective_value
 from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction
-from flagcore.domain.serving import ServeSpec, nested
+from flagcore.domain.serving import ServeSpec, nest_statistics
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.i18n import N_
@@ -29,15 +29,15 @@ PART_NAMES = {
     "dp_comm_exposed_s": N_("gradient exchange"),
     "optimizer_s": N_("optimizer"),
 }
-"""Names of the parts of a training step in job records. An engine may have others."""
+"""The names of the parts of a training step. An engine may have other parts."""
 LIMIT_SHARE = 0.1
-"""A part of a step limits a candidate if it is the largest except compute and takes this share of it or more."""
+"""The largest part of a step except compute is the bottleneck if it takes at least this share of the step."""
 FULL_SHARE = 0.9
-"""Memory limits a candidate that no part limits, if the device is in use by this share of its capacity or more."""
+"""Otherwise, memory is the bottleneck if at least this share of the capacity is in use."""
 
 
 def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predictions:
-    """Return the predictions of all candidates, in the order of the space's rows."""
+    """Return the predictions of all candidates in the order of the space's rows."""
     pieces = space.chunks(CHUNK) if len(space) else [slice(0, 0)]
     return Predictions.join(
         (predict_columns(task, workload, space.columns(rows), costs) for rows in pieces), len(space)
@@ -45,24 +45,24 @@ def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predi
 
 
 def predict_columns(task: Task, workload: Workload, columns: Columns, costs: Costs) -> Predictions:
-    """Return the engine's predictions of every row, with the settings and factors of the plugins' knobs."""
+    """Return the engine's predictions of all rows, with the effects of the task's knobs."""
     parts, order = [], []
-    for effects, some, rows in rows_by_effects(task, columns):
-        parts.append(scaled(workload.predict(engine_task(task, effects), some, costs), effects))
+    for effects, group_columns, rows in rows_by_effects(task, columns):
+        parts.append(scaled(workload.predict(engine_task(task, effects), group_columns, costs), effects))
         order.append(rows)
     if len(parts) <= 1:
         return parts[0] if parts else workload.predict(engine_task(task), columns, costs)
-    back: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
-    return Predictions.join(parts).take(back)
+    original_order: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
+    return Predictions.join(parts).take(original_order)
 
 
 def predict_components(
     task: Task, workload: Workload, columns: Columns, stages: IntArray, costs: Costs
 ) -> dict[str, dict[str, FloatArray]]:
-    """Return the engine's figures by component with the settings of each row's knobs; factors are not split."""
+    """Return the figures of the model's components for each row. Factors of effects are not applied."""
     found: dict[str, dict[str, FloatArray]] = {}
-    for effects, some, rows in rows_by_effects(task, columns):
-        components = memory_components(workload, engine_task(task, effects), some, stages[rows], costs)
+    for effects, group_columns, rows in rows_by_effects(task, columns):
+        components = memory_components(workload, engine_task(task, effects), group_columns, stages[rows], costs)
         for component, figures in components.items():
             for name, values in figures.items():
                 found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
@@ -70,13 +70,12 @@ def predict_components(
 
 
 def predict_stage_layers(task: Task, workload: Workload, columns: Columns, costs: Costs) -> dict[int, Sequence[int]]:
-    """Return the layers of each stage of the rows whose split the engine derives, by row."""
-    return {
-        int(row): layers
-        for effects, some, rows in rows_by_effects(task, columns)
-        for row, layers in zip(rows, stage_layers(workload, engine_task(task, effects), some, costs), strict=False)
-        if layers
-    }
+    """Return the numbers of layers per stage by row, for rows whose split the engine derives."""
+    found = {}
+    for effects, group_columns, rows in rows_by_effects(task, columns):
+        layers = stage_layers(workload, engine_task(task, effects), group_columns, costs)
+        found.update({int(row): each for row, each in zip(rows, layers, strict=False) if each})
+    return found
 
 
 def part_name(part: str) -> str:
@@ -85,7 +84,7 @@ def part_name(part: str) -> str:
 
 
 def limit(prediction: Prediction) -> str:
-    """Return the bottleneck of a candidate with a known time: a part of its step, memory, or else compute."""
+    """Return the bottleneck of a candidate with a known time: a part of its step, memory, or compute."""
     parts = {name: seconds for name, seconds in prediction.time_s.items() if name != "compute_s"}
     largest = max(parts, key=lambda name: parts[name], default=None)
     if largest is not None and parts[largest] >= LIMIT_SHARE * (prediction.step_time_s or 0.0):
@@ -95,7 +94,7 @@ def limit(prediction: Prediction) -> str:
 
 
 def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
-    """Return the parts of a model as plain data, weights counted one by one."""
+    """Return the parts of a model as plain data with their numbers of parameters."""
     return [
         {
             "component": part.name,
@@ -108,12 +107,12 @@ def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
 
 
 def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> dict[str, object]:
-    """Return a prediction as plain data in the format of job records: GiB, seconds; unknown figures are left out.
+    """Return a prediction as plain data in the format of job records, in GiB and seconds, without unknown figures.
 
-    `layers` are those of each stage, where the engine derived them.
+    `layers` are the numbers of layers per stage if the engine derived them.
     """
     if isinstance(task.spec.work, ServeSpec):
-        return _served(task.spec.objective, prediction)
+        return _serving_record(task.spec.objective, prediction)
     data: dict[str, object] = {}
     devices, train = task.cluster.devices, task.spec.train
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
@@ -132,10 +131,10 @@ def record(task: Task, prediction: Prediction, layers: Sequence[int] = ()) -> di
     return data | {"memory": _memory(prediction)} | split
 
 
-def _served(objective: str, prediction: Prediction) -> dict[str, object]:
-    """Return the predicted figures of a server by name, latencies by statistic."""
+def _serving_record(objective: str, prediction: Prediction) -> dict[str, object]:
+    """Return the prediction of a server as plain data, with the statistics of each latency."""
     cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
-    data = nested({name: figure for name, figure in prediction.figures.items() if name not in cache})
+    data = nest_statistics({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if seconds is not None and low is not None and high is not None:
         bounds = sorted((objective_value(objective, low), objective_value(objective, high)))
@@ -155,7 +154,7 @@ def _memory(prediction: Prediction) -> dict[str, object]:
 
 
 def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures by name with those in bytes as GiB; None stays None."""
+    """Return figures by name with bytes converted to GiB."""
     return {
         name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
         for name, value in figures.items()
@@ -163,7 +162,7 @@ def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_record(figures: RankPrediction) -> dict[str, object]:
-    """Return one rank's figures as plain data: GiB, seconds; unknown ones are left out."""
+    """Return the prediction of a rank as plain data, in GiB and seconds, without unknown figures."""
     data: dict[str, object] = {"rank": figures.rank}
     for name in ("static", "peak_allocated", "reserved", "device_used"):
         data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB

@@ -1,4 +1,4 @@
-"""probe: run single ranks of a candidate on one device, each in a separate process."""
+"""probe: run single ranks of a candidate, each in a separate process on one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
+from flagcore.contracts import Launcher, Platform, RunningLaunch, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
 from flagcore.domain.launch import Exit, failure
@@ -21,13 +21,13 @@ from flagcore.errors import FlagError, LaunchError
 from flagcore.files import read_regular
 
 POLL_SECONDS = 60.0
-POLL_OF_SEVERAL_SECONDS = 0.1
+PARALLEL_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _RunningRank:
-    blank: RankProbe
-    process: Running
+    probe: RankProbe
+    process: RunningLaunch
     folder: str
 
 
@@ -45,68 +45,74 @@ def probe(
     finish: bool = True,
     devices: int = 1,
 ) -> Probe:
-    """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
+    """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, in parallel on `devices` devices.
 
-    Each has a folder in `folder`; all are ended after `limit` in total. `on_rank` is called with each rank before it
-    starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. A failed rank is a result, and
-    the last one unless `finish`: running ones are ended and dropped. Raises FlagError if one cannot be started.
-    Processes are ended on every exception.
+    Each rank has its own folder in `folder`. `limit` is the time limit of all ranks together. `on_rank` is called
+    before each rank starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. Without `finish`,
+    the probe ends when a rank fails, and ranks that still run are dropped. Raises FlagError if a rank cannot be
+    started. On an exception, all processes are ended.
     """
     chosen = tuple(ranks) or ranks_to_probe(platform, workload, candidate)
-    predicted = _predicted(platform, workload, candidate, chosen)
-    done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
-    waiting, running_ranks = [rank for rank in chosen if rank not in done], list[_RunningRank]()
-    ends = time.monotonic() + limit.seconds
+    predicted = _predict_ranks(platform, workload, candidate, chosen)
+    results = {
+        rank: result
+        for rank in chosen
+        if (result := _earlier_result(earlier, rank, predicted[rank], workload, platform))
+    }
+    waiting, running = [rank for rank in chosen if rank not in results], list[_RunningRank]()
+    deadline = time.monotonic() + limit.seconds
     try:
-        while waiting or running_ranks:
-            free = sorted(set(range(devices)) - {each.blank.device for each in running_ranks})
+        while waiting or running:
+            free = sorted(set(range(devices)) - {each.probe.device for each in running})
             for device, rank in zip(free, tuple(waiting), strict=False):
                 waiting.remove(rank)
                 on_rank(rank)
-                blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
-                left = replace(limit, seconds=max(1.0, ends - time.monotonic()))
-                running_ranks.append(_start(platform, workload, launcher, candidate, blank, folder, left))
-            each, ended = _first(running_ranks)
-            running_ranks.remove(each)
-            found = _outcome(each, ended, platform, workload, limit)
-            done[found.rank] = found
-            if found.measured is None and not finish:
+                started = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
+                rank_limit = replace(limit, seconds=max(1.0, deadline - time.monotonic()))
+                running.append(_start(platform, workload, launcher, candidate, started, folder, rank_limit))
+            each, ended = _wait_for_any(running)
+            running.remove(each)
+            result = _outcome(each, ended, platform, workload, limit)
+            results[result.rank] = result
+            if result.measured is None and not finish:
                 break
     finally:
-        for each in running_ranks:
+        for each in running:
             each.process.stop()
-    return Probe(candidate=candidate, ranks=tuple(done[rank] for rank in chosen if rank in done))
+    return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen if rank in results))
 
 
 def ranks_to_probe(platform: Platform, workload: Workload, candidate: Candidate) -> tuple[int, ...]:
     """Return the ranks that a probe of `candidate` runs by default."""
-    own, as_set = engine_candidate(platform.task, candidate), _engine_task(platform.task, candidate)
-    return require_prober(workload).probe_ranks(as_set, own, platform.costs)
+    task = platform.task
+    return require_prober(workload).probe_ranks(
+        _engine_task(task, candidate), engine_candidate(task, candidate), platform.costs
+    )
 
 
-def _predicted(
+def _predict_ranks(
     platform: Platform, workload: Workload, candidate: Candidate, ranks: Sequence[int]
 ) -> dict[int, RankPrediction]:
-    prober, as_set = require_prober(workload), _engine_task(platform.task, candidate)
-    columns = workload.columns(as_set, engine_candidate(platform.task, candidate).as_dict())
-    return {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in ranks}
+    prober, task = require_prober(workload), _engine_task(platform.task, candidate)
+    columns = workload.columns(task, engine_candidate(platform.task, candidate).as_dict())
+    return {rank: prober.rank(task, columns, rank, platform.costs) for rank in ranks}
 
 
 def _engine_task(task: Task, candidate: Candidate) -> Task:
-    """Return `task` as the engine sees it, with the settings of the knobs of a candidate."""
+    """Return the task for calling the engine, with the effects of a candidate's knobs."""
     return engine_task(task, effects_of(task, candidate.as_dict()))
 
 
-def _known(
+def _earlier_result(
     folders: Sequence[str], rank: int, predicted: RankPrediction, workload: Workload, platform: Platform
 ) -> RankProbe | None:
-    """Return the result of an earlier successful probe of a rank in one of several folders, or None."""
+    """Return the first result of a successful probe of a rank in `folders`, or None."""
     for folder in folders:
-        where = os.path.join(folder, f"rank-{rank}")
+        rank_folder = os.path.join(folder, f"rank-{rank}")
         with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
-            ended = json.loads(read_regular(os.path.join(where, "exit.json")))
+            ended = json.loads(read_regular(os.path.join(rank_folder, "exit.json")))
             if ended["code"] == 0 and ended["ended_by"] is None:
-                measured = require_prober(workload).read_probe(platform.task, where)
+                measured = require_prober(workload).read_probe(platform.task, rank_folder)
                 return RankProbe(rank=rank, state=TrialState.MEASURED, predicted=predicted, measured=measured)
     return None
 
@@ -116,40 +122,44 @@ def _start(
     workload: Workload,
     launcher: Launcher,
     candidate: Candidate,
-    blank: RankProbe,
+    started: RankProbe,
     folder: str,
     limit: TimeLimit,
 ) -> _RunningRank:
-    where = os.path.join(folder, f"rank-{blank.rank}")
+    rank_folder = os.path.join(folder, f"rank-{started.rank}")
     try:
-        os.makedirs(where, exist_ok=True)
+        os.makedirs(rank_folder, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"{where} cannot be made: {error.strerror or error}") from None
-    task = platform.task
-    effects, own = effects_of(task, candidate.as_dict()), engine_candidate(task, candidate)
-    bare = replace(platform, task=task_to_start(task, effects))
-    planned = require_prober(workload).probe_launch(bare, own, blank.rank, where, blank.device)
-    variables = environment_of(effects)
-    planned = platform.prepared(replace(planned, environment={**planned.environment, **variables}))
-    return _RunningRank(blank, launcher.start(platform.limited(planned, limit)), where)
+        raise LaunchError(f"{rank_folder} cannot be created: {error.strerror or error}") from None
+    effects = effects_of(platform.task, candidate.as_dict())
+    planned = require_prober(workload).probe_launch(
+        replace(platform, task=task_to_start(platform.task, effects)),
+        engine_candidate(platform.task, candidate),
+        started.rank,
+        rank_folder,
+        started.device,
+    )
+    planned = replace(planned, environment={**planned.environment, **environment_of(effects)})
+    process = launcher.start(platform.limited(platform.prepared(planned), limit))
+    return _RunningRank(started, process, rank_folder)
 
 
-def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
-    patience = POLL_SECONDS if len(running_ranks) == 1 else POLL_OF_SEVERAL_SECONDS
+def _wait_for_any(running: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
+    poll_seconds = POLL_SECONDS if len(running) == 1 else PARALLEL_POLL_SECONDS
     while True:
-        for each in running_ranks:
-            if (ended := each.process.wait(patience)) is not None:
+        for each in running:
+            if (ended := each.process.wait(poll_seconds)) is not None:
                 return each, ended
 
 
 def _outcome(each: _RunningRank, ended: Exit, platform: Platform, workload: Workload, limit: TimeLimit) -> RankProbe:
-    blank, folder = replace(each.blank, duration_s=ended.duration_s), each.folder
+    result, folder = replace(each.probe, duration_s=ended.duration_s), each.folder
     if ended.code == 0 and ended.ended_by is None:
         try:
             measured = require_prober(workload).read_probe(platform.task, folder)
         except FlagError as error:
-            return replace(blank, reason=str(error))
-        return replace(blank, state=TrialState.MEASURED, measured=measured)
+            return replace(result, reason=str(error))
+        return replace(result, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, limit)
-    return replace(blank, state=state, reason=reason)
+    return replace(result, state=state, reason=reason)

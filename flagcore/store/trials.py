@@ -19,7 +19,7 @@ from optuna.trial import TrialState as OptunaState
 
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.objective import is_rate, objective_value
-from flagcore.domain.trial import NOTES, RUN, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import RUN, SEARCH_FIELDS, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
@@ -87,7 +87,7 @@ class OptunaStore:
             "role": planned.role.value,
             "fidelity": planned.fidelity,
             "predicted": dict(planned.predicted),
-            **planned.notes,
+            **planned.search_fields,
         }
         params = {knob: values[knob] for knob in self._distributions if knob in values}
         template = create_trial(
@@ -185,7 +185,7 @@ def _drop_incomplete_line(file: Path) -> None:
     """Drop a truncated last line of a journal (after a kill or on a full disk), and its writer's lock."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():
-        data = read_regular(file, most=1 << 40)
+        data = read_regular(file, max_bytes=1 << 40)
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
             with file.open("r+b") as journal:
@@ -229,7 +229,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
             if not isinstance(figure, (int, float)) or not math.isfinite(figure):
                 raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is not a finite number")
     predicted = dict(attributes["predicted"])
-    notes = {name: attributes.get(name, predicted.pop(name, None)) for name in NOTES}  # older journals
+    notes = {name: attributes.get(name, predicted.pop(name, None)) for name in SEARCH_FIELDS}  # older journals
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
@@ -244,7 +244,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         source=result.get("source"),
         inconclusive=bool(result.get("inconclusive")),
         warm=bool(result.get("warm")),
-        **{name: None if value is None else NOTES[name](value) for name, value in notes.items()},
+        **{name: None if value is None else SEARCH_FIELDS[name](value) for name, value in notes.items()},
     )
 
 

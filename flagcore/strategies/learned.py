@@ -11,18 +11,18 @@ import scipy
 from threadpoolctl import threadpool_limits
 
 from flagcore.contracts import Choice, SearchContext, Strategy
-from flagcore.domain.experience import Features, Observed
+from flagcore.domain.experience import Features, Observations
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
-from flagcore.learning.chances import (
+from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.probabilities import (
     ENDED,
     expected_gain,
     feasibility_probability,
     improvement_probability,
     success_probability,
 )
-from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
     believed_times,
@@ -122,7 +122,7 @@ def _view(context: SearchContext) -> _View:
         rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     found = context.features(rows)
     known = observed_times(context)
-    ratios = Ratios(Observed.join((context.past.time, known, believed_times(context, known))), found, TIME)
+    ratios = Ratios(Observations.join((context.past.time, known, believed_times(context, known))), found, TIME)
     time = ratios.of(found)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + time.mean
@@ -138,7 +138,7 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
     share = context.predictions.share_in_use[rows]
     if np.isnan(share).all():
         return np.ones(rows.size)
-    memory = Ratios(Observed.join((context.past.memory, observed_memory(context))), found, MEMORY).of(found)
+    memory = Ratios(Observations.join((context.past.memory, observed_memory(context))), found, MEMORY).of(found)
     room = -np.log(share) - memory.mean
     chance: FloatArray = np.nan_to_num(scipy.special.ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
     return chance

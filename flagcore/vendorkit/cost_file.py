@@ -22,14 +22,14 @@ from flagcore.domain.chip import Chip, NotNegative, Source
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
-from flagcore.physics.kernels.table import IN_RUNS, KernelTable
+from flagcore.physics.kernels.table import RUN_SLOWDOWN, KernelTable
 from flagcore.vendorkit.fields import build, finish, read_yaml
 
 BUSY_SIDE = 1024.0
 """Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
 
 
-OF = {"runs": 1.0, "kernels": IN_RUNS}
+OF = {"runs": 1.0, "kernels": RUN_SLOWDOWN}
 """Slowdown of kernels in a run relative to their curves."""
 
 NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")

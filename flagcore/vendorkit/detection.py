@@ -161,7 +161,7 @@ class Shared(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """`flagcore.contracts.Telemetry` of one device, and `ReportsUse` if the tool says who uses it."""
+    """`flagcore.contracts.Telemetry` of one device, and `DeviceUseReporter` if the tool says who uses it."""
 
     table: Shared[Row]
     index: int

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 
 SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """The key that each kind of source must have."""
@@ -86,7 +86,7 @@ def entries(content: Content, section: str, file: str) -> Iterator[tuple[str, Co
 def finish(content: Content, file: str, fix: str = FIX) -> None:
     """Raise SpecError for keys of a file that nothing has taken."""
     if content:
-        raise joined([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
+        raise join_errors([SpecError(file=file, key=str(key), problem="unknown key", fix=fix) for key in content])
 
 
 def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str, str] | None = None) -> Any:
@@ -103,7 +103,7 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
     else:
         return made
     keys = {field: key for key, field in (names or {}).items()}
-    raise joined([_problem(each, file, path, keys) for each in problems])
+    raise join_errors([_problem(each, file, path, keys) for each in problems])
 
 
 @cache

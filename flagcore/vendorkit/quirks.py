@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from flagcore.domain import engine
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Source
-from flagcore.domain.engine import Forced, Refused
 from flagcore.domain.launch import FailurePattern
 from flagcore.vendorkit.fields import read_as
 from flagcore.vendorkit.scope import Scope
@@ -42,7 +42,7 @@ class Report(Quirk):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefusedValues(Refused, Quirk):
+class RefusedValues(engine.RefusedValues, Quirk):
     """Values that do not work."""
 
     values: tuple[KnobValue, ...] = ()
@@ -53,7 +53,7 @@ class RefusedValues(Refused, Quirk):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForcedSetting(Forced, Quirk):
+class ForcedSetting(engine.ForcedSetting, Quirk):
     """A setting that must have one value."""
 
 

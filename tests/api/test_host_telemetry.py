@@ -8,7 +8,7 @@ import pytest
 
 from flagcore.api.hardware.host_telemetry import host_telemetry
 from flagcore.api.hardware.hosts import require_hosts
-from flagcore.contracts import Telemetry, use_of
+from flagcore.contracts import Telemetry, device_use
 from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import LAUNCHER
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def free_bytes(reader: Telemetry) -> int:
     deadline = time.monotonic() + 30.0
-    while not (free := use_of(reader).free_bytes) and time.monotonic() < deadline:
+    while not (free := device_use(reader).free_bytes) and time.monotonic() < deadline:
         time.sleep(0.05)
     return free or 0
 

@@ -47,7 +47,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "cyclic": (b"model: &m {model: *m}", "contains itself"),
     "deep": (b"model: " + b"[" * 100_000, "32 levels"),
     "a python object": (b"model: !!python/object/apply:os.system ['touch x']", "has the tag"),
-    "a key given twice": (b"model: a\nmodel: b", "second time"),
+    "a key given twice": (b"model: a\nmodel: b", "repeats the key"),
     "many digits": (b"model: " + b"9" * 5000, "line 1"),
     "not a number": (b"model: .nan", "finite"),
     "a terminal's escape": (b'model: "\\e[31m"', "control character"),

@@ -17,7 +17,7 @@ from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _ove
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.problem import fastest
+from flagcore.problem import rows_by_time
 from flagcore.report.text import values_text
 from flagcore.stages.learn import learn
 from tests.cli.conftest import Project, Ran
@@ -74,7 +74,7 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     project: Project,
 ) -> None:
     plan = load_snapshot(project.spec(), None, ())
-    best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
+    best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
     ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
     trials = [_ran(number, *each) for number, each in enumerate(ended)]
     run, typed = (

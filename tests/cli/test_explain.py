@@ -19,7 +19,7 @@ from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
-from flagcore.problem import fastest
+from flagcore.problem import rows_by_time
 from flagcore.report.text import values_text
 from flagcore.stages.learn import learn
 from tests.cli.conftest import Project, Ran
@@ -323,7 +323,7 @@ def test_a_run_is_reported_with_its_own_chip(explained: Callable[..., Any], flag
 
 def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
-    row, other = (int(each) for each in fastest(where.problem)[:2])
+    row, other = (int(each) for each in rows_by_time(where.problem)[:2])
     slow_s = 1.01 * float(where.problem.predictions.step_time_s[other])
     measured = Measurement(
         step_times_s=(slow_s,), step_time_s=slow_s, spread_s=0.0, tokens_per_second_per_device=1.0, partial=True
@@ -337,7 +337,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
         measurement=measured,
     )
     after = replace(where, search_state=learn((stopped,)))
-    last = where.problem.space.candidate(int(fastest(where.problem)[-1]))
+    last = where.problem.space.candidate(int(rows_by_time(where.problem)[-1]))
     slowest = values_text(last.as_dict(), BY_NAME)
     assert candidate_report(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
     assert candidate_report(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
@@ -349,7 +349,7 @@ def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project)
 
 def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
-    best, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 5]])
+    best, slow = (where.problem.space.candidate(int(row)) for row in rows_by_time(where.problem)[[0, 5]])
     several = [
         _ran(1, best, 1.0),
         _ran(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
@@ -367,7 +367,7 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 
 def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
-    best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
+    best, near, slow = (where.problem.space.candidate(int(row)) for row in rows_by_time(where.problem)[[0, 3, 5]])
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
     after = replace(where, search_state=learn(several))
 
@@ -391,7 +391,7 @@ def _why(where: Snapshot, trials: list[Trial]) -> str:
 
 def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     where = load_snapshot(project.spec(), None, ())
-    rows = fastest(where.problem)[:2]
+    rows = rows_by_time(where.problem)[:2]
     best, slow = (where.problem.space.candidate(int(row)) for row in rows)
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)

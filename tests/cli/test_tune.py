@@ -141,7 +141,7 @@ FAILS = {
     "signal": ("die", "failed", "signal 11"),
     "binary": ("binary", "failed", "exit code 3"),
     "no metrics": ("silent", "failed", "0 step times"),
-    "out of memory, as the machine sees it": ("oom", "out_of_memory", "over the memory budget"),
+    "out of memory, as the machine sees it": ("oom", "out_of_memory", "more than the memory budget"),
     "out of memory, as torch says": ("says_oom", "out_of_memory", "20 GiB"),
     "no folder any more": ("vanish", "failed", "0 step times"),
     "full folder": ("disk", "failed", "disk_limit"),

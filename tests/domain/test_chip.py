@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.chip import Chip, nearest, unknown_chip_hint
+from flagcore.domain.chip import Chip, similar_chips, unknown_chip_hint
 
 NAMES = {"X100-SXM": ("ACME X100 80GB HBM3",), "X100-PCIe": (), "X200": (), "BI-V150": ("天垓150",)}
 CHIPS = [Chip(name=name, vendor="acme", aliases=aliases) for name, aliases in NAMES.items()]
@@ -31,7 +31,7 @@ CHIPS = [Chip(name=name, vendor="acme", aliases=aliases) for name, aliases in NA
     ],
 )
 def test_chips_near_a_word_come_likeliest_first(word: str, names: tuple[str, ...]) -> None:
-    assert nearest(word, CHIPS) == names
+    assert similar_chips(word, CHIPS) == names
 
 
 def test_a_word_without_a_near_match_gets_all_words() -> None:

@@ -13,12 +13,12 @@ def of(name: str, *figures: float) -> list[dict[str, float]]:
 
 def test_a_device_that_takes_longer_than_the_others_is_named_with_its_node_and_by_how_much() -> None:
     (line,) = slow_devices(of("speed_test_s", 1.0, 1.02, 0.98, 1.0, 1.0, 1.0, 1.4, 1.01), 4)
-    assert line == "device 2 of node 1 takes 1.4x the median of the others for the same product"
+    assert line == "device 2 of node 1 takes 1.4x the median time of the other devices in the speed test"
 
 
 def test_a_device_with_a_low_clock_is_named() -> None:
     (line,) = slow_devices(of("clock_hertz", 1.98e9, 1.98e9, 1.2e9, 1.95e9), 8)
-    assert line.startswith("device 2 of node 0 runs at 0.61x the median clock of the others (1.2 GHz)")
+    assert line.startswith("device 2 of node 0 runs at 0.61x the median clock of the other devices (1.2 GHz)")
 
 
 @pytest.mark.parametrize("figures", [(1.0,), (1.0, 1.1, 0.95), (), (0.0, 5.0)])

@@ -33,14 +33,14 @@ def test_a_slowdown_must_be_within_the_noise_and_small(speed: float, spread: flo
     found = interference([trial(0, "base", 100.0, Role.BASELINE, spread), beside(1, speed)])
     assert found is not None
     assert found.slowdown == pytest.approx(100.0 / speed - 1.0)
-    assert found.quiet is quiet
+    assert found.is_negligible is quiet
 
 
 def test_a_run_that_fails_beside_others_is_no_reason_to_go_on() -> None:
     failed = replace(beside(1, 100.0), state=TrialState.OUT_OF_MEMORY, measurement=None)
     found = interference([ALONE, failed])
     assert found is not None
-    assert not found.quiet
+    assert not found.is_negligible
 
 
 def test_it_is_unknown_without_both_runs() -> None:

@@ -10,7 +10,9 @@ from flagcore.domain.knob import Effect, Flag, Knob
 from flagcore.errors import SpecError
 from tests import small
 
-SIZE = Knob(name="size", maximum=64, neutral=1, explicit=True, auto=lambda task: (1, 2), flags=(Flag(name="size"),))
+SIZE = Knob(
+    name="size", maximum=64, neutral=1, passes_neutral=True, auto=lambda task: (1, 2), flags=(Flag(name="size"),)
+)
 CHUNK = Knob(name="chunk", minimum=0, spellings={"off": -1}, flags=(Flag(name="chunk"),))
 SWITCH = Knob(name="switch", kind="flag", neutral=False, flags=(Flag(name="switch", off="no-switch"),))
 WORD = Knob(name="word", kind="word", words=("on", "full"))

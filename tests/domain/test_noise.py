@@ -156,7 +156,7 @@ def test_shortened_finalists_run_whole_once_even_without_repeats() -> None:
     assert order == ["base", "a"]
     assert search_state.best is not None
     assert search_state.speed_of(search_state.best.candidate) == 97.0
-    assert search_state.shown(search_state.best).is_final
+    assert search_state.reported_trial(search_state.best).is_final
     alone = [shortened(each, 0.01) for each in first(base=100.0, far=50.0)]
     assert again(alone, Control(repeats=0), base=[99.0])[0] == ["base"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.plan import Counts, Plan, gains, measured_over
+from flagcore.domain.plan import Counts, Plan, gains, measured_to_predicted
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn
 
@@ -44,9 +44,9 @@ def reported(predicted: float | None, believed: float | None, measured: float = 
 
 def test_a_measured_time_takes_precedence_over_predictions() -> None:
     one = reported(predicted=0.5, believed=0.8)
-    assert (measured_over(one, "predicted"), measured_over(one, "believed")) == (2.0, 1.25)
-    assert measured_over(reported(0.5, None), "believed") is None
-    assert measured_over(replace(one, measurement=None), "predicted") is None
+    assert (measured_to_predicted(one, "predicted"), measured_to_predicted(one, "believed")) == (2.0, 1.25)
+    assert measured_to_predicted(reported(0.5, None), "believed") is None
+    assert measured_to_predicted(replace(one, measurement=None), "predicted") is None
 
 
 NO_RULES: dict[str, object] = {"illegal": {}, "pruned": {}}

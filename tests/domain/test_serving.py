@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
-from flagcore.domain.serving import nested
+from flagcore.domain.serving import nest_statistics
 from flagcore.domain.trial import Measurement
 
 
 def test_statistics_of_a_latency_are_grouped() -> None:
     figures = {"ttft_s.mean": 1.0, "requests_per_s": 2.0, "ttft_s.p99": 3.0}
-    assert nested(figures) == {"ttft_s": {"mean": 1.0, "p99": 3.0}, "requests_per_s": 2.0}
+    assert nest_statistics(figures) == {"ttft_s": {"mean": 1.0, "p99": 3.0}, "requests_per_s": 2.0}
 
 
 @pytest.mark.parametrize(

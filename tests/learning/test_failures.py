@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning.chances import success_probability
+from flagcore.learning.probabilities import success_probability
 from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flagcore.domain.experience import Observed
+from flagcore.domain.experience import Observations
 from flagcore.domain.space import FloatArray
 from flagcore.learning.prior import MEMORY, TIME, Points, covariance, variance
 from flagcore.learning.ratios import Ratios
@@ -17,8 +17,8 @@ ALL = search_context(KNOWN).features(ROWS)
 TRIED = np.random.default_rng(0).permutation(len(SPACE))[:40]
 
 
-def observed(rows: np.ndarray, ratio: FloatArray, task: int = 0) -> Observed:
-    return Observed(ALL.take(rows), ratio[rows], np.full(rows.size, 0.01), np.full(rows.size, task, dtype=np.int64))
+def observed(rows: np.ndarray, ratio: FloatArray, task: int = 0) -> Observations:
+    return Observations(ALL.take(rows), ratio[rows], np.full(rows.size, 0.01), np.full(rows.size, task, dtype=np.int64))
 
 
 def by_parts(wrong: float) -> FloatArray:
@@ -39,7 +39,7 @@ def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
 def test_consistent_experience_is_used_from_the_start() -> None:
     ratio = by_parts(0.3)
     alone, taught = (
-        Ratios(Observed.join([*past, observed(TRIED[:3], ratio)]), ALL, TIME).of(ALL)
+        Ratios(Observations.join([*past, observed(TRIED[:3], ratio)]), ALL, TIME).of(ALL)
         for past in ([], [observed(ROWS[::3], ratio, task=1)])
     )
     assert np.abs(taught.mean - ratio).mean() < 0.5 * np.abs(alone.mean - ratio).mean()
@@ -47,7 +47,7 @@ def test_consistent_experience_is_used_from_the_start() -> None:
 
 def test_contradicted_experience_is_ignored() -> None:
     past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
-    belief = Ratios(Observed.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
+    belief = Ratios(Observations.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
     alone = Ratios(observed(TRIED[:8], real), ALL, TIME).of(ALL)
     assert np.abs(belief.mean - real).mean() < 1.5 * np.abs(alone.mean - real).mean()
     assert np.mean(np.abs(belief.mean - real) < 2 * belief.deviation) > 0.9
@@ -62,7 +62,7 @@ def test_samples_are_drawn_from_the_posterior() -> None:
 
 @pytest.mark.parametrize("scales", [TIME, MEMORY])
 def test_before_any_measurement_the_prediction_is_used(scales: object) -> None:
-    belief = Ratios(Observed.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
+    belief = Ratios(Observations.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
     assert belief.mean == pytest.approx(0.0)
     assert (belief.deviation > scales.chip).all()  # type: ignore[attr-defined]
 
@@ -81,7 +81,7 @@ def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
 def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
     def believed(noise: float) -> float:
         row = ROWS[:1]
-        once = Observed(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
+        once = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
         return float(Ratios(once, ALL, TIME).of(ALL.take(row)).mean[0])
 
     assert believed(0.01) == pytest.approx(believed(0.0), rel=0.01)

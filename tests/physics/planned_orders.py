@@ -15,7 +15,7 @@ from typing import TypeAlias
 from flagcore.domain.prediction import Passes
 from flagcore.physics.schedules import replay
 from flagcore.physics.schedules.execution import ExecutedPass, Orders, Pass, Pipe, run, seconds_of
-from flagcore.physics.schedules.orders import numbered, one_forward_one_backward
+from flagcore.physics.schedules.orders import number_microbatches, one_forward_one_backward
 
 PLANNED = ("zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
 
@@ -54,7 +54,7 @@ def v_shaped(p: int, m: int) -> Orders:
         near, far = r, 2 * p - 1 - r
         wanted = [("F", near)] * (2 * (p - r) - 1) + [("F", far), ("F", near)] * r + [("F", far), ("B", far)] * (p - r)
         wanted += [("F", near), ("B", near), ("F", far), ("B", far)] * m + [("B", near), ("B", far)] * m
-        orders.append(numbered(([one] for one in wanted), {near: m, far: m}))
+        orders.append(number_microbatches(([one] for one in wanted), {near: m, far: m}))
     return orders
 
 
@@ -146,8 +146,8 @@ def median_of(pipe: Pipe) -> Pipe:
         devices=pipe.devices,
         length=pipe.length,
         seconds=even,
-        together=pipe.together,
-        latency=pipe.latency + pipe.waits,
+        overlap_share=pipe.overlap_share,
+        latency=pipe.latency + pipe.sender_delay,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
-from flagcore.physics.cost_stack import KernelCostStack, slowed
+from flagcore.physics.cost_stack import KernelCostStack, with_slowdown
 
 SIZE = np.array([1.0, 10.0, 100.0])
 NONE = np.zeros(3)
@@ -57,15 +57,15 @@ def test_each_element_comes_from_the_first_source_that_knows_it() -> None:
 
 def test_a_recording_stack_names_the_sources_that_answered_by_kind_of_kernel() -> None:
     stack = STACK.recording()
-    assert STACK.answered is None
+    assert STACK.used_sources is None
     stack.memory_seconds(SIZE[:2])
     stack.gemm_seconds(SIZE[2:], SIZE[2:], SIZE[2:], "bf16")
-    assert stack.answered == {"memory": {"small", "medium"}, "gemm": {"all"}}
+    assert stack.used_sources == {"memory": {"small", "medium"}, "gemm": {"all"}}
 
 
 def test_a_slowdown_applies_only_to_kernels_of_the_device() -> None:
-    slow = slowed(STACK, 2.0)
+    slow = with_slowdown(STACK, 2.0)
     assert slow.memory_seconds(SIZE).tolist() == [2.0, 40.0, 600.0]
     assert slow.host_copy_seconds(SIZE).tolist() == STACK.host_copy_seconds(SIZE).tolist()
     assert (slow.launch_seconds(), slow.run_slowdown(), STACK.run_slowdown()) == (5.0, 1.0, 1.2)
-    assert slowed(Upto(1e9, 3.0), 2.0).memory_seconds(SIZE).tolist() == pytest.approx([6.0, 60.0, 600.0])
+    assert with_slowdown(Upto(1e9, 3.0), 2.0).memory_seconds(SIZE).tolist() == pytest.approx([6.0, 60.0, 600.0])

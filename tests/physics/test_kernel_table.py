@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernels.correction import Axis, learned, octaves
+from flagcore.physics.kernels.correction import Axis, learn_grid, octaves
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.physics.kernels.sheet import ATTENTION, Kernel, KernelSheet
 from flagcore.physics.kernels.table import KernelTable
@@ -129,7 +129,7 @@ def test_octaves_are_exact_at_powers_of_two_and_linear_between() -> None:
 
 def test_a_correction_is_constant_beyond_its_grid() -> None:
     axis = Axis(first=0, last=4, steps=2, reach=2.0)
-    found = learned((axis, axis, axis), np.array([[16.0, 16.0, 16.0]]), np.array([0.3]))
+    found = learn_grid((axis, axis, axis), np.array([[16.0, 16.0, 16.0]]), np.array([0.3]))
     inside, outside = (found(*(column(size),) * 3)[0] for size in (16.0, 4096.0))
     assert inside == pytest.approx(outside)
     assert 1.2 < inside < np.exp(0.3)

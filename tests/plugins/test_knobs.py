@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.contracts import Pipelined
+from flagcore.contracts import PipelineTimeline
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.experience import Past, features
+from flagcore.domain.experience import PastMeasurements, features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
@@ -138,7 +138,7 @@ def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> No
     task = small.task(space={"acme_schedule": (None, "zb-h1")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
     engine = workload_of(task.spec.work)
-    assert isinstance(engine, Pipelined)
+    assert isinstance(engine, PipelineTimeline)
     for value, schedule in ((None, "interleaved"), ("zb-h1", "zb-h1")):
         values = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "acme_schedule": value}
         columns = candidate_columns(task, engine, values)
@@ -317,7 +317,7 @@ def test_the_grid_skips_nothing_because_of_another_value_of_a_knob() -> None:
         Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
         for place, row in enumerate(off)
     ]
-    seen = search_context(task, engine, space, predictions, pruned, learn(failed), Past.empty())
+    seen = search_context(task, engine, space, predictions, pruned, learn(failed), PastMeasurements.empty())
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]

@@ -240,15 +240,15 @@ def flagcore_failure_patterns(chip, engine):
 def test_a_hook_under_its_old_name_works_with_a_warning_that_the_list_shows(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="99.0")}
-    monkeypatch.setattr(hooks, "RENAMED", renamed)
+    renamed = {"flagcore_variables": hooks.RenamedHook(new_name="flagcore_environment", removed_in="99.0")}
+    monkeypatch.setattr(hooks, "RENAMED_HOOKS", renamed)
     install("flagcore-old", {"old": "old_plugin"}, {"old_plugin": OLD})
     loaded = load_plugins()
     assert loaded.environment(FOREIGN_CHIP, "megatron", "1.0", None) == {"OLD": FOREIGN_CHIP.name}
     (record,) = [record for record in plugin_table() if record["name"] == "old"]
     assert record["status"] == "loaded"
     assert record["warnings"] == [
-        "flagcore_variables is called flagcore_environment now; the old name works before 99.0"
+        "flagcore_variables is deprecated; use flagcore_environment, the old name will be removed in flagcore 99.0"
     ]
     assert not [failure for failure in loaded.failures if failure.name == "old"]
 
@@ -256,15 +256,15 @@ def test_a_hook_under_its_old_name_works_with_a_warning_that_the_list_shows(
 def test_a_removed_hook_name_disables_the_plugin_and_reports_the_new_name(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="0.0.1")}
-    monkeypatch.setattr(hooks, "RENAMED", renamed)
+    renamed = {"flagcore_variables": hooks.RenamedHook(new_name="flagcore_environment", removed_in="0.0.1")}
+    monkeypatch.setattr(hooks, "RENAMED_HOOKS", renamed)
     found = load_with_good(install, OLD)
     assert all(part in found.reason for part in ("flagcore_variables", "0.0.1", "flagcore_environment"))
 
 
 def test_every_old_hook_name_maps_to_a_current_hook() -> None:
-    assert {renamed.now for renamed in hooks.RENAMED.values()} <= set(HOOKS)
-    assert not set(hooks.RENAMED) & set(HOOKS)
+    assert {renamed.new_name for renamed in hooks.RENAMED_HOOKS.values()} <= set(HOOKS)
+    assert not set(hooks.RENAMED_HOOKS) & set(HOOKS)
 
 
 def test_a_plugin_with_old_hook_arguments_still_works(install: Install) -> None:

@@ -14,7 +14,7 @@ WRONG = {
     "a list": (b"[1]", "JSON object"),
     "no id": (b"{}", "id must be"),
     "a number for an id": (b'{"id": 1}', "id must be"),
-    "a key given twice": (b'{"id": "a", "model": {"x": 1, "x": 2}}', "gives the key 'x' twice"),
+    "a key given twice": (b'{"id": "a", "model": {"x": 1, "x": 2}}', "has the key 'x' twice"),
     "Latin 1": (b'{"id": "\xe9"}', "is not UTF-8 text"),
     "deep": (b'{"id": ' + b"[" * 100_000, "is nested too deep"),
     "long": (b'{"id": "' + b"x" * (2 << 20) + b'"}', "is longer than 1 MiB"),

@@ -16,7 +16,7 @@ from flagcore.spec import parse_spec, read_spec, spec_as_data
 from tests.small import ENGINES
 
 Read = Callable[..., Spec]
-Refused = Callable[..., SpecError]
+ReadError = Callable[..., SpecError]
 
 
 def test_missing_keys_have_the_defaults_of_the_domain(read: Read) -> None:
@@ -123,27 +123,27 @@ def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> N
     [
         ("", "cluster.hostfile", "names no host"),
         ("a slots=8\nb slots=4", "line 2", "differs from the first host"),
-        ("a slots=8\na slots=8", "line 2", "second time"),
+        ("a slots=8\na slots=8", "line 2", "repeats a host"),
         ("a slots=8\n\nb slots=x", "line 3", "slots from 1"),
-        ("a gpus=8", "line 1", "something else than slots"),
+        ("a gpus=8", "line 1", "other text than slots"),
         ("-oProxyCommand=x", "line 1", "does not start with the name of a host"),
     ],
 )
 def test_bad_hostfile_is_refused_with_its_line(
-    refused: Refused, tmp_path: Path, lines: str, key: str, problem: str
+    read_error: ReadError, tmp_path: Path, lines: str, key: str, problem: str
 ) -> None:
     (tmp_path / "hosts").write_text(lines)
-    error = refused("cluster: {hostfile: hosts}")
+    error = read_error("cluster: {hostfile: hosts}")
     assert error.key == key
     assert problem in error.problem
     assert error.file == str(tmp_path / "hosts")
 
 
-def test_hostfile_and_spec_must_agree(refused: Refused, tmp_path: Path) -> None:
+def test_hostfile_and_spec_must_agree(read_error: ReadError, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
-    assert refused("cluster: {hostfile: hosts, nodes: 3}").key == "cluster.nodes"
-    assert refused("cluster: {hostfile: hosts, devices_per_node: 4}").key == "cluster.devices_per_node"
-    assert refused("cluster: {hostfile: nowhere}").key == "cluster.hostfile"
+    assert read_error("cluster: {hostfile: hosts, nodes: 3}").key == "cluster.nodes"
+    assert read_error("cluster: {hostfile: hosts, devices_per_node: 4}").key == "cluster.devices_per_node"
+    assert read_error("cluster: {hostfile: nowhere}").key == "cluster.hostfile"
 
 
 def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:

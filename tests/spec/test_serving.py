@@ -12,7 +12,7 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.errors import SpecError
 from flagcore.spec import json_schema, parse_spec, read_job
 from flagcore.spec.convert import check_engines
-from flagcore.spec.serving import engines_of, only
+from flagcore.spec.serving import engines_of, select_engine
 from tests.small import ENGINES
 from tests.spec.test_page import BASE
 
@@ -78,7 +78,7 @@ SEVERAL = {
 
 def test_several_engines_have_separate_sections_of_knobs() -> None:
     assert engines_of(SEVERAL) == ("vllm", "sglang")
-    spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
+    spec = parse_spec(select_engine(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}
     with pytest.raises(SpecError) as caught:
         parse_spec(SEVERAL, file="x", base=Path(), engines=ENGINES)
@@ -88,7 +88,7 @@ def test_several_engines_have_separate_sections_of_knobs() -> None:
 def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     data = {**SEVERAL, "auto_tuner": {"space": {"vlm": {"block_size": 16}}}}
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not"):
-        only(data, "vllm")
+        select_engine(data, "vllm")
     with pytest.raises(SpecError) as refused:
         parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path(), engines=ENGINES)
     assert "auto_tuner.space.vlm" in refused.value.key

@@ -12,7 +12,7 @@ from flagcore.spec import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
 from tests.small import ENGINES
 
-Refused = Callable[..., SpecError]
+ReadError = Callable[..., SpecError]
 SPACE = "auto_tuner.space."
 CONTROL = "auto_tuner.control."
 
@@ -34,8 +34,10 @@ CONTROL = "auto_tuner.control."
         ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: strategy, launcher, space"),
     ],
 )
-def test_unknown_key_is_reported_with_the_nearest_right_one(refused: Refused, more: str, key: str, fix: str) -> None:
-    error = refused(more)
+def test_unknown_key_is_reported_with_the_nearest_right_one(
+    read_error: ReadError, more: str, key: str, fix: str
+) -> None:
+    error = read_error(more)
     assert error.key == key
     assert error.problem == "is not a known key"
     assert fix in error.fix
@@ -87,9 +89,9 @@ def test_unknown_key_is_reported_with_the_nearest_right_one(refused: Refused, mo
     ],
 )
 def test_wrong_value_is_reported_with_key_rule_and_fix(
-    refused: Refused, more: str, key: str, problem: str, fix: str
+    read_error: ReadError, more: str, key: str, problem: str, fix: str
 ) -> None:
-    error = refused(more)
+    error = read_error(more)
     assert error.key == key
     assert problem in error.problem
     assert fix in error.fix
@@ -111,36 +113,36 @@ def test_wrong_value_is_reported_with_key_rule_and_fix(
         ("[[1]]", "[0]", ""),
     ],
 )
-def test_a_parallel_size_must_be_an_integer(refused: Refused, value: str, key: str, fix: str) -> None:
-    error = refused(f"auto_tuner: {{space: {{tensor_model_parallel_size: {value}}}}}")
+def test_a_parallel_size_must_be_an_integer(read_error: ReadError, value: str, key: str, fix: str) -> None:
+    error = read_error(f"auto_tuner: {{space: {{tensor_model_parallel_size: {value}}}}}")
     assert error.key == SPACE + "tensor_model_parallel_size" + key
     assert "a whole number from 1 to 1000000" in error.problem
     assert fix in error.fix
 
 
 @pytest.mark.parametrize(("value", "fix"), [("yes", "write true without quotes"), ("1", ""), ("[true, 0]", "")])
-def test_switch_takes_true_and_false_only(refused: Refused, value: str, fix: str) -> None:
-    error = refused(f"auto_tuner: {{space: {{use_recompute: {value}}}}}")
+def test_switch_takes_true_and_false_only(read_error: ReadError, value: str, fix: str) -> None:
+    error = read_error(f"auto_tuner: {{space: {{use_recompute: {value}}}}}")
     assert error.key.startswith(SPACE + "use_recompute")
     assert "true" in error.problem
     assert fix in error.fix
 
 
-def test_a_choice_accepts_only_its_words(refused: Refused) -> None:
-    error = refused("auto_tuner: {space: {recompute_method: blok}}")
+def test_a_choice_accepts_only_its_words(read_error: ReadError) -> None:
+    error = read_error("auto_tuner: {space: {recompute_method: blok}}")
     assert (error.value, error.fix) == ("blok", "did you mean block?")
 
 
 @pytest.mark.parametrize("value", ["auto", "[1, 2]", ""])
-def test_baseline_takes_one_value_a_knob(refused: Refused, value: str) -> None:
-    error = refused(f"auto_tuner: {{baseline: {{tensor_model_parallel_size: {value}}}}}")
+def test_baseline_takes_one_value_a_knob(read_error: ReadError, value: str) -> None:
+    error = read_error(f"auto_tuner: {{baseline: {{tensor_model_parallel_size: {value}}}}}")
     assert error.key == "auto_tuner.baseline.tensor_model_parallel_size"
 
 
 @pytest.mark.parametrize("command", ["[]", "bash run.sh", "[bash, 1]", "['']"])
-def test_command_is_a_list_of_words(refused: Refused, command: str) -> None:
+def test_command_is_a_list_of_words(read_error: ReadError, command: str) -> None:
     train = f"train: {{engine: megatron, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
-    assert refused(train=train).key.startswith("train.command")
+    assert read_error(train=train).key.startswith("train.command")
 
 
 @pytest.mark.parametrize(
@@ -160,29 +162,29 @@ def test_command_is_a_list_of_words(refused: Refused, command: str) -> None:
         ("hiden_sise: 5", "hiden_sise", "is not a known key"),
     ],
 )
-def test_an_impossible_shape_is_refused(refused: Refused, more: str, key: str, problem: str) -> None:
+def test_an_impossible_shape_is_refused(read_error: ReadError, more: str, key: str, problem: str) -> None:
     sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
     name = more.partition(":")[0]
     shape = ", ".join(f"{known}: {size}" for known, size in sizes.items() if known != name)
-    error = refused(model=f"model: {{{shape}, {more}}}\n")
+    error = read_error(model=f"model: {{{shape}, {more}}}\n")
     assert error.key == f"model.{key}"
     assert problem in error.problem
 
 
 @pytest.mark.parametrize("model", ["", "5", "''", "[a]", "nowhere", ".", "Qwen/Qwen3-8B", "x" * 300, "x" * 5000])
-def test_a_missing_model_is_refused(refused: Refused, model: str) -> None:
-    assert refused(model=f"model: {model}\n").key == "model"
+def test_a_missing_model_is_refused(read_error: ReadError, model: str) -> None:
+    assert read_error(model=f"model: {model}\n").key == "model"
 
 
-def test_missing_sections_are_reported(refused: Refused) -> None:
-    assert (refused(model="").key, refused(train="").key) == ("model", "train")
-    error = refused(model="model: {}\n")
+def test_missing_sections_are_reported(read_error: ReadError) -> None:
+    assert (read_error(model="").key, read_error(train="").key) == ("model", "train")
+    error = read_error(model="model: {}\n")
     assert (error.key, error.problem) == ("model.num_layers", "is missing")
 
 
-def test_every_problem_of_a_file_is_listed(refused: Refused) -> None:
+def test_every_problem_of_a_file_is_listed(read_error: ReadError) -> None:
     """Unknown keys first, then what is missing or of a wrong type; a misspelt key is not missing as well."""
-    error = refused(
+    error = read_error(
         "auto_tuner: {control: {max_trial: 3, repeats: -1, max_time: '60'}, objectve: x}\nenvs: {A: true}\n",
         train="train: {engine: megatron, seq_len: 128, global_batch_size: 0, precision: bf16}\n",
     )
@@ -203,9 +205,9 @@ def test_every_problem_of_a_file_is_listed(refused: Refused) -> None:
     ]
 
 
-def test_problems_of_several_sections_are_listed(refused: Refused) -> None:
+def test_problems_of_several_sections_are_listed(read_error: ReadError) -> None:
     """Rules beyond the type of a value: each section is judged, whatever another one breaks."""
-    error = refused(
+    error = read_error(
         "cluster: {nodes: 1000000, devices_per_node: 8}\nauto_tuner: {control: {warmup_iters: 5}}\n"
         "envs: {A B: x, 1C: y}\n"
     )
@@ -213,8 +215,8 @@ def test_problems_of_several_sections_are_listed(refused: Refused) -> None:
     assert [each.key for each in error.problems] == keys
 
 
-def test_a_long_list_of_problems_is_cut(refused: Refused) -> None:
-    error = refused("".join(f"key{number}: 1\n" for number in range(100)))
+def test_a_long_list_of_problems_is_cut(read_error: ReadError) -> None:
+    error = read_error("".join(f"key{number}: 1\n" for number in range(100)))
     assert len(error.problems) == MAX_PROBLEMS + 1
     assert str(100 - MAX_PROBLEMS) in error.problems[-1].problem
 

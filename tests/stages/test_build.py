@@ -16,7 +16,7 @@ import pytest
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
-from flagcore.domain.engine import EngineSupport, Forced, Refused
+from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues
 from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
@@ -24,7 +24,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.stages import build as build_module
 from flagcore.stages.build import build, check
-from flagcore.stages.legality import legality, refusals
+from flagcore.stages.legality import legality, rejection_rules
 from tests import small
 
 MODELS = {
@@ -42,7 +42,9 @@ def one_by_one(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Mer
     """Every combination, brought into its canonical form and then judged, as rows of codes."""
     rows = np.array(list(itertools.product(*([axis.encode(value) for value in axis.values] for axis in axes))))
     columns = {axis.knob: rows[:, place].astype(np.int64) for place, axis in enumerate(axes)}
-    known = {axis.knob: {axis.encode(value) for value in (*axis.values, axis.neutral, *axis.also)} for axis in axes}
+    known = {
+        axis.knob: {axis.encode(value) for value in (*axis.values, axis.neutral, *axis.extra_values)} for axis in axes
+    }
     for merge in merges:
         changed = merge.canonical(columns)
         listed = np.logical_and.reduce([np.isin(changed[knob], list(known[knob])) for knob in changed])
@@ -170,7 +172,7 @@ def test_find_returns_rows_of_candidates_in_the_space_only() -> None:
 
 
 def test_a_candidate_that_was_not_listed_can_be_added_once() -> None:
-    axes = [Axis(knob="a", values=(2, 4), neutral=1, also=(8,)), Axis(knob="b", values=(1, 2), neutral=1)]
+    axes = [Axis(knob="a", values=(2, 4), neutral=1, extra_values=(8,)), Axis(knob="b", values=(1, 2), neutral=1)]
     space = build(axes, [], [])
     own = Candidate.of({"a": 8, "b": 2})
     assert space.find(own) is None
@@ -181,17 +183,17 @@ def test_a_candidate_that_was_not_listed_can_be_added_once() -> None:
     assert (len(wider), wider.combinations) == (5, 5)
     assert balanced(wider)
     assert wider.with_candidate(own) is wider
-    with pytest.raises(ValueError, match="its axis does not know"):
+    with pytest.raises(ValueError, match="its axis does not have"):
         space.with_candidate(Candidate.of({"a": 16, "b": 2}))
 
 
 def test_values_that_a_plugin_refuses_are_a_rule_with_its_name() -> None:
     task = small.task(space={"recompute_granularity": ("full", "selective")})
-    refused = Refused(
+    refused = RefusedValues(
         name="no_selective", knob="recompute_granularity", values=("selective",), reason="its kernels crash"
     )
     axes = WORKLOAD.axes(task)
-    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
+    (rule,) = rejection_rules(axes, EngineSupport(support=Support.YES, refused=(refused,)))
     space = build(axes, [*WORKLOAD.rules(task), rule], WORKLOAD.merges(task))
     assert space.illegal["no_selective"] > 0
     assert not np.any(space.columns()["recompute_granularity"] == 1)
@@ -199,15 +201,15 @@ def test_values_that_a_plugin_refuses_are_a_rule_with_its_name() -> None:
 
 
 def test_a_plugin_that_refuses_values_of_no_knob_is_reported() -> None:
-    refused = Refused(name="odd", knob="block_size", values=(16,), reason="?")
+    refused = RefusedValues(name="odd", knob="block_size", values=(16,), reason="?")
     with pytest.raises(NoDevice, match=r"block_size.*rule odd"):
-        refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
+        rejection_rules(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
 
 
 def test_a_plugin_may_refuse_a_value_unknown_to_the_engine_release() -> None:
-    refused = Refused(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
+    refused = RefusedValues(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
     axes = WORKLOAD.axes(small.task())
-    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
+    (rule,) = rejection_rules(axes, EngineSupport(support=Support.YES, refused=(refused,)))
     axis = next(axis for axis in axes if axis.knob == "recompute_method")
     assert rule.broken(
         {"recompute_method": np.array([axis.encode(word) for word in ("block", "uniform")])}
@@ -245,7 +247,7 @@ def test_too_many_combinations_to_count_are_refused() -> None:
 
 
 def test_more_candidates_than_can_be_held_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "MOST_ROWS", 1000)
+    monkeypatch.setattr(build_module, "MAX_ROWS", 1000)
     axes = [Axis(knob=knob, values=tuple(range(1, 101)), neutral=1) for knob in "ab"]
     with pytest.raises(SpecError, match="more than 1,000 candidates"):
         build(axes, [], [])
@@ -286,10 +288,11 @@ def test_ten_million_combinations_need_little_memory() -> None:
 def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], took: bool) -> None:
     task = small.task(space={"micro_batch_size": (1,)}, **train)
     support = EngineSupport(
-        support=Support.YES, refused=(Refused(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units"),)
+        support=Support.YES,
+        refused=(RefusedValues(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units"),),
     )
     axes = WORKLOAD.axes(task)
-    (rule,) = refusals(axes, support, task.spec)
+    (rule,) = rejection_rules(axes, support, task.spec)
     space = build(axes, [rule], ())
     assert (len(space) == 0) == took
     assert space.illegal == ({"no_fp8": space.combinations} if took else {})
@@ -297,17 +300,17 @@ def test_a_plugin_may_refuse_a_fixed_setting(knob: str, train: dict[str, Any], t
 
 
 def test_a_plugin_may_refuse_all_above_a_number() -> None:
-    refused = Refused(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
-    (rule,) = refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
+    refused = RefusedValues(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
+    (rule,) = rejection_rules(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
     assert rule.broken({"tensor_model_parallel_size": np.array([1, 4, 8])}).tolist() == [False, False, True]
     assert "more than 4" in rule.message
 
 
 def test_a_forced_setting_refuses_another_user_value() -> None:
-    forced = Forced(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
+    forced = ForcedSetting(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
     for value, broken in ((None, False), ("p2p", False), ("a2a", True)):
         task = small.task(settings={"cp_comm_type": value} if value else {})
-        (rule,) = refusals(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
+        (rule,) = rejection_rules(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
         assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
     assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.message
 

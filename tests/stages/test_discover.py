@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from flagcore.domain.chip import Chip, Device, Fact, Support
-from flagcore.domain.engine import EngineSupport, Refused
+from flagcore.domain.engine import EngineSupport, RefusedValues
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
-from flagcore.stages.discover import discover, present
+from flagcore.stages.discover import discover, require_devices
 from tests import small
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
@@ -71,7 +71,7 @@ def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
     assert group.devices == 16
     assert platform.costs.memory.capacity_bytes() == 80e9
     with pytest.raises(NoDevice, match=r"no test-chip on this machine.*`flag tune --fidelity estimate`"):
-        present(platform, ())
+        require_devices(platform, ())
 
 
 def test_the_specs_cluster_comes_first() -> None:
@@ -129,12 +129,12 @@ def test_more_devices_than_available_can_be_planned_but_not_run() -> None:
     plugins = loaded(x=plugin(small.CHIP, 2))
     platform = discover(spec(devices_per_node=8), plugins)
     with pytest.raises(NoDevice, match="devices_per_node = 8, but this machine has 2"):
-        present(platform, plugins.devices())
+        require_devices(platform, plugins.devices())
 
 
 def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
     plugins = loaded(x=plugin(CPU, 2, support=SHARED))
-    present(discover(spec(devices_per_node=8), plugins), plugins.devices())
+    require_devices(discover(spec(devices_per_node=8), plugins), plugins.devices())
 
 
 @pytest.mark.parametrize("no", [Support.IMPOSSIBLE, Support.NOT_YET])
@@ -149,7 +149,7 @@ def test_unknown_support_allows_planning_only() -> None:
     platform = discover(spec(), loaded(x=silent))
     assert platform.support.support is Support.UNKNOWN
     with pytest.raises(NoDevice, match="no installed plugin defines how megatron runs on test-chip"):
-        present(platform, (Device(index=0, chip="test-chip"),) * 8)
+        require_devices(platform, (Device(index=0, chip="test-chip"),) * 8)
 
 
 def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
@@ -212,7 +212,7 @@ def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
 
 
 def test_values_refused_by_one_chip_are_refused_on_a_mixed_cluster() -> None:
-    no = Refused(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
+    no = RefusedValues(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
     support = EngineSupport(support=Support.YES, refused=(no,))
     platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=support)))
     assert platform.support.refused == (no,)
@@ -225,12 +225,12 @@ def test_a_mixed_cluster_runs_only_the_users_command() -> None:
     plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
     platform = discover(spec(groups=GROUPS), plugins)
     with pytest.raises(NoDevice, match=r"test-chip \(16\) \+ other \(8\); give a train.command"):
-        present(platform, plugins.devices())
+        require_devices(platform, plugins.devices())
     own = replace(platform.task.spec, work=replace(platform.task.spec.train, command=("run",)))
     with_command = replace(platform, task=replace(platform.task, spec=own))
-    present(with_command, plugins.devices())
+    require_devices(with_command, plugins.devices())
     with pytest.raises(NoDevice, match="on this machine"):
-        present(with_command, ())
+        require_devices(with_command, ())
 
 
 def test_an_unknown_chip_of_a_group_is_named_by_its_place() -> None:
@@ -273,8 +273,8 @@ def test_the_users_own_variables_win_and_each_conflict_is_reported(monkeypatch: 
     mine = replace(spec(), envs={"OF_SPEC": "spec's"})
     platform = discover(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.conflicts == (
-        "OF_SHELL: a plugin says plugin, this shell says mine, which wins",
-        "OF_SPEC: a plugin says plugin, envs of the spec says spec's, which wins",
+        "OF_SHELL: mine from this shell overrides plugin from a plugin",
+        "OF_SPEC: spec's from envs of the spec overrides plugin from a plugin",
     )
     launched = platform.prepared(Launch(argv=("train",), folder="/x")).environment
     assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.contracts import Running
+from flagcore.contracts import RunningLaunch
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
@@ -36,7 +36,7 @@ class Recorder:
 
     name = "recorder"
 
-    def start(self, launch: Launch) -> Running:
+    def start(self, launch: Launch) -> RunningLaunch:
         self.launched = launch
         raise InterruptedError
 

@@ -13,7 +13,7 @@ from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.stages.limit import SLACK, START_SLACK, UNKNOWN_SECONDS, capped, search_time, time_limit
+from flagcore.stages.limit import SLACK, START_SLACK, UNKNOWN_SECONDS, cap_limit, search_time, time_limit
 from tests import small
 
 TASK = small.task(control=Control(train_iters=5))
@@ -90,10 +90,10 @@ def test_a_server_may_take_what_its_engine_says() -> None:
 
 def test_the_rest_of_the_run_is_the_limit_if_that_is_less() -> None:
     limit = TimeLimit(seconds=50.0, because="x")
-    assert capped(limit, 60.0, "max_time") is limit
-    assert capped(limit, 20.0, "max_time").seconds == 20.0
-    assert capped(limit, -5.0, "max_time").seconds == 1.0
-    assert "max_time" in capped(limit, 20.0, "max_time").because
+    assert cap_limit(limit, 60.0, "max_time") is limit
+    assert cap_limit(limit, 20.0, "max_time").seconds == 20.0
+    assert cap_limit(limit, -5.0, "max_time").seconds == 1.0
+    assert "max_time" in cap_limit(limit, 20.0, "max_time").because
 
 
 @pytest.mark.parametrize("max_time", [None, 100.0])

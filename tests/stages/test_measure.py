@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
 def test_the_engine_must_run_the_requested_settings(tmp_path: Path) -> None:
     done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 2})))
     assert done.state is TrialState.INVALID
-    assert "micro_batch_size = 2 where 1 was asked for" in (done.reason or "")
+    assert "micro_batch_size = 2 instead of 1" in (done.reason or "")
     same = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 1, "x": 2})))
     assert same.state is TrialState.MEASURED
 
@@ -351,7 +351,7 @@ def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Pa
         (3, 100),
     ]
     assert done.measurement.telemetry["peak_power_watts"] == 310
-    assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the others (1 GHz)",)
+    assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the other devices (1 GHz)",)
 
 
 def test_telemetry_is_that_of_the_devices_of_the_trial(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
 class EndsAfterSteps(Engine):
     """An engine whose trials count after four steps."""
 
-    def steps_wanted(self, task: Task) -> int:
+    def step_limit(self, task: Task) -> int:
         return 4
 
 
@@ -417,7 +417,7 @@ def test_trial_that_fails_after_its_steps_counts_and_the_reason_is_kept(end: Exi
     done = measured(Ran(end), tmp_path, EndsAfterSteps(steps=[1.0] * 4))
     assert done.state is TrialState.MEASURED
     assert done.reason is not None
-    assert "failed after them" in done.reason
+    assert "failed after all its steps" in done.reason
 
 
 @pytest.mark.parametrize("end", [ended(1), ended(-9, "memory"), ended(-15, "request")])
@@ -443,7 +443,7 @@ def test_a_program_that_ran_the_whole_batch_instead_is_invalid(tmp_path: Path) -
     engine: Any = Engine(result=replace(MEASURED, effective={"global_batch_size": 8}))
     done = measure(Ran(ended()), small.platform(TASK), engine, SHORT, str(tmp_path), None)
     assert done.state is TrialState.INVALID
-    assert "global_batch_size = 8 where 2" in (done.reason or "")
+    assert "global_batch_size = 8 instead of 2" in (done.reason or "")
 
 
 @pytest.mark.parametrize(("step", "state"), [(0.38, TrialState.STOPPED), (0.37, TrialState.MEASURED)])

@@ -20,7 +20,7 @@ from flagcore.domain.probe import Probe
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.megatron.adapter import Megatron
 from flagcore.launchers.local import LAUNCHER
-from flagcore.stages.discover import side_by_side
+from flagcore.stages.discover import parallel_probe_ranks
 from flagcore.stages.probe import probe
 from tests import small
 from tests.engines.megatron.test_probing import METRICS
@@ -133,8 +133,8 @@ def test_probes_run_in_parallel_unless_devices_are_shared_or_selected() -> None:
     here = tuple(Device(index=at, chip="test-chip", memory_bytes=1) for at in range(3))
     other = Device(index=3, chip="another", memory_bytes=1)
     plain = small.platform(TASK)
-    assert side_by_side(plain, (*here, other)) == 3
+    assert parallel_probe_ranks(plain, (*here, other)) == 3
     shared = EngineSupport(support=plain.support.support, shared_devices=True)
-    assert side_by_side(small.platform(TASK, support=shared), here) == 1
-    assert side_by_side(small.platform(TASK, environment={"ANY_VISIBLE_DEVICES": "1"}), here) == 1
-    assert side_by_side(plain, ()) == 1
+    assert parallel_probe_ranks(small.platform(TASK, support=shared), here) == 1
+    assert parallel_probe_ranks(small.platform(TASK, environment={"ANY_VISIBLE_DEVICES": "1"}), here) == 1
+    assert parallel_probe_ranks(plain, ()) == 1

@@ -10,7 +10,7 @@ from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.stages.predict import predict_columns
-from flagcore.stages.shorten import FIXED, UNNAMED, shorten, shortened
+from flagcore.stages.shorten import FIXED_FACTOR, UNMODELLED_SHARE, scale_steps, shorten
 from tests import small
 
 LONG = small.task(global_batch_size=512, control=Control(max_step_time=60.0))
@@ -29,12 +29,12 @@ def test_a_long_step_runs_the_micro_batches_that_fit_and_is_scaled_by_the_model(
 
 
 def test_the_interval_is_that_of_a_fixed_part_twice_or_half_as_large() -> None:
-    short = shortened(64, 512, 84.0, 532.0)
-    assert short.low == pytest.approx((20 * FIXED + 512) / (20 * FIXED + 64))
-    assert short.high == pytest.approx((20 / FIXED + 512) / (20 / FIXED + 64))
+    short = scale_steps(64, 512, 84.0, 532.0)
+    assert short.low == pytest.approx((20 * FIXED_FACTOR + 512) / (20 * FIXED_FACTOR + 64))
+    assert short.high == pytest.approx((20 / FIXED_FACTOR + 512) / (20 / FIXED_FACTOR + 64))
     assert short.low < short.scale < short.high < 8.0
-    alone = shortened(64, 512, 64.0, 512.0)
-    once = 64.0 * UNNAMED  # of a step without a fixed part
+    alone = scale_steps(64, 512, 64.0, 512.0)
+    once = 64.0 * UNMODELLED_SHARE  # of a step without a fixed part
     assert alone.low == pytest.approx((once + 512) / (once + 64))
     assert alone.scale == alone.high == 8.0
 
@@ -77,7 +77,7 @@ def test_the_model_scales_what_grows_with_the_batch_only() -> None:
     def predicted(some: Task) -> float:
         return float(predict_columns(some, WORKLOAD, columns, small.costs(some)).step_time_s[0])
 
-    short = shortened(16, 512, predicted(task.with_batch(16)), predicted(task))
+    short = scale_steps(16, 512, predicted(task.with_batch(16)), predicted(task))
     assert 8.0 < short.low <= short.scale <= short.high < 32.0
 
 
@@ -85,7 +85,7 @@ def test_a_measurement_of_shortened_steps_becomes_one_of_whole_steps() -> None:
     measured = Measurement(
         step_times_s=(2.0, 4.0), step_time_s=3.0, spread_s=1.0, tokens_per_second_per_device=100.0, device_used_bytes=7
     )
-    whole = shortened(64, 512, 84.0, 532.0).scaled(measured)
+    whole = scale_steps(64, 512, 84.0, 532.0).scaled(measured)
     scale = 532.0 / 84.0
     assert whole.step_times_s == pytest.approx((2.0 * scale, 4.0 * scale))
     assert (whole.step_time_s, whole.spread_s) == pytest.approx((3.0 * scale, scale))

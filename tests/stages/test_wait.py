@@ -90,7 +90,7 @@ def test_a_compute_mode_that_forbids_processes_is_the_reason() -> None:
 
 
 def test_a_device_that_no_longer_answers_is_dead_if_others_do() -> None:
-    assert "device 1 does not answer" in busy([Reads(0.0), Reads(LookupError("gone"))])
+    assert "device 1 does not respond" in busy([Reads(0.0), Reads(LookupError("gone"))])
     assert "device 0 reports 90.0 of 80.0 GiB" in busy([Reads(90.0), Reads(0.0)])
 
 

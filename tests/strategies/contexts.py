@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.experience import Past
+from flagcore.domain.experience import PastMeasurements
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import FloatArray
@@ -60,15 +60,17 @@ def search_context(
     of: Predictions | None = None,
     trials: Sequence[Trial] = (),
     open_rows: Any = None,
-    past: Past | None = None,
+    past: PastMeasurements | None = None,
 ) -> SearchContext:
     """Look at `trials`; open are `open_rows` without what ran."""
     known, size = of or predictions(), len(SPACE)
     rule = np.zeros(size, dtype=np.int16)
     if open_rows is not None:
         rule[np.setdiff1d(np.arange(size), open_rows)] = 1
-    pruned = Pruned(rule=rule, trial=np.full(size, -1), too_much=np.zeros(size, dtype=np.bool_), rules=("elsewhere",))
-    return look(TASK, WORKLOAD, SPACE, known, pruned, learn(trials), past or Past.empty())
+    pruned = Pruned(
+        rule=rule, trial=np.full(size, -1), exceeds_memory=np.zeros(size, dtype=np.bool_), rules=("elsewhere",)
+    )
+    return look(TASK, WORKLOAD, SPACE, known, pruned, learn(trials), past or PastMeasurements.empty())
 
 
 def distorted(known: Predictions, seed: int = 0, spread: float = 0.05, times: float = 1.0) -> FloatArray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.experience import Observed, Past
+from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
@@ -267,13 +267,13 @@ def test_experience_does_not_end_a_run_before_a_few_measurements() -> None:
     known = predictions()
     rows = np.arange(len(SPACE))
     features = search_context(known).features(rows)
-    taught = Observed(
+    taught = Observations(
         features,
         np.zeros(rows.size),
         np.full(rows.size, 0.01),
         np.ones(rows.size, dtype=np.int64),
     )
-    past = replace(Past.empty(), time=taught)
+    past = replace(PastMeasurements.empty(), time=taught)
     best = int(np.argmin(known.step_time_s))
     trials = [ran(best, float(known.step_time_s[best]), 0)]
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None

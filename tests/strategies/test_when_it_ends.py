@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flagcore.domain.experience import Observed, Past
+from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import LEAST_GAIN, STRATEGY
@@ -22,16 +22,16 @@ def rows_of(seed: int) -> IntArray:
     return np.sort(np.random.default_rng(seed).choice(NEAR, 40, replace=False))
 
 
-def misleading(rows: IntArray, seed: int) -> Past:
+def misleading(rows: IntArray, seed: int) -> PastMeasurements:
     """A past with smooth errors, in which other parts of a step are slow than in the task at hand."""
     real = distorted(KNOWN, 100 + seed, spread=0.02)
     ratio = np.log(real[rows] / KNOWN.step_time_s[rows])
     features = search_context(KNOWN).features(rows)
-    time = Observed(features, ratio, np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64))
-    return replace(Past.empty(), time=time)
+    time = Observations(features, ratio, np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64))
+    return replace(PastMeasurements.empty(), time=time)
 
 
-def lost_by_ending(real: FloatArray, rows: IntArray, past: Past) -> bool:
+def lost_by_ending(real: FloatArray, rows: IntArray, past: PastMeasurements) -> bool:
     """Search, and return whether something was left that is enough faster than the best."""
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
     trials: list[Trial] = [ran(slowest, float(real[slowest]), 0)]
@@ -57,6 +57,6 @@ def test_little_gain_is_left_when_the_search_ends(rough: float, misled: bool) ->
     lost = 0
     for seed in range(8):
         rows = rows_of(seed)
-        past = misleading(rows, seed) if misled else Past.empty()
+        past = misleading(rows, seed) if misled else PastMeasurements.empty()
         lost += lost_by_ending(distorted(KNOWN, seed, spread=rough), rows, past)
     assert lost <= 1

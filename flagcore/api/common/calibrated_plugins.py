@@ -12,7 +12,7 @@ from typing import Any
 from flagcore.api.common.machine_load import busy
 from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.contracts import CollectiveCosts
-from flagcore.domain.chip import Chip, Device, Fact, Source, Support, bare
+from flagcore.domain.chip import Chip, Device, Fact, Source, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import NoDevice, RunError
@@ -58,10 +58,10 @@ class CalibratedPlugins(LoadedPlugins):
             with suppress(RunError):  # reported when its times are read
                 saved = self._calibrations.all()
             for _file, calibration in reversed(saved):
-                if calibration.facts is not None and bare(calibration.chip) not in catalogue:
+                if calibration.facts is not None and normalize_name(calibration.chip) not in catalogue:
                     with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
                         chip = chip_of(calibration)
-                        catalogue[bare(calibration.chip)] = (chip, CALIBRATED)
+                        catalogue[normalize_name(calibration.chip)] = (chip, CALIBRATED)
                         self._chips.append(chip)
                         kind, backend = (
                             str(calibration.facts.get(key)) for key in ("device_type", "distributed_backend")

@@ -35,7 +35,7 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
     task, axes = problem.platform.task, problem.legality.axes
     given = _knob_values(text, axes, problem.knobs)
     for axis in axes:
-        value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
+        value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
             raise UsageError(
                 _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))

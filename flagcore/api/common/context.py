@@ -13,8 +13,8 @@ from flagcore.api.common.runs import SPEC, Run, load_run, trial_fields
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.contracts import Costs, SearchContext, Workload
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.experience import Past
-from flagcore.domain.prediction import of_row
+from flagcore.domain.experience import PastMeasurements
+from flagcore.domain.prediction import components_of_row
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Axis, Columns
 from flagcore.domain.spec import Spec, Task
@@ -66,7 +66,7 @@ def prediction_records(task: Task, workload: Workload, columns: Columns, costs: 
     layers = predict_stage_layers(task, workload, columns, costs)
     records = []
     for row in range(len(predicted.step_time_s)):
-        figures = replace(predicted.row(row), components=of_row(components, row))
+        figures = replace(predicted.row(row), components=components_of_row(components, row))
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
         records.append(why | record(task, figures, layers.get(row, ())))
     return records
@@ -94,7 +94,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
         problem, workload = build_problem_of_spec(where, chip, without, plan=True)
-        return _snapshot(place, problem, workload, learn(()), Past.empty())
+        return _snapshot(place, problem, workload, learn(()), PastMeasurements.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
@@ -154,7 +154,9 @@ def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
     return replace(run, **trial_fields(stored, run.fidelity))
 
 
-def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
+def _snapshot(
+    where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: PastMeasurements
+) -> Snapshot:
     space, predictions = problem.space, problem.predictions
     trials_and_probes = search_state.trials, problem.pruned, search_state.probes
     pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)

@@ -12,14 +12,23 @@ from typing import Any, TypeAlias
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import InstalledVersion, KeyWarnings, OnHosts, Workload, labels_of, untested_reason
+from flagcore.contracts import (
+    EngineDefaults,
+    InstalledVersion,
+    KeyWarnings,
+    MultiHostLauncher,
+    Workload,
+    labels_of,
+    untested_reason,
+)
 from flagcore.domain.chip import Support, unknown_chip_hint
+from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Labels
 from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, HOSTFILE, Spec, TrainSpec
-from flagcore.errors import FlagError, SpecError, joined
+from flagcore.errors import FlagError, SpecError, join_errors
 from flagcore.i18n import _
 from flagcore.plugins import LAUNCHERS, STRATEGIES, LoadedPlugins, engines, launcher, load_plugins, names, strategy
 from flagcore.problem import Problem, sizes_fixed_at_one
@@ -27,8 +36,8 @@ from flagcore.report.formats import as_yaml
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.convert import check_engines, without_spares
 from flagcore.spec.plain_data import KeyPath, plain, spec_error
-from flagcore.spec.serving import engines_of, only
-from flagcore.spec.validate import gathered
+from flagcore.spec.serving import engines_of, select_engine
+from flagcore.spec.validate import convert_all
 from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
@@ -174,7 +183,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
         if isinstance(name, str) and name not in names(group):
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
-        found: Spec = gathered(parts)["spec"]
+        found: Spec = convert_all(parts)["spec"]
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
         found = _with_launcher(found, any_number=data.get("cluster") == AUTO)
     return _with_hosts(found)
@@ -189,15 +198,16 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
     several = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
     if not several or (isinstance(work, TrainSpec) and work.command is not None):
         return spec
-    at_hand = (name for name in names(LAUNCHERS) if isinstance(one := launcher(name), OnHosts) and one.at_hand())
-    return replace(spec, launcher=next(at_hand, spec.launcher))
+    launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
+    found = (name for name, each in launchers if isinstance(each, MultiHostLauncher) and each.has_allocation())
+    return replace(spec, launcher=next(found, spec.launcher))
 
 
 def _with_hosts(spec: Spec) -> Spec:
     """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
     at_most = max(spec.trial_nodes) + cluster.spares
-    hosts = finder.find_hosts(at_most) if isinstance(finder, OnHosts) and not cluster.hosts else ()
+    hosts = finder.find_hosts(at_most) if isinstance(finder, MultiHostLauncher) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         where = "serve" if isinstance(spec.work, ServeSpec) else "train"
         problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
@@ -219,7 +229,7 @@ def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) ->
     try:
         yield
     except SpecError as error:
-        raise joined([*error.problems, *_unknown_chips(cluster, file, without)]) from None
+        raise join_errors([*error.problems, *_unknown_chips(cluster, file, without)]) from None
 
 
 def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[SpecError]:
@@ -254,7 +264,7 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
         check_engines(data, file=str(file), engines=engines())
     for name in several:
         try:
-            parsed(only(data, name), file=str(file), base=base, without=without)
+            parsed(select_engine(data, name), file=str(file), base=base, without=without)
         except SpecError as error:
             failed.append(error)
     if len(failed) == len(several):
@@ -262,9 +272,9 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
-    of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
-    nothing, and of flags that cannot be checked.
+    """Warn of an engine that is untested on the chip, of devices that no candidate uses, of variables that the user
+    sets differently from plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of
+    settings that do nothing, and of flags that cannot be checked.
     """
     support, task = problem.platform.support, problem.platform.task
     engine, lines = task.spec.work.engine, list[object]()
@@ -272,12 +282,26 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if reasons := [reason for reason in (unknown, untested_reason(workload)) if reason]:
         names = {"engine": engine, "chip": task.cluster.chips, "reason": "; ".join(reasons)}
         lines.append(_("{engine} on {chip}: untested; {reason}", **names))
+    lines += _idle_devices(problem, workload)
     lines += [*problem.platform.conflicts, *sizes_fixed_at_one(problem), *problem.pruned.broken_rules]
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):
         lines += _unchecked(task.spec.work, task.spec, workload)
     warn(lines)
+
+
+def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
+    """Return that no candidate uses all devices that a trial may use."""
+    work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
+    if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not rows.size:
+        return []
+    most = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
+    usable = work.cards or task.cluster.devices
+    if most >= usable:
+        return []
+    text = _("candidates use at most {most} of {usable} devices; ", most=most, usable=usable)
+    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=most)]
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:

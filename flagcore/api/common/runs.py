@@ -129,8 +129,8 @@ def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
         "repeats": state.repeats,
         "probes": state.probes,
         "imported": tuple(trial for trial in stored if trial.source),
-        "baseline": state.shown(state.baseline),
-        "best": state.shown(state.best),
+        "baseline": state.reported_trial(state.baseline),
+        "best": state.reported_trial(state.best),
         "gains": gains(state),
         "search_state": state,
     }

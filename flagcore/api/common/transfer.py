@@ -17,7 +17,7 @@ from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Observed, Past, features
+from flagcore.domain.experience import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
@@ -37,11 +37,11 @@ MAX_LOG_RATIO = 3.0
 """A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
 
 
-def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> Past:
+def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> PastMeasurements:
     """Return the measurements of runs other than `run` on the chip of a problem; empty if the spec does not want it."""
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
-        return Past.empty()
+        return PastMeasurements.empty()
     records = Experience.of_user().records(chip, spec.work.engine, but=run)
     return past(records, chip, plugins, workload, spec.objective, problem.platform.knobs)
 
@@ -53,7 +53,7 @@ def past(
     workload: Workload,
     objective: str,
     knobs: Sequence[Knob] = (),
-) -> Past:
+) -> PastMeasurements:
     """Return observations from measured records of `chip`. A record that cannot be read or predicted is skipped, and so
     is one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may
     have."""
@@ -83,9 +83,9 @@ def past(
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):
             found.append(_observed(number, members, plugins, workload))
-    return Past(
-        time=Observed.join([time for time, _ in found]),
-        memory=Observed.join([memory for _, memory in found]),
+    return PastMeasurements(
+        time=Observations.join([time for time, _ in found]),
+        memory=Observations.join([memory for _, memory in found]),
     )
 
 
@@ -94,7 +94,7 @@ def _observed(
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
     plugins: Plugins,
     workload: Workload,
-) -> tuple[Observed, Observed]:
+) -> tuple[Observations, Observations]:
     task = members[0][0]
     legal = legality(task, workload)
     each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]
@@ -110,5 +110,5 @@ def _observed(
             ratio = np.log(measured) - np.log(expected)
         rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
         least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
-        both.append(Observed(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
+        both.append(Observations(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
     return both[0], both[1]

@@ -26,7 +26,7 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
 from flagcore.i18n import _
-from flagcore.problem import fastest
+from flagcore.problem import rows_by_time
 from flagcore.report.candidate_report import candidate_report_text
 from flagcore.report.formats import Notebook
 from flagcore.report.result import trial as trial_record
@@ -139,7 +139,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     """Return the candidate of a name; None for a list of knobs."""
-    run, order, where = snapshot.run, fastest(snapshot.problem), snapshot.where
+    run, order, where = snapshot.run, rows_by_time(snapshot.problem), snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
     if name == "best":

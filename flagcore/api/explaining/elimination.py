@@ -20,8 +20,9 @@ from flagcore.domain.search_state import DOES_NOT_FIT, rivals
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import NothingFits
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import N_, _
-from flagcore.problem import Problem, fastest, require_candidate
+from flagcore.problem import Problem, rows_by_time
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
 from flagcore.report.formats import Notebook
@@ -101,7 +102,7 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return [
         _("not in the space: {knob} = {value}; {values}", knob=axis.knob, value=value, values=values_of(axis))
         for axis in snapshot.problem.space.axes
-        if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.also)
+        if (value := values[axis.knob]) not in (*axis.values, axis.neutral, *axis.extra_values)
     ]
 
 
@@ -212,7 +213,7 @@ def _reason_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predi
 
 
 def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
-    order, run = fastest(snapshot.problem), snapshot.run
+    order, run = rows_by_time(snapshot.problem), snapshot.run
     places = (np.flatnonzero(order == row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
     if run is None:
@@ -268,7 +269,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         )
     nothing_fits = None
     try:
-        require_candidate(problem)
+        require_candidate(problem, found.workload)
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(

@@ -42,7 +42,7 @@ def allowed_rows(snapshot: Snapshot) -> IntArray:
     """Return the rows that could be the best: measured, or no rule removed them, no trial of them failed, limits are
     kept. What a trial taught later takes nothing from what was measured before."""
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
-    keeps = predictions.keeps(snapshot.task.spec.limits)
+    keeps = predictions.keeps_limits(snapshot.task.spec.limits)
     failed = [t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
     excluded = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
     ran = {True: list[int](), False: list[int]()}

@@ -19,7 +19,7 @@ from flagcore.api.common.calibrated_plugins import VENDOR, facts_of, uncatalogue
 from flagcore.api.common.inputs import loaded_plugins, warn
 from flagcore.api.common.machine_load import Load, busy
 from flagcore.calibration import Calibration, Calibrations, Experience
-from flagcore.contracts import Running
+from flagcore.contracts import RunningLaunch
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
@@ -206,7 +206,7 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
 
 def _run(launch: Launch) -> None:
     """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
-    running: Running | None = None
+    running: RunningLaunch | None = None
     ended: Exit | None = None
     try:
         running = plugins.launcher("local").start(launch)

@@ -20,7 +20,7 @@ from typing import Any
 from flagcore.api.common.inputs import loaded_plugins
 from flagcore.api.hardware.calibration import target
 from flagcore.api.hardware.inspection import doctor
-from flagcore.contracts import Telemetry, use_of
+from flagcore.contracts import Telemetry, device_use
 from flagcore.domain.chip import Device
 from flagcore.errors import FlagError, NoDevice
 from flagcore.plugins import LoadedPlugins
@@ -72,7 +72,7 @@ def reading(reader: Telemetry | None) -> dict[str, Any]:
         if reader is None:
             return {}
         figures = {name: float(value) for name, value in reader.sample().items()}
-        return {"figures": figures, "use": asdict(use_of(reader))}
+        return {"figures": figures, "use": asdict(device_use(reader))}
     except LookupError:
         return {"lost": True}
     except NoDevice as error:  # what a plugin raised

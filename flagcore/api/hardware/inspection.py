@@ -32,7 +32,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record a plugin, loaded or failed, with its chips and the reason of every failure."""
     loaded = plugins.load_plugins(without)
-    undetected = loaded.undetected()
+    failures = loaded.detection_failures()
     chips = loaded.chips()
     records: list[dict[str, Any]] = []
     for plugin in loaded.plugins:
@@ -47,7 +47,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
                 "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
                 "warnings": list(plugin.warnings),
                 "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
-                "undetected": undetected.get(plugin.name),
+                "undetected": failures.get(plugin.name),
             }
         )
     names = {record["name"] for record in records}

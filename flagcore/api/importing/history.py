@@ -18,7 +18,7 @@ from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
-from flagcore.domain.plan import measured_over
+from flagcore.domain.plan import measured_to_predicted
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis
 from flagcore.domain.spec import Task
@@ -251,7 +251,7 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
 
 def _doubts(trials: list[Trial]) -> list[str]:
     """Return a line if what was measured is far from everything that is predicted."""
-    ratios = [ratio for trial in trials if (ratio := measured_over(trial, "predicted"))]
+    ratios = [ratio for trial in trials if (ratio := measured_to_predicted(trial, "predicted"))]
     middle = float(np.median(ratios)) if ratios else 1.0
     if 1.0 / MAX_FACTOR < middle < MAX_FACTOR:
         return []

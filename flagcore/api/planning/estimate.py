@@ -10,7 +10,8 @@ import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
-from flagcore.contracts import Planned, Platform, Workload, labels_of, model_parts
+from flagcore.contracts import EngineDefaults, Platform, ProductionDefaults, Workload, labels_of, model_parts
+from flagcore.domain.effects import engine_task
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import Labels
@@ -18,14 +19,16 @@ from flagcore.domain.search_state import SearchState, SearchTime
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
+from flagcore.feasibility import require_candidate, unmet_text
 from flagcore.i18n import _
-from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
+from flagcore.problem import Problem, candidate_columns, no_launch_reason, rows_by_time
 from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.names import COLUMNS
-from flagcore.report.text import candidate_columns, candidate_line
+from flagcore.report.text import candidate_columns as shown_knobs
+from flagcore.report.text import candidate_line, serving_load_text
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
-from flagcore.trial_plan import time_of_search
+from flagcore.trial_plan import estimate_search_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -35,6 +38,8 @@ class Estimate(Notebook):
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
     the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` the
     implementation and settings of a plan that the spec does not name, `notes` what plugins say of engine and chip.
+    `defaults` is the candidate of the engine's own defaults if the baseline is another one. With latency limits, `slo`
+    of a candidate has the figures that exceed them, and `unmet` explains if every candidate exceeds one.
     `search` is how long `flag tune` may take. `knobs` are those of the task, `labels` the engine's.
     """
 
@@ -44,6 +49,8 @@ class Estimate(Notebook):
     baseline: Mapping[str, Any]
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
+    defaults: Mapping[str, Any] | None = None
+    unmet: str = ""
     untimed: int = 0
     no_time: str = ""
     runs: str = ""
@@ -61,7 +68,7 @@ class Estimate(Notebook):
         shown = {
             name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
         }
-        columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **shown}
+        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **shown}
         return render(self.candidates, "table", columns)
 
 
@@ -79,8 +86,8 @@ def estimate(
     the errors of `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
-    require_candidate(problem)
-    order = fastest(problem)
+    require_candidate(problem, workload)
+    order = rows_by_time(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
     assert baseline is not None
@@ -90,6 +97,8 @@ def estimate(
         devices=task.cluster.devices,
         counts=before_trials(problem),
         baseline=_records(problem, workload, np.array([baseline]))[0],
+        defaults=_engine_defaults(problem, workload),
+        unmet=unmet_text(problem, workload),
         candidates=tuple(
             {"number": n, **each} for n, each in enumerate(_records(problem, workload, order[:top]), start=1)
         ),
@@ -99,7 +108,7 @@ def estimate(
         runs=_runs(task),
         assumed=_assumed(task),
         notes=plugin_notes(problem.platform),
-        search=time_of_search(problem, workload),
+        search=estimate_search_time(problem, workload),
         knobs=problem.knobs,
         labels=labels_of(workload),
     )
@@ -108,7 +117,8 @@ def estimate(
 def _runs(task: Task) -> str:
     """Return the runner of a predicted job: the user's command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
-        return _("as {engine} serves the load of serve.profile", engine=task.spec.work.engine)
+        work = task.spec.work
+        return _("as {engine} serves {load} (serve.profile)", engine=work.engine, load=serving_load_text(work))
     train = task.spec.train
     if train.command is not None:
         return _("as train.command runs it")
@@ -138,11 +148,31 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     """Return candidates with their predictions and, by component, what their worst stages hold."""
     space, platform = problem.space, problem.platform
     records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
+    if limits := platform.task.spec.limits:
+        records = [{**record, "slo": _missed(record, limits)} for record in records]
     candidates = [space.candidate(int(row)) for row in rows]
-    if isinstance(workload, Planned) and _assumed(platform.task):
+    if isinstance(workload, ProductionDefaults) and _assumed(platform.task):
         assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
         records = [{**record, **more} for record, more in zip(records, assumed, strict=True)]
     return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
+
+
+def _missed(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a predicted server that exceed their limit, in seconds."""
+    figures = {name: lookup(record, name) for name in limits}
+    return {name: figure for name, figure in figures.items() if figure is not None and figure > limits[name]}
+
+
+def _engine_defaults(problem: Problem, workload: Workload) -> dict[str, Any] | None:
+    """Return the candidate of the engine's own defaults with its predictions, None if it is the baseline."""
+    task, platform = engine_task(problem.platform.task), problem.platform
+    if not isinstance(workload, EngineDefaults):
+        return None
+    values = {**problem.baseline.as_dict(), **workload.defaults(task)}
+    if values == problem.baseline.as_dict():
+        return None
+    columns = candidate_columns(platform.task, workload, values)
+    return {"candidate": values, **prediction_records(platform.task, workload, columns, platform.costs)[0]}
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:

@@ -20,16 +20,17 @@ from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import PROBE, Role
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
+from flagcore.feasibility import require_candidate
 from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
+from flagcore.problem import Problem, build_problem, require_launchable, rows_by_time
 from flagcore.report.formats import Notebook
 from flagcore.report.text import candidate_text, state_name
 from flagcore.stages.combine import combine
-from flagcore.stages.discover import present, side_by_side
+from flagcore.stages.discover import parallel_probe_ranks, require_devices
 from flagcore.stages.predict import in_gib, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
-from flagcore.trial_plan import limit_of, predicted_trial
+from flagcore.trial_plan import plan_time_limit, predicted_trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,12 @@ def probe(
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem, candidate = _problem(spec, loaded, workload, candidate)
         here, world = loaded.devices(), problem.platform.task.cluster.devices
-        present(problem.platform, here, needed=1)
+        require_devices(problem.platform, here, needed=1)
         if wrong := [rank for rank in ranks if not 0 <= rank < world]:
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
-        devices, probed = side_by_side(problem.platform, here), []
-        for number, each in enumerate(_chosen(problem, candidate, top)):
+        devices, probed = parallel_probe_ranks(problem.platform, here), []
+        for number, each in enumerate(_chosen(problem, workload, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             probed.append(_probe(problem, workload, each, where, ranks, devices, on_rank))
     if not any(each.measured or each.out_of_memory for each in probed):
@@ -120,7 +121,7 @@ def _probe(
         on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=text))
 
     trial = predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE)
-    limit, launcher = limit_of(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
+    limit, launcher = plan_time_limit(problem, workload, trial, (), len(ranks)), plugins.launcher("local")
     try:
         return probe_candidate(
             problem.platform, workload, launcher, candidate, folder, limit, ranks, report, devices=devices
@@ -129,11 +130,11 @@ def _probe(
         raise Interrupted(_("interrupted")) from None
 
 
-def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
+def _chosen(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
     if candidate == "baseline":
         return [problem.baseline]
-    require_candidate(problem)
-    order = fastest(problem)
+    require_candidate(problem, workload)
+    order = rows_by_time(problem)
     if candidate is not None:
         number = int(candidate)
         if not 1 <= number <= order.size:

@@ -30,7 +30,7 @@ from flagcore.api.hardware.hosts import require_any_host, require_hosts
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.calibration import Experience
-from flagcore.contracts import Event, Installed, OnEvent, OwnCommand, TrialStore, Workload, require_prober
+from flagcore.contracts import CommandChanges, Event, InstalledDefaults, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
@@ -46,7 +46,7 @@ from flagcore.problem import Problem
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import cold_start_text, drift_text
-from flagcore.spec.serving import engines_of, only
+from flagcore.spec.serving import engines_of, select_engine
 from flagcore.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
@@ -183,9 +183,9 @@ class _EngineRun:
         directory, storage = self.directory, self.storage
         directory.open(new=self.new)
         warn_about_problem(problem, self.workload)
-        if isinstance(self.workload, OwnCommand) and self.spec.control.fidelity == RUN:
+        if isinstance(self.workload, CommandChanges) and self.spec.control.fidelity == RUN:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
-        if isinstance(self.workload, Installed):
+        if isinstance(self.workload, InstalledDefaults):
             warn(self.workload.installation_notes(problem.platform))
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         self.name = directory.claim(fixed_task(self.data, problem), fixed)
@@ -274,7 +274,9 @@ def each_engine(
 
     for engine in engines:
         try:
-            done[engine] = tune_one(_share(only(data, engine), len(engines)), run_dir / engine, warn_of_skipped)
+            done[engine] = tune_one(
+                _share(select_engine(data, engine), len(engines)), run_dir / engine, warn_of_skipped
+            )
         except Interrupted:
             raise
         except FlagError as error:

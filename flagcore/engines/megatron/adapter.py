@@ -102,7 +102,7 @@ class Megatron:
     launch = staticmethod(launching.launch)
     progress = staticmethod(reading.progress)
     read = staticmethod(reading.read)
-    steps_wanted = staticmethod(reading.steps_wanted)
+    step_limit = staticmethod(reading.step_limit)
     command_changes = staticmethod(command_changes)
     as_in_production = staticmethod(production.as_in_production)
     assumed = staticmethod(production.assumed)
@@ -197,15 +197,15 @@ class _Capabilities(
     contracts.Workload,
     contracts.Prober,
     contracts.Breakdown,
-    contracts.EndsEarly,
-    contracts.Installed,
+    contracts.StepLimit,
+    contracts.InstalledDefaults,
     contracts.JobRecords,
     contracts.KeyWarnings,
-    contracts.OwnCommand,
-    contracts.Pipelined,
-    contracts.Planned,
+    contracts.CommandChanges,
+    contracts.PipelineTimeline,
+    contracts.ProductionDefaults,
     contracts.ReleaseCheck,
-    contracts.Shortens,
+    contracts.StepShortener,
     Protocol,
 ):
     """What Megatron implements, for mypy."""

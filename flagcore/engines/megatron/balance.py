@@ -76,9 +76,11 @@ def ends(layout: Layout, splits: Splits | None) -> list[tuple[int, int]]:
     return [(int(first), int(end)) if own else (0, 0) for (first, end), own in zip(pairs, number, strict=True)]
 
 
-def best_splits(train: Training, layout: Layout, pace: Pace, most: FloatArray | None = None) -> _Found:
+def best_splits(
+    train: Training, layout: Layout, pace: Pace, most: FloatArray | None = None, least: FloatArray | float = 0.0
+) -> _Found:
     """Return the best split of each candidate, with at most so many layers on each stage, by the leading ones
-    on it: (candidates, leading layers, stages).
+    on it: (candidates, leading layers, stages), and at least so many on the last one.
     """
     total, leading = train.model.num_layers, leading_layers(train)
     if train.options.equal_stages:
@@ -103,7 +105,8 @@ def best_splits(train: Training, layout: Layout, pace: Pace, most: FloatArray | 
                 most[rows, fronts.last, last],
             ]
             middle = most[rows, 0, len(fronts.dense) :]
-        best = search(pace[rows], layout.virtual[rows], total, fronts, Middles.of(count, middle), limits)
+        middles, at_least = Middles.of(count, middle), np.broadcast_to(least, found.seconds.shape)[rows]
+        best = search(pace[rows], layout.virtual[rows], total, fronts, middles, limits, at_least)
         better = ~(best.seconds * EQUAL >= found.seconds[rows])  # also where a time is not known
         rows = rows[better]
         found.choice[rows], found.seconds[rows], found.ends[rows] = number, best.seconds[better], 0.0

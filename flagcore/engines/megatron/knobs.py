@@ -36,7 +36,7 @@ def _size(name: str, label: str, help: str, **changes: Any) -> Knob:
         "maximum": DEVICES,
         "auto": lambda task: divisors(task.cluster.devices),
         "auto_help": "every divisor of the number of devices",
-        "explicit": True,
+        "passes_neutral": True,
     }
     return _knob(name, label, help, **{**row, **changes})
 

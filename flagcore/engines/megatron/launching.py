@@ -19,7 +19,7 @@ from flagcore.engines.megatron.command.reference import reference_launch
 from flagcore.engines.megatron.options import schedule
 from flagcore.engines.megatron.predict import with_layout
 from flagcore.engines.megatron.release_check import release_problems
-from flagcore.errors import LaunchError, NoDevice, SpecError, joined
+from flagcore.errors import LaunchError, NoDevice, SpecError, join_errors
 
 PROGRAM = "flagcore.engines.megatron.trial"
 
@@ -48,7 +48,7 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
             f"{' '.join(map(repr, missing))} (torch: the build for this device), or give a train.command"
         )
     if problems := release_problems(spec, trial_program.release()):
-        raise joined(problems)
+        raise join_errors(problems)
 
 
 def ready_to_probe(spec: Spec) -> None:

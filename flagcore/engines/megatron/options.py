@@ -105,7 +105,7 @@ def release(spec: Spec) -> str | None:
 
 def takes_layouts(spec: Spec) -> bool:
     """Return whether the release that runs a job may have layouts of stages; others number the first and the last."""
-    return BY_NAME[LAYOUT].available(release(spec))
+    return BY_NAME[LAYOUT].is_available(release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:

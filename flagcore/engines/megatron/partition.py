@@ -125,9 +125,13 @@ def search(
     fronts: Fronts,
     middles: Middles,
     most: Sequence[FloatArray] | None = None,
+    last: FloatArray | float = 0.0,
 ) -> Ends:
-    """Return the best split with these leading layers, and at most so many layers on the first stages and the last."""
+    """Return the best split with these leading layers, and at most so many layers on the first stages and the last, and
+    at least so many on the last.
+    """
     least = np.stack(fronts.least(virtual))
+    least[-1] = np.maximum(least[-1], last)
     limits = np.stack(fronts.most(virtual) if most is None else [*map(np.minimum, fronts.most(virtual), most)])
     ends, possible = _start(total, least, limits, middles, virtual)
     slowest = np.full(virtual.shape, np.inf)

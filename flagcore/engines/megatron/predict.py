@@ -23,7 +23,7 @@ from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
-from flagcore.engines.megatron.relief import relieved
+from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.split import EACH, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
 from flagcore.engines.megatron.time import step
@@ -50,7 +50,7 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     blocks = Blocks.of(train, layout, running)
     train, layout = split_layers(train, layout, chosen, running, blocks)
     found = _predictions(train, layout, costs, blocks)
-    train, layout, changed = relieved(train, layout, chosen, found.share_in_use, running, blocks)
+    train, layout, changed = fit_splits(train, layout, chosen, found.share_in_use, running, blocks)
     if not changed.any():
         return found
     rows, kept = np.flatnonzero(changed), np.flatnonzero(~changed)
@@ -67,7 +67,7 @@ def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout
     blocks = Blocks.of(train, layout, running)
     train, layout = split_layers(train, layout, chosen, running, blocks)
     found = memory_in_use(train, layout, costs)
-    return relieved(train, layout, chosen, found.used / found.capacity, running, blocks)[:2]
+    return fit_splits(train, layout, chosen, found.used / found.capacity, running, blocks)[:2]
 
 
 def given(task: Task, columns: Columns) -> tuple[Training, Layout]:

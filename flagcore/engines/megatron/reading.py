@@ -65,7 +65,7 @@ class CommandProgress:
         return tuple(self._log.step_times_s)
 
 
-def steps_wanted(task: Task) -> int | None:
+def step_limit(task: Task) -> int | None:
     """Return after how many steps a user's command is stopped; flagcore's own program ends by itself."""
     train, control = task.spec.train, task.spec.control
     return control.train_iters if train.command is not None else None

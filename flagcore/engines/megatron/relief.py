@@ -1,4 +1,4 @@
-"""The fastest split of layers for which memory suffices, of candidates whose fastest one needs more than there is."""
+"""The fastest split of layers that fits memory, for candidates whose fastest split does not fit."""
 
 from __future__ import annotations
 
@@ -11,165 +11,189 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.megatron.balance import best_splits, leading_layers, splits_of, stage_layers
 from flagcore.engines.megatron.memory.training import stages_in_use
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Training, distinct
-from flagcore.engines.megatron.parallel.pipeline import Stage, in_flight, stage, with_layers
+from flagcore.engines.megatron.parallel.pipeline import Part, Stage, layers_before_last, stage_with
 from flagcore.engines.megatron.time.pace import Pace
 from flagcore.engines.megatron.time.step import Blocks
 
-RELIEF = 1.125
-"""A split that needs less memory is sought where the fastest one needs up to so many times what a device has. Further
-ones fit seldom, and to seek them slows planning down."""
-
-TURNS = 32
-"""Limits are corrected at most so many times."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Limits(ArrayRecord):
-    """The most layers of each stage, by how many of them are leading dense ones, (candidates, leading ones, stages),
-    and where it is known that one more does not fit.
+class _Found(ArrayRecord):
+    """The best split of each candidate: the seconds of its slowest stage, inf where none fits, the layers of each stage
+    and the leading dense ones among them, (candidates, stages).
     """
 
-    most: FloatArray
-    known: BoolArray
+    seconds: FloatArray
+    layers: FloatArray
+    leading: FloatArray
 
 
-def relieved(
+def fit_splits(
     train: Training, layout: Layout, chosen: BoolArray, share: FloatArray, costs: Costs, blocks: Blocks
 ) -> tuple[Training, Layout, BoolArray]:
     """Return the `chosen` candidates with splits for which memory suffices where they need more than a device has, and
     which these are. `share` is what they need of it. The slowest stage is the fastest that memory allows.
-
-    Limits are estimated. Those that decide a split, or that leave none, are checked and corrected, until they hold.
     """
-    rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0) & (share <= RELIEF))
+    rows = np.flatnonzero(chosen & (layout.pipeline > 1) & (share > 1.0))
+    if rows.size:
+        rows = _candidates_with_room(train, layout, costs, rows)
     changed = np.zeros(chosen.shape, dtype=np.bool_)
     if not rows.size:
         return train, layout, changed
-    few = replace(layout[rows], split=np.zeros(rows.size))
-    pace, limits = Pace.of(train, few, costs, blocks[rows]), _estimated(train, few, costs)
-    held = np.zeros((2, rows.size, limits.most.shape[2]))
-    open_, fits = np.arange(rows.size), np.zeros(rows.size, dtype=np.bool_)
-    for _ in range(TURNS):
-        now, most = few[open_], limits.most[open_]
-        found = best_splits(train, now, pace[open_], most)
-        split = np.stack(stage_layers(train, now, found, most))
-        there, width = np.isfinite(found.seconds), split.shape[2]
-        held[:, open_, :width] = np.where(there[:, None], split, 0.0)
-        wrong = _check(train, now, costs, limits, open_, held[:, open_])
-        fits[open_] = there & ~wrong
-        open_ = open_[wrong]
-        if not open_.size:
-            break
-    rows, few, (layers, leading) = rows[fits], few[np.flatnonzero(fits)], held[:, fits]
-    if rows.size:
-        first, which = distinct([few.pipeline, few.virtual, *layers.T, *leading.T])
+    subset = replace(layout[rows], split=np.ones(rows.size))
+    found = _best_fitting(train, subset, costs, Pace.of(train, subset, costs, blocks[rows]))
+    fits = np.flatnonzero(np.isfinite(found.seconds))
+    if fits.size:
+        rows, subset, found = rows[fits], subset[fits], found[fits]
+        first, which = distinct([subset.pipeline, subset.virtual, *found.layers.T, *found.leading.T])
         before = 1 if train.options.splits is None else len(train.options.splits.lengths)
-        splits = splits_of(train, few[first], layers[first], leading[first])
+        splits = splits_of(train, subset[first], found.layers[first], found.leading[first])
         column = layout.split.copy()
         column[rows], changed[rows] = before + which, True
         train, layout = replace(train, options=replace(train.options, splits=splits)), replace(layout, split=column)
     return train, layout, changed
 
 
-def _check(
-    train: Training, layout: Layout, costs: Costs, limits: _Limits, rows: IntArray, held: FloatArray
-) -> BoolArray:
-    """Correct the limits of `rows` that their splits do not keep, or that may keep them from better ones, and return
-    which have such limits. Without a split the layers held are 0.
+def _best_fitting(train: Training, layout: Layout, costs: Costs, pace: Pace) -> _Found:
+    """Return the best splits for which memory suffices.
+
+    With multi-token prediction the final norm is on the last stage but one if the very last virtual stage has no layer:
+    these splits are searched apart.
     """
-    (layers, leading), wrong = held, np.zeros(rows.size, dtype=np.bool_)
-    none, longest, end = ~layers.any(axis=1), layers.max(axis=1), layout.pipeline.astype(np.int64) - 1
-    even = np.ceil(train.model.num_layers / (layout.pipeline * layout.virtual)) * layout.virtual
-    longest = np.where(none, even, longest)
-    place, kinds = np.arange(layers.shape[1]), np.arange(limits.most.shape[1])[:, None]
-    there, first = place <= end[:, None], leading_layers(train)
-    turn = there & ~none[:, None] & ((place <= 1) | (place == end[:, None]) | (len(costs.groups) > 1))
-    turn[:, 1:] |= there[:, 1:] & (np.diff(held, axis=2) != 0).any(axis=0)
-    possible = np.where(kinds == 0, (place > 0) | (first == 0), kinds + place <= first)
-    step = _step(train, layout)
-    more = there[:, None] & possible & ~limits.known[rows]
-    more &= limits.most[rows] + step[:, None, None] <= train.model.num_layers
-    if not first:  # there is one arrangement, and only full stages decide
-        more &= (none[:, None] | (layers + step[:, None] > limits.most[rows, 0]))[:, None]
-    last = np.where(none, np.inf, layers[np.arange(rows.size), end])
-    row, where = np.nonzero(turn)
-    kind = leading[row, where].astype(np.int64)
-    for cells, count, raises in (
-        ((row, kind, where), layers[row, where], False),
-        (np.nonzero(more), limits.most[rows][more] + step[np.nonzero(more)[0]], True),
-    ):
-        row, kind, where = cells
-        fits = _fits(train, layout[row], costs, where, count, kind.astype(np.float64), longest[row], last[row])
-        at, off = (rows[row], kind, where), fits == raises
-        limits.known[at] |= ~fits
-        limits.most[at] = np.where(off, count - step[row] * (not raises), limits.most[at])
-        wrong[row[off]] = True
-    return wrong
+
+    def search(most: FloatArray, last: FloatArray | float = 0.0) -> _Found:
+        best = best_splits(train, layout, pace, most, last)
+        return _Found(best.seconds, *stage_layers(train, layout, best, most))
+
+    most = _layer_limits(train, layout, costs)
+    if not train.model.mtp_num_layers or train.options.equal_stages:
+        return search(most)
+    before, end = layers_before_last(train.model, layout), layout.pipeline - 1.0
+    rows, leading, place = np.nonzero(_possible(train, layout) & (np.arange(most.shape[2]) >= end[:, None, None] - 1.0))
+    limits, moved = _Room(train, layout[rows], costs, leading, place, end[rows] - 1.0).limits(), most.copy()
+    moved[rows, leading, place] = np.where(place == end[rows], np.minimum(limits, before[rows]), limits)
+    one, two = search(most, before + 1.0), search(moved)
+    better = (two.seconds < one.seconds)[:, None]
+    layers, dense = np.where(better, two.layers, one.layers), np.where(better, two.leading, one.leading)
+    return _Found(np.minimum(one.seconds, two.seconds), layers, dense)
 
 
-def _step(train: Training, layout: Layout) -> FloatArray:
-    return layout.virtual if train.options.equal_stages else np.ones_like(layout.virtual)
+def _candidates_with_room(train: Training, layout: Layout, costs: Costs, rows: IntArray) -> IntArray:
+    """Return those of `rows` whose stages may have room for all layers.
 
-
-def _fits(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    place: IntArray,
-    layers: FloatArray,
-    leading: FloatArray,
-    longest: FloatArray,
-    end: FloatArray,
-) -> BoolArray:
-    """Return whether memory suffices for one stage of each candidate with these layers.
-
-    `longest` are the most layers of a device, and `end` those of the last one.
+    The layers behind the leading dense ones decide. Some stage has at least their mean, and of all stages but the last,
+    the last but one has most room. A dense layer may put up to `virtual - 1` others on virtual stages with fewer
+    micro-batches in flight. Pipelines with leading layers on every device are not judged if they have virtual stages.
     """
-    here = stage(train.model, layout, place.astype(np.float64), train.options)
-    dense = layers if train.model.num_moe_experts is None else leading
-    longest = np.maximum(longest, layers)
-    if train.model.mtp_num_layers and not train.options.equal_stages:
-        empty = np.where(here.last > 0, layers, end) <= np.ceil(longest / layout.virtual) * (layout.virtual - 1.0)
-        norm = np.where(here.last > 0, ~empty, empty & (place == layout.pipeline - 2.0))
-        here = replace(here, final_norm=norm.astype(np.float64))
-    (found,) = stages_in_use(train, layout, costs, [with_layers(here, layout, layers, dense, longest)])
-    fits: BoolArray = found.used <= found.capacity
-    return fits
+    leading, subset = leading_layers(train), layout[rows]
+    total, unknown = train.model.num_layers - leading, (subset.virtual > 1) & (subset.pipeline <= leading)
+    mean, none = np.ceil(total / subset.pipeline), np.zeros(rows.size, dtype=np.int64)
+    no_norm: FloatArray = np.full(rows.size, -1.0)
+    even = replace(subset, split=np.zeros(rows.size))
+    stages = [_stage(train, even, none, subset.pipeline - before, no_norm, mean) for before in (2.0, 1.0)]
+    fits = [found.used <= found.capacity for found in stages_in_use(train, even, costs, stages)]
+    kept = np.flatnonzero(fits[0] | fits[1] | unknown)
+    rows, subset, none, unknown = rows[kept], replace(subset[kept], split=np.ones(kept.size)), none[kept], unknown[kept]
+    end = subset.pipeline.astype(np.int64) - 1
+    before, behind = (_Room(train, subset, costs, none, place, no_norm[kept]).limits() for place in (end - 1, end))
+    return rows[(before * end + behind + (subset.virtual - 1.0) * leading >= total) | unknown]
 
 
-def _estimated(train: Training, layout: Layout, costs: Costs) -> _Limits:
-    """Return about the most layers for which the memory of each stage suffices.
+def _possible(train: Training, layout: Layout) -> BoolArray:
+    """Return how many of the leading layers each stage may have: (candidates, leading ones, stages)."""
+    first, place = leading_layers(train), np.arange(layout.pipeline.max())
+    kinds = np.arange(first + 1)[:, None]
+    found: BoolArray = np.where(kinds == 0, (place > 0) | (first == 0), kinds + place <= first)
+    return found & (place < layout.pipeline[:, None, None])
 
-    Memory is taken as linear in layers, and between the second stage and the last but one in micro-batches in flight.
+
+def _layer_limits(train: Training, layout: Layout, costs: Costs) -> FloatArray:
+    """Return the most layers for which the memory of each stage suffices, by how many of them are leading dense ones:
+    (candidates, leading ones, stages).
+
+    Between the first stage and the last, stages without leading layers need less the later they are. Where the second
+    one may have as many layers as the last but one, so may all.
     """
-    end = layout.pipeline - 1.0
-    places = [np.zeros_like(end), np.minimum(end, 1.0), np.maximum(end - 1.0, 0.0), end]
-    here = [stage(train.model, layout, place, train.options) for place in places]
-    other = [_one_layer_off(train, layout, each) for each in here]
-    memory = stages_in_use(train, layout, costs, [*here, *other])
-    slopes, bases = [], []
-    for number, (one, two) in enumerate(zip(here, other, strict=True)):
-        used = memory[number].used
-        slopes.append(np.maximum((used - memory[number + len(here)].used) / (one.layers - two.layers), 1.0))
-        bases.append(memory[number].capacity - used + slopes[-1] * one.layers)
-    longest, flight = int(layout.pipeline.max()), [in_flight(layout, place, train.options) for place in places]
-    kinds = leading_layers(train) + 1
-    most = np.zeros((end.size, kinds, longest))
-    for place in range(longest):
-        index = np.minimum(end, float(place))
-        way = in_flight(layout, index, train.options) - flight[1]
-        way = way / np.where(flight[2] == flight[1], 1.0, flight[2] - flight[1])
-        between = (bases[1] + way * (bases[2] - bases[1])) / (slopes[1] + way * (slopes[2] - slopes[1]))
-        room = np.where(index == 0, bases[0] / slopes[0], np.where(index == end, bases[3] / slopes[3], between))
-        most[:, :, place] = room[:, None]
-    step = _step(train, layout)[:, None, None]
-    least = np.maximum(np.arange(kinds) - 1.0, 0.0)[:, None]
-    most = np.floor(np.clip(most, least, train.model.num_layers) / step + 1e-6) * step
-    return _Limits(most, np.zeros(most.shape, dtype=np.bool_))
+    possible, end = _possible(train, layout), layout.pipeline[:, None, None] - 1.0
+    place, kinds = np.arange(possible.shape[2]), np.arange(possible.shape[1])[:, None]
+    between, most = possible & (kinds == 0) & (place > 1) & (place < end - 1.0), np.zeros(possible.shape)
+    rows, leading, stage = np.nonzero(possible & ~between)
+    most[rows, leading, stage] = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0]).limits()
+    second, before = most[:, 0, 1], most[np.arange(len(most)), 0, np.maximum(end[:, 0, 0].astype(np.int64) - 1, 1)]
+    np.copyto(most, second[:, None, None], where=between)
+    rows, leading, stage = np.nonzero(between & (second < before)[:, None, None])
+    room = _Room(train, layout[rows], costs, leading, stage, end[rows, 0, 0])
+    most[rows, leading, stage] = room.largest(second[rows], before[rows] + 1.0)
+    return most
 
 
-def _one_layer_off(train: Training, layout: Layout, held: Stage) -> Stage:
-    """Return a stage with a layer less, or one more where it has none to give."""
-    off = np.where(held.layers > 1, -1.0, 1.0)
-    dense = held.dense + (off if train.model.num_moe_experts is None else 0.0)
-    return replace(held, layers=held.layers + off, dense=dense, chunk=(held.layers + off) / layout.virtual)
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The free bytes of one stage of each candidate: stage `place`, with `leading` dense layers before its others.
+    `norm` is the stage with the final norm.
+    """
+
+    train: Training
+    layout: Layout
+    costs: Costs
+    leading: IntArray
+    place: IntArray
+    norm: FloatArray
+
+    def bytes(self, rows: IntArray, *layers: FloatArray) -> list[FloatArray]:
+        """Return the free bytes of the stages of some rows with each of these numbers of layers, below 0 where they do
+        not fit.
+        """
+        layout, place = self.layout[rows], self.place[rows].astype(np.float64)
+        stages = [_stage(self.train, layout, self.leading[rows], place, self.norm[rows], each) for each in layers]
+        return [found.capacity - found.used for found in stages_in_use(self.train, layout, self.costs, stages)]
+
+    def limits(self) -> FloatArray:
+        """Return the most layers that fit, or fewer than a stage may have if these do not fit."""
+        total, every = self.train.model.num_layers, np.arange(self.place.size)
+        last = self.place == self.layout.pipeline - 1.0
+        fits = np.maximum(np.maximum(self.leading, self.layout.virtual - last) - 1.0, 0.0)
+        mean = np.clip(np.ceil(total / self.layout.pipeline), fits + 1.0, total - 1.0)
+        one, two = self.bytes(every, mean, mean + 1.0)
+        fits = np.where(two >= 0, mean + 1.0, np.where(one >= 0, mean, fits))
+        fails = np.where(one < 0, mean, np.where(two < 0, mean + 1.0, total + 1.0))
+        layer = np.maximum(one - two, 1.0)
+        return self.largest(fits, fails, mean + np.floor(one / layer), layer)
+
+    def largest(
+        self, fits: FloatArray, fails: FloatArray, guess: FloatArray | None = None, layer: FloatArray | float = np.inf
+    ) -> FloatArray:
+        """Return the most layers that fit, between a number that does and one that does not. More layers never need
+        less; `layer` is about what one needs.
+        """
+        fits, fails, steps = fits.copy(), fails.copy(), np.broadcast_to(layer, fits.shape)
+        count = np.floor((fits + fails) / 2.0) if guess is None else guess
+        unsettled = np.flatnonzero(fits + 1.0 < fails)
+        while unsettled.size:
+            low, high = fits[unsettled], fails[unsettled]
+            here = np.clip(count[unsettled], low + 1.0, high - 1.0)
+            (left,) = self.bytes(unsettled, here)
+            low, high = np.where(left >= 0, here, low), np.where(left >= 0, high, here)
+            fits[unsettled], fails[unsettled] = low, high
+            count[unsettled] = (
+                np.floor((low + high) / 2.0) if guess is None else here + np.floor(left / steps[unsettled])
+            )
+            unsettled = unsettled[low + 1.0 < high]
+        return fits
+
+
+def _stage(
+    train: Training, layout: Layout, leading: IntArray, place: FloatArray, norm: FloatArray, layers: FloatArray
+) -> Stage:
+    """Return stage `place` of each candidate with these layers, `leading` dense ones first. `norm` is the stage with
+    the final norm.
+    """
+    last = 1.0 * (place == layout.pipeline - 1.0)
+    part = Part(
+        first=1.0 * (place == 0),
+        last=last,
+        final_norm=1.0 * (place == norm),
+        layers=layers,
+        dense=layers if train.model.num_moe_experts is None else leading.astype(np.float64),
+        mtp=last * train.model.mtp_num_layers,
+    )
+    return stage_with(part, train.model, layout, place, train.options)

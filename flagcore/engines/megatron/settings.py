@@ -205,7 +205,7 @@ SETTINGS = (
     _switch(
         "no_overlap_p2p_communication",
         "The opposite of overlap_p2p_comm, as on Megatron's command line.",
-        opposite="overlap_p2p_comm",
+        negated_knob="overlap_p2p_comm",
     ),
     _expert(
         "overlap_moe_expert_parallel_comm",
@@ -237,7 +237,7 @@ SETTINGS = (
         "moe_expert_capacity_factor",
         "number",
         "Maximum number of tokens per expert, relative to the mean; null: no tokens are dropped.",
-        above=0,
+        exclusive_minimum=0,
         maximum=1_000,
     ),
     _switch("moe_pad_expert_input_to_capacity", "Whether each expert's tokens are padded to its capacity."),

@@ -65,9 +65,10 @@ def chunk_layers(layers: Sequence[int], leading: Sequence[int], virtual: int) ->
     """Return the layers of each virtual stage, in order of the model, from those of each device.
 
     `leading` are the dense layers that come first in the model. A device has as many on each of its virtual stages as
-    on the next one, or one more. The very last one has what is left: it has the loss, too.
+    on the next one, or one more. The last device has as many as in an even split, and what is left on the very last
+    virtual stage: it has the loss, too.
     """
-    most, last = -(-max(layers) // virtual), len(layers) - 1
+    most, last = -(-sum(layers) // (len(layers) * virtual)), len(layers) - 1
     dense = max((device for device, count in enumerate(leading) if count), default=0)
     if _goes_round(layers, leading, virtual):
         return _around(layers, leading, virtual)
@@ -108,7 +109,7 @@ def _around(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list
         if not parts:
             sizes[-1] += rest
         elif device == len(layers) - 1:
-            sizes += _filled(rest, parts, -(-max(layers) // virtual))
+            sizes += _filled(rest, parts, -(-sum(layers) // (len(layers) * virtual)))
         else:
             sizes += _spread(rest, parts)
         chunks.append(sizes)

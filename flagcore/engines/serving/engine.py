@@ -18,7 +18,17 @@ from typing import Protocol
 
 import numpy as np
 
-from flagcore.contracts import Costs, InstalledVersion, JobRecords, Packaged, Platform, PruningRule, Untested, Workload
+from flagcore.contracts import (
+    Costs,
+    EngineDefaults,
+    InstalledVersion,
+    JobRecords,
+    NamedDistribution,
+    Platform,
+    PruningRule,
+    UntestedEngine,
+    Workload,
+)
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
@@ -26,7 +36,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving import launching, reading
+from flagcore.engines.serving import launching, layout, reading
 from flagcore.engines.serving.common import heterogeneous, metrics
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
@@ -42,7 +52,9 @@ from flagcore.engines.serving.trial.job import Instance
 from flagcore.errors import SpecError
 
 
-class ServingWorkload(Workload, JobRecords, InstalledVersion, Packaged, Untested, Protocol):
+class ServingWorkload(
+    Workload, EngineDefaults, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol
+):
     """What every serving engine implements."""
 
 
@@ -111,6 +123,11 @@ class Engine:
         """Return the candidate that runs if no knob is set, on as many devices as the weights need."""
         neutral = {knob.name: knob.neutral for knob in self.knobs}
         return neutral | {self.split_by: fewest_devices(task)} | self.program.parse(task.spec).fixed
+
+    def device_counts(self, task: Task, columns: Columns) -> IntArray:
+        """Return the devices of all instances of each row together."""
+        kinds = heterogeneous.instance_kinds(task, columns)
+        return kinds.total(self.settings(task, kinds.columns).devices).astype(np.int64)
 
     def read_counters(self, fetch: Fetch) -> Mapping[str, float]:
         return metrics.counters(fetch, self.program.counters)
@@ -195,10 +212,10 @@ class Engine:
         return *published(task, self.parse(values), self.published_runs), frozenset()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        return {knob: (value,) for knob, value in self.defaults(task).items()}
+        return layout.usual_space(task, self.knobs, self.defaults(task), self.program.parse(task.spec).fixed)
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        return 0
+        return layout.rule_of_thumb(columns, predictions, self.split_by)
 
     def installed_version(self, spec: Spec) -> str:
         return self.program.version(spec)

@@ -69,6 +69,8 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             client=serve.client,
             report=serve.report,
             slo=serve.slo,
+            highest=serve.highest,
+            start=_first_load(platform, engine, candidate),
             patterns=platform.failure_patterns,
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
@@ -85,6 +87,18 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
         return Launch(argv=program, folder=folder)
     on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
     return Launch(argv=on_host, client=program, folder=folder)
+
+
+def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> float:
+    """Return the predicted highest load of a candidate, by its rate or, with Little's law, its requests in flight."""
+    task, serve = platform.task, platform.task.spec.serve
+    if serve.highest is None:
+        return 1.0
+    own = {axis.knob for axis in engine.axes(task)}
+    values = {knob: value for knob, value in candidate.items if knob in own}
+    figures = engine.predict(task, engine.columns(task, values), platform.costs).row(0).figures
+    rate = figures.get("requests_per_s") or 1.0
+    return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
 
 
 def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:

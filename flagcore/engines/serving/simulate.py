@@ -12,6 +12,7 @@ from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
+from flagcore.engines.serving.load.highest import highest_load
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
@@ -26,6 +27,9 @@ MAX_SIMULATED = 4096
 MAX_WORK = 150_000
 """Most simulated requests in all, if that allows `MIN_SIMULATED` candidates."""
 MIN_SIMULATED = 64
+
+FIRST_LOAD, LEAST_RATE = 8.0, 1e-3
+"""The clients or requests per second that a search for the highest load starts with, and the lowest rate."""
 
 ENDLESS = 1e15
 """Tokens of a cache that is never full."""
@@ -78,13 +82,11 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
         if rows[0] in wanted:
-            points = []
-            for place, load in enumerate(loads):
-                prices = [
-                    (Price(times, row, lanes[place], context.overheads), count)
-                    for row, (count, lanes, _) in zip(members[rows[0]], keys, strict=True)
-                ]
-                points.append(load.figures(prices, context.serve.slo))
+            counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
+            if context.serve.highest is None:
+                points = [_load_figures(context, load, counts) for load in loads]
+            else:
+                points = _highest(context, loads[0], counts)
             best = _best(points, context.serve.slo, context.objective)
             for name in NAMES:
                 table[name][rows] = best[name]
@@ -95,6 +97,25 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             rest[np.isnan(bases[name])] = False
             table[name] = np.where(rest, bases[name] * ratio, table[name])
     return table
+
+
+def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> Mapping[str, float]:
+    """Return the figures of a load on kinds of instances: their rows and counts."""
+    prices = [(Price(context.times, row, _lane(context, load, row), context.overheads), count) for row, count in kinds]
+    return load.figures(prices, context.serve.slo)
+
+
+def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
+    """Return the figures at the loads that a search for the highest load that keeps the limits tries."""
+    points, slo, whole = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
+
+    def keeps(value: float) -> bool:
+        points.append(_load_figures(context, load.at(value), kinds))
+        return all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
+
+    most = float((load.load.concurrency if whole else load.load.request_rate) or 1)
+    highest_load(keeps, FIRST_LOAD, least=1.0 if whole else LEAST_RATE, most=most, whole=whole)
+    return points
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:

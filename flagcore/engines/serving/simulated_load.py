@@ -52,6 +52,13 @@ class SimulatedLoad:
         drawn = traffic(sent)
         return cls(load, drawn.input_len, drawn.output_len, drawn.arrive_s)
 
+    def at(self, value: float) -> SimulatedLoad:
+        """Return the load with other clients, or at another rate if it has one."""
+        if self.load.request_rate is None or self.arrivals is None:
+            return replace(self, load=replace(self.load, concurrency=int(value)))
+        arrivals = self.arrivals * (self.load.request_rate / value)
+        return replace(self, load=replace(self.load, request_rate=value), arrivals=arrivals)
+
     @property
     def longest(self) -> float:
         return float((self.input_len + self.output_len).max())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.contracts import History, Importer
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale import compose, serving, training
 from flagcore.importers.flagscale.experiment import check_experiment, drop_launcher_keys, environment
 from flagcore.importers.flagscale.history import read_history
@@ -61,7 +61,7 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     except SpecError as error:
         source.problems += error.problems
     if source.problems:
-        raise joined([_with_reason(each, unresolved) for each in source.problems])
+        raise join_errors([_with_reason(each, unresolved) for each in source.problems])
     if envs := environment(source, own_devices=kind == "serve"):
         data["envs"] = envs
     drop_launcher_keys(source)

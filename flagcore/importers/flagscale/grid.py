@@ -53,7 +53,7 @@ class Grid:
 def _other_knobs(context: SearchContext, candidate: Candidate) -> tuple[KnobValue, ...]:
     """Return the values of knobs that no rule compares: candidates that differ in them are not compared."""
     values = candidate.as_dict()
-    return tuple(values.get(axis.knob, axis.neutral) for axis in context.space.axes if axis.apart)
+    return tuple(values.get(axis.knob, axis.neutral) for axis in context.space.axes if axis.is_unordered)
 
 
 _FINISHED = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flagcore.contracts import ImportNote
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
 from flagcore.importers.flagscale.source import flag_name
 from flagcore.spec.data_file import dump_yaml
@@ -35,7 +35,7 @@ class Imported:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        return joined([self._renamed(each) for each in error.problems])
+        return join_errors([self._renamed(each) for each in error.problems])
 
     def as_yaml(self) -> str:
         """Return the spec as YAML, each note above its key or above the nearest section that exists."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.importers.flagscale import arguments, layouts
 from flagcore.importers.flagscale.engines import (
     DEFAULT_ENGINES,
@@ -112,7 +112,7 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
             source.note(key, f"{name} is {ENGINES[name]} in flagcore", at)
         found.append(ENGINES[name])
     if not found:
-        raise joined(wrong)
+        raise join_errors(wrong)
     source.problems += wrong
     if own is not None and not quiet:
         source.note("serve[0].engine", f"auto_tuner.engines is used instead of {own}", at)

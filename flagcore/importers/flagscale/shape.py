@@ -7,7 +7,7 @@ import math
 from contextlib import suppress
 from typing import Any
 
-from flagcore.errors import joined
+from flagcore.errors import join_errors
 from flagcore.importers.flagscale.command import is_placeholder
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
@@ -29,7 +29,7 @@ def shape(flags: Flags) -> dict[str, Any]:
         elif not isinstance(found[key], int):
             wrong.append(flags.source.error(f"train.model.{key}", "must be a number", value=found[key]))
     if wrong:
-        raise joined(wrong)
+        raise join_errors(wrong)
     found["vocab_size"] = vocabulary
     gated = bool(flags.get("swiglu"))
     found["gated_linear_unit"] = gated

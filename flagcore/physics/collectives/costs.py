@@ -1,4 +1,4 @@
-"""Times of collectives over the levels of a cluster: from latency and bandwidth, and from measured curves if any."""
+"""Times of collectives over the levels of a cluster, from latency and bandwidth or from measured curves."""
 
 from __future__ import annotations
 
@@ -15,61 +15,60 @@ from flagcore.physics.collectives.model import KINDS, PEER_SECONDS, sent_share, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
-    """Collectives over nested levels. Implements `flagcore.contracts.CollectiveCosts`.
+    """The time model of collectives over nested levels. Implements `flagcore.contracts.CollectiveCosts`.
 
-    A group of n ranks has m of them in each block of a level. Inside the innermost block (with curves: inside the
-    span that they hold for) the time is that of m ranks. Across an outer level each rank uses its own port, so a
-    block sends through m ports at once; the slower of inside and outside decides, as a library pipelines the two,
-    and the outer level's start-up is added. A rank sends (n-1)/n S/m out of its block in a ring, twice in an
-    all-reduce (2 (c-1)/c S/m among c blocks whose inside reduces), (n-m)/n S in an all-to-all. A send pays its
-    farthest hop.
+    A group of n ranks with a payload of S bytes has m ranks in each block of a level. Within the innermost block, or
+    within the level of the measured curves, the time is that of m ranks. On an outer level each rank uses its own port,
+    so a block sends through m ports in parallel. Libraries pipeline both levels: the slower one determines the time,
+    and the start-up of the outer level is added. A rank sends (n-1)/n S/m bytes out of its block in a ring, twice that
+    in an all-reduce (2 (c-1)/c S/m among c blocks whose inner level reduces), and (n-m)/n S in an all-to-all. The time
+    of a send is that of its outermost level.
     """
 
     topology: Topology
     table: CollectiveTable | None = None
     grids: Mapping[str, Grid] = field(init=False, repr=False, compare=False)
     measured: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """For each kind the level that its grid is for, with all levels inside it."""
+    """The index of the level that the grid of each kind covers, with all inner levels."""
 
     def __post_init__(self) -> None:
-        """Draw the grids, once: of the innermost level, and of the one that the table is for."""
-        levels, drawn = self.topology.levels, {}
+        """Compute the grids of the innermost level, and of the level that the table was measured on."""
+        levels, found = self.topology.levels, {}
         if levels:
-            drawn = {kind: (0, model_grid(kind, levels[0])) for kind in KINDS}
-        for place, level in enumerate(levels):
-            if self.table and (level.name == self.table.level if self.table.level else place == 0):
-                drawn |= {kind: (place, grid) for kind, grid in measured_grids(self.table, level).items()}
-        object.__setattr__(self, "grids", {kind: grid for kind, (_, grid) in drawn.items()})
-        object.__setattr__(self, "measured", {kind: place for kind, (place, _) in drawn.items()})
+            found = {kind: (0, model_grid(kind, levels[0])) for kind in KINDS}
+        for index, level in enumerate(levels):
+            if self.table and (level.name == self.table.level if self.table.level else index == 0):
+                found |= {kind: (index, grid) for kind, grid in measured_grids(self.table, level).items()}
+        object.__setattr__(self, "grids", {kind: grid for kind, (_, grid) in found.items()})
+        object.__setattr__(self, "measured", {kind: index for kind, (index, _) in found.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the time of one collective; NaN where a level that it needs is unknown, 0 for a group of one."""
+        """Return the time of one collective: 0 for a group of one rank, NaN if a level that it uses is unknown."""
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:
             return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)
-        members, grid, place = self._members(count, stride), self.grids[kind], self.measured[kind]
+        members, grid, measured_level = self._members(count, stride), self.grids[kind], self.measured[kind]
         if kind == "send":
             return self._send_seconds(payload_bytes, count, members)
-        inside = members[place]
-        outside = inside < count
-        if place == 0 and not outside.any():
+        inside = members[measured_level]
+        if measured_level == 0 and not (inside < count).any():
             return grid.at(payload_bytes, inside)
         if kind == "all_to_all":
             time = grid.at(payload_bytes * (inside / count), inside)
         else:
-            several = np.maximum(inside, 2.0)
-            time = grid.at(payload_bytes, inside) * (sent_share(kind, count) / sent_share(kind, several))
+            inside_sent = sent_share(kind, np.maximum(inside, 2.0))
+            time = grid.at(payload_bytes, inside) * (sent_share(kind, count) / inside_sent)
         startup = np.zeros_like(time)
         for outer in range(1, len(members)):
             transfer = self._crossing_seconds(kind, outer, payload_bytes, count, members)
-            if outer > place:
-                first = self._crossing_startup(kind, outer, members)
-                startup = startup + smooth(first, transfer) - transfer
+            if outer > measured_level:
+                level_startup = self._crossing_startup(kind, outer, members)
+                startup = startup + smooth(level_startup, transfer) - transfer
             time = np.maximum(time, transfer)
         return time + startup
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the share of compute that a running collective of the group takes from concurrent kernels."""
+        """Return the share of compute that a running collective takes from concurrent kernels."""
         count = np.asarray(ranks, dtype=np.float64)
         share, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
         for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):
@@ -78,41 +77,41 @@ class Collectives:
         return share
 
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
-        """Return for each level how many ranks of a group lie in one block of it; in the last, all of them."""
+        """Return for each level the number of ranks of a group in one block of it. The last level has all ranks."""
         sizes = [level.devices for level in self.topology.levels[:-1]]
-        whole = count if count.shape == np.shape(stride) else count * np.ones(np.shape(stride))
-        return [np.minimum(np.maximum(np.floor(size / stride), 1.0), whole) for size in sizes] + [whole]
+        total = count if count.shape == np.shape(stride) else count * np.ones(np.shape(stride))
+        return [np.minimum(np.maximum(np.floor(size / stride), 1.0), total) for size in sizes] + [total]
 
     def _crossing_seconds(
-        self, kind: str, place: int, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]
+        self, kind: str, index: int, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]
     ) -> FloatArray:
-        """Return how long the bytes need that cross level `place`, each rank over its own port; 0 where none do."""
-        level, here, below = self.topology.levels[place], members[place], members[place - 1]
-        blocks = np.maximum(here / below, 1.0)
+        """Return the transfer time of the bytes that cross the level `index`, 0 if the group is within a block."""
+        level, outer, inner = self.topology.levels[index], members[index], members[index - 1]
+        blocks = np.maximum(outer / inner, 1.0)
         if kind == "all_to_all":
-            sent = (here - below) / count
+            sent = (outer - inner) / count
         elif kind == "all_reduce" and self.topology.levels[0].reduces:
-            sent = 2.0 * (1.0 - 1.0 / blocks) / below
+            sent = 2.0 * (1.0 - 1.0 / blocks) / inner
         else:
-            sent = sent_share(kind, count) / below
+            sent = sent_share(kind, count) / inner
         rate = level.bytes_per_second * usable_share(level, np.maximum(blocks, 2.0))
-        return np.where(here > below, sent * payload_bytes / rate, 0.0)
+        return np.where(outer > inner, sent * payload_bytes / rate, 0.0)
 
-    def _crossing_startup(self, kind: str, place: int, members: list[FloatArray]) -> FloatArray:
-        """Return the start-up that level `place` adds: of a tree for an all-reduce, of a ring for the others."""
-        level, inner = self.topology.levels[place], self.topology.levels[0]
-        here, below = members[place], members[place - 1]
-        blocks = np.maximum(np.ceil(here / below), 1.0)
+    def _crossing_startup(self, kind: str, index: int, members: list[FloatArray]) -> FloatArray:
+        """Return the start-up time of the level `index`: of a tree for an all-reduce, of a ring for the others."""
+        level, innermost = self.topology.levels[index], self.topology.levels[0]
+        outer, inner = members[index], members[index - 1]
+        blocks = np.maximum(np.ceil(outer / inner), 1.0)
         if kind == "all_to_all":
-            further = (here - below - 1.0) * PEER_SECONDS
+            further = (outer - inner - 1.0) * PEER_SECONDS
         elif kind == "all_reduce":
             further = (2.0 * np.log2(blocks) - 1.0) * level.hop
         else:
-            further = (blocks - 2.0) * level.hop + (blocks - 1.0) * (below - 1.0) * inner.hop
-        return np.where(here > below, level.latency_seconds + further, 0.0)
+            further = (blocks - 2.0) * level.hop + (blocks - 1.0) * (inner - 1.0) * innermost.hop
+        return np.where(outer > inner, level.latency_seconds + further, 0.0)
 
     def _send_seconds(self, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]) -> FloatArray:
-        """Return the time of a message to the farthest neighbour in the group."""
+        """Return the time of a message between the two neighbours of a group that are farthest apart."""
         time = self.grids["send"].at(payload_bytes, np.minimum(count, 2.0))
         for outer in range(self.measured["send"] + 1, len(members)):
             crosses = members[outer - 1] < count

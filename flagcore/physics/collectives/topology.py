@@ -1,4 +1,4 @@
-"""The levels over which devices communicate, from the facts of a chip's link and network card."""
+"""The topology of a node group, from the link and the network rate of its chip."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ from flagcore.domain.chip import Link
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 
 NETWORK_LATENCY_SECONDS = 20e-6
-"""First byte of a message between nodes: the figure of Calculon (Isaev et al. 2023) for InfiniBand."""
+"""The latency of a message between nodes, that of InfiniBand in Calculon (Isaev et al. 2023)."""
 
 NETWORK_HOP_SECONDS = 4e-6
-"""One further step between nodes: NCCL 2.30 `tuning.cc`, ring over a network with its 128-byte protocol."""
+"""The time of each further step between nodes: NCCL 2.30 `tuning.cc`, ring over a network, 128-byte protocol."""
 
 NETWORK_EFFICIENCY = 0.9
-"""Calculon's share of InfiniBand; measured: all-gather over two switched domains 90 of 100 GB/s, all-to-all over two
-nodes 45.5 of 50, all-reduce over two nodes with a TCP offload 22.6 of 25."""
+"""The efficiency of InfiniBand in Calculon. Measured: all-gather over two switched domains 90 of 100 GB/s, all-to-all
+over two nodes 45.5 of 50, all-reduce over two nodes with a TCP offload 22.6 of 25."""
 
 COMPUTE_SHARE, NETWORK_COMPUTE_SHARE = 0.15, 0.02
-"""Share of compute that a collective takes over a link that compute units drive, and over a network (Calculon)."""
+"""The shares of compute that a collective takes over a link that compute units drive, and over a network (Calculon)."""
 
 EFFICIENCY = {"switch": 0.75, "mesh": 0.75, "ring": 0.75, "pcie": 0.55, "shared-memory": 0.75}
-"""Share of one direction's rate that large messages reach. Switch: 8 GPUs of five kinds, 0.69 to 0.80 (0.99 with
-reductions in the switch); mesh: 329 of 448 GB/s and 45 of 64 between a pair; PCIe: 0.54 to 0.6 between two devices."""
+"""The share of the rate in one direction that large messages reach. Switch: 0.69 to 0.80 on 8 GPUs of five kinds, 0.99
+with reductions in the switch. Mesh: 329 of 448 GB/s, and 45 of 64 between a pair. PCIe: 0.54 to 0.6 for two devices."""
 
 PCIE_CROWDING, STAGED_CROWDING = 0.35, 1.75
-"""How fast a PCIe device's rate falls with the number that talk: 34.7, 24.5, 22.1 GB/s for 2, 4, 8 of 64 (peer
-access), 20.1, 5.2, 1.4 of 32 (through host memory). Fitted to these two hosts."""
+"""The `Level.crowding` of PCIe with peer access and through host memory. Fitted to two hosts: with 2, 4 and 8 devices,
+34.7, 24.5 and 22.1 of 64 GB/s with peer access; 20.1, 5.2 and 1.4 of 32 GB/s through host memory."""
 
 
 def topology_of(group: NodeGroup) -> Topology:
-    """Return the levels that the chip's link and network card make.
+    """Return the levels of a node group: the link of its chip, and the network.
 
-    Bytes per second, seconds. A link may join an island of a node, a node, or several nodes; what carries traffic
-    beyond it within a node is not among a chip's facts, so the network card's rate stands for it. A rate that
-    is unknown is NaN: what stays inside the link's domain is known.
+    A link may connect part of a node, a node, or several nodes. Devices of a node that the link does not connect are
+    assumed to communicate at the network rate. An unknown network rate is NaN.
     """
     chip, levels = group.chip, []
-    joined = 1
+    linked = 1
     if chip.link is not None:
-        joined = min(chip.link.domain_size or group.devices_per_node, group.devices)
-        levels.append(_link_level(chip.link, joined))
-    if group.devices > joined:
+        linked = min(chip.link.domain_size or group.devices_per_node, group.devices)
+        levels.append(_link_level(chip.link, linked))
+    if group.devices > linked:
         levels.append(
             Level(
                 name="network",
@@ -56,13 +55,13 @@ def topology_of(group: NodeGroup) -> Topology:
     return Topology(levels=tuple(levels))
 
 
-def _link_level(link: Link, joined: int) -> Level:
+def _link_level(link: Link, devices: int) -> Level:
     crowding = (PCIE_CROWDING if link.peer_access else STAGED_CROWDING) if link.topology == "pcie" else 0.0
-    pair_share = {"mesh": 1.0 / max(joined - 1, 1), "ring": 0.5 if joined > 2 else 1.0}.get(link.topology, 1.0)
-    shared = link.topology == "shared-memory"  # the processor itself copies, one step after the other
+    pair_share = {"mesh": 1.0 / max(devices - 1, 1), "ring": 0.5 if devices > 2 else 1.0}.get(link.topology, 1.0)
+    shared = link.topology == "shared-memory"  # the processor copies, one step after the other
     return Level(
         name=link.name,
-        devices=joined,
+        devices=devices,
         bytes_per_second=link.bytes_per_second.value,
         latency_seconds=link.latency_seconds,
         hop_seconds=link.latency_seconds if shared else None,

@@ -1,1 +1,1 @@
-"""Times of single kernels: from a chip's facts and a curve, or from measurements."""
+"""Times of single kernels, from a roofline of the chip or from measurements."""

@@ -1,4 +1,4 @@
-"""Fits the few numbers of a roofline to measured kernels."""
+"""Fits the parameters of a roofline to measured kernels."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from flagcore.physics.kernels.roofline import HOST_LATENCY, RUNS_AS, Curve, Roof
 from flagcore.physics.kernels.sheet import KernelSheet, Rows
 
 SMALL_BYTES = 2.0**16
-"""An element-wise kernel of fewer bytes takes the least time that a kernel takes."""
+"""Element-wise kernels below this size show the minimum time of a kernel."""
 
 
 def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Return `roofline` with the shares of its peaks that `sheet` shows; peaks that were not published become measured.
+    """Return `roofline` with its shares of peak rates fitted to `sheet`. Unknown peaks are derived from `sheet`.
 
-    Each share is set by the median of the larger half of the kernels that it decides.
+    Each share is fitted to the median of the larger half of the kernels that depend on it.
     """
-    roofline = replace(roofline, chip=_completed(roofline, sheet))
-    return replace(roofline, curve=_shares(_plain(roofline, sheet), sheet))
+    roofline = replace(roofline, chip=_with_missing_peaks(roofline, sheet))
+    return replace(roofline, curve=_fit_shares(_fit_rates(roofline, sheet), sheet))
 
 
-def _completed(roofline: Roofline, sheet: KernelSheet) -> Chip:
+def _with_missing_peaks(roofline: Roofline, sheet: KernelSheet) -> Chip:
     chip, curve = roofline.chip, roofline.curve
     source = Source(kind="measured", detail="fastest kernel of a sheet over the share that such kernels reach")
     copies = sheet.rows("copy").exact
@@ -43,8 +43,8 @@ def _completed(roofline: Roofline, sheet: KernelSheet) -> Chip:
     return replace(chip, dense_flops_per_second=peaks)
 
 
-def _plain(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Return `roofline` with what needs no model: the least time of a kernel, launches, rates of memory and host."""
+def _fit_rates(roofline: Roofline, sheet: KernelSheet) -> Roofline:
+    """Fit the parameters that are read from one kind of kernel: minimum time, launches, memory and host rates."""
     curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
     small, launches = sheet.rows("elementwise").exact, sheet.rows("launch").seconds
     if small.seconds.size and small.sizes.min() < SMALL_BYTES:
@@ -61,14 +61,14 @@ def _plain(roofline: Roofline, sheet: KernelSheet) -> Roofline:
     return replace(roofline, curve=replace(curve, **changes))
 
 
-def _rate(sheet: KernelSheet, name: str, start: float, otherwise: float) -> float:
-    """Return the bytes per second of a kind of kernel, past its start."""
+def _rate(sheet: KernelSheet, name: str, startup: float, default: float) -> float:
+    """Return the bytes per second of a kind of kernel without its start-up time."""
     rows = _larger_half(sheet.rows(name).exact, lambda sizes: sizes[:, 0])
-    late = rows.select(rows.seconds > 2.0 * start)
-    return float(np.median(late.sizes[:, 0] / (late.seconds - start))) if late.seconds.size else otherwise
+    long = rows.select(rows.seconds > 2.0 * startup)
+    return float(np.median(long.sizes[:, 0] / (long.seconds - startup))) if long.seconds.size else default
 
 
-def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
+def _fit_shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
     curve = roofline.curve
     shares = dict(curve.gemm_shares)
     for precision in sheet.precisions("gemm"):
@@ -90,7 +90,7 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
 
 
 def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, str], FloatArray]) -> float:
-    """Return the ratio of measured to modelled attention time, in the usual precision of training."""
+    """Return the median ratio of measured to modelled attention times in the first precision that was measured."""
     for precision in ("bf16", "fp16", "fp32"):
         rows = _larger_half(
             sheet.rows(name, precision).exact, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]

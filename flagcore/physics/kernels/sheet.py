@@ -1,4 +1,4 @@
-"""Kernels that were measured on one chip."""
+"""Measured kernels of a chip."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "host_copy": ("bytes",),
     "launch": (),
 }
-"""The kernels of a sheet, and the sizes of each: as in `flagcore.contracts.KernelCosts`. `copy` and
-`elementwise` move bytes in all: one copies, the other is a kernel of a framework."""
+"""The kinds of kernels of a sheet and their sizes, as in `flagcore.contracts.KernelCosts`. The size of `copy` and
+`elementwise` is the total number of bytes read and written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One measured kernel: `sizes` in the order of `SIZES`.
+    """A measured kernel, with `sizes` in the order of `SIZES`.
 
-    Where `bound` is true the host was slower than the device, and the device took at most these `seconds`.
+    If `bound` is true, the host was slower than the device, so `seconds` is an upper bound.
     """
 
     name: str
@@ -41,23 +41,23 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Kernels of one kind and precision: a row each of `sizes`, its time, and whether that is only a bound."""
+    """The kernels of one kind and precision: one row of `sizes` each, its time, and whether that is an upper bound."""
 
     sizes: FloatArray
     seconds: FloatArray
     bound: BoolArray
 
     def select(self, rows: BoolArray) -> Rows:
-        """Return some rows."""
+        """Return the rows that a mask selects."""
         return Rows(self.sizes[rows], self.seconds[rows], self.bound[rows])
 
     @property
     def exact(self) -> Rows:
-        """Return the rows whose time is the device's."""
+        """The rows with measured times, without upper bounds."""
         return self.select(~self.bound)
 
     def attention_shape(self) -> AttentionShape:
-        """Return the sizes of rows that are attention's, an element each."""
+        """Return the sizes of attention kernels, with one element per row."""
         return AttentionShape(**dict(zip(ATTENTION, self.sizes.T, strict=True)))
 
 
@@ -68,12 +68,12 @@ class KernelSheet:
     kernels: tuple[Kernel, ...]
 
     def rows(self, name: str, precision: str = "") -> Rows:
-        """Return the kernels of one kind and precision; none is an empty array."""
+        """Return the kernels of one kind and precision."""
         found = [kernel for kernel in self.kernels if kernel.name == name and kernel.precision == precision]
         sizes = np.array([kernel.sizes for kernel in found], dtype=np.float64).reshape(len(found), len(SIZES[name]))
         seconds = np.array([kernel.seconds for kernel in found], dtype=np.float64)
         return Rows(sizes, seconds, np.array([kernel.bound for kernel in found], dtype=bool))
 
     def precisions(self, name: str) -> tuple[str, ...]:
-        """Return the precisions in which a kind was measured."""
+        """Return the precisions in which a kind of kernel was measured."""
         return tuple(dict.fromkeys(kernel.precision for kernel in self.kernels if kernel.name == name))

@@ -1,1 +1,1 @@
-"""Pipeline schedules: how long they take and how much they hold."""
+"""Pipeline schedules: their properties, the order of their passes, and a simulation."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Properties of a schedule.
+    """The properties of a pipeline schedule.
 
-    `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is how often a device
-    holds parameters, gradients and optimizer state. `splits_backward`: the gradients of activations and of weights
-    are separate passes, so kernels read their inputs twice. `post_validation`: its authors run it without
-    synchronizing all stages before the optimizer; a step then takes the longest span of one stage, from its first
-    forward to its last backward.
+    `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is the number of copies of
+    parameters, gradients and optimizer state per device. With `splits_backward`, the gradients of activations and of
+    weights are computed in separate passes, so kernels read their inputs twice. With `post_validation`, stages are not
+    synchronized before the optimizer; the time of a step is then the longest time of one stage, from its first forward
+    pass to its last backward pass.
     """
 
     parts: int = 1
@@ -23,7 +23,7 @@ class Schedule:
 
     @property
     def folded(self) -> bool:
-        """Whether device r of p holds the parts r and 2p - 1 - r, so the first device also holds the last part."""
+        """Whether device r of p has the parts r and 2p - 1 - r, so that the first device also has the last part."""
         return self.parts == 2 and self.copies == 1
 
 

@@ -1,69 +1,73 @@
-"""Simulation of a pipeline: each pass starts when its device is free and its input is available."""
+"""Simulates a pipeline. Each pass starts when its device is free and its input is available."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 Pass: TypeAlias = tuple[str, int, int]
-"""Kind, part of the model, micro-batch. Kinds: F forward; B the gradient of the activations; W that of the weights; BW
-both as one pass."""
+"""The kind, the part of the model and the micro-batch of a pass. Kinds: F is the forward pass, B computes the gradients
+of the activations, W those of the weights, and BW both."""
 
 Orders: TypeAlias = list[list[tuple[Pass, ...]]]
-"""The steps of each device, in order. Passes of one step start and end together."""
+"""The steps of each device, in order. The passes of a step overlap: they start and end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipe:
-    """The devices of the parts of a model, and the seconds of their passes.
+    """The devices of the parts of a model, and the times of their passes.
 
-    `devices[part]` is the device of a part; a copy of the model has `length` parts, a second copy follows the first.
-    `seconds[kind][part]` are given for the kinds F, B and W. Two overlapping passes take `together[part]` of their sum.
-    A message to another device delays its receiver by `latency` and its sender by `waits`, except in a step of two
-    passes, which hides messages.
+    `devices[part]` is the device of a part. A copy of the model has `length` parts; the parts of a second copy follow
+    those of the first. `seconds[kind][part]` is the time of a pass of the kinds F, B and W. Overlapping passes take
+    `overlap_share[part]` of the sum of their times. A message delays its receiver by `latency` and its sender by
+    `sender_delay`. Steps with overlapping passes hide their messages.
     """
 
     devices: Sequence[int]
     length: int
     seconds: Mapping[str, Sequence[float]]
-    together: Sequence[float]
+    overlap_share: Sequence[float]
     latency: float = 0.0
-    waits: float = 0.0
+    sender_delay: float = 0.0
 
     def duration(self, step: tuple[Pass, ...]) -> float:
-        """Return the seconds of a step without waiting."""
+        """Return the seconds of a step."""
         if len(step) == 1:
             ((kind, part, _),) = step
             return sum(self.seconds[letter][part] for letter in kind)
-        return sum(self.seconds[letter][part] * self.together[part] for kind, part, _ in step for letter in kind)
+        return sum(self.seconds[letter][part] * self.overlap_share[part] for kind, part, _ in step for letter in kind)
 
-    def sends(self, one: Pass) -> bool:
-        """Return whether the result of a pass goes to another device."""
-        kind, part, _ = one
-        place = part % self.length
-        if kind == "W" or place == (self.length - 1 if kind == "F" else 0):
+    def sends(self, pass_: Pass) -> bool:
+        """Return whether a pass sends its result to another device."""
+        kind, part, _ = pass_
+        position = part % self.length
+        if kind == "W" or position == (self.length - 1 if kind == "F" else 0):
             return False
         return self.devices[part] != self.devices[part + 1 if kind == "F" else part - 1]
 
-    def ready(self, one: Pass, end: Mapping[Pass, float]) -> float | None:
-        """Return the time at which the input of a pass is available, or None if unknown yet. `end` lists BW as B."""
-        kind, part, batch = one
-        place, source = part % self.length, part
+    def ready(self, pass_: Pass, ends: Mapping[Pass, float]) -> float | None:
+        """Return the time at which the input of a pass is available, or None if it is not known yet.
+
+        `ends` has the end times of passes; BW passes are listed as B.
+        """
+        kind, part, batch = pass_
+        position, source = part % self.length, part
         if kind == "F":
-            if place == 0:
+            if position == 0:
                 return 0.0
-            source, needed = part - 1, "F"
+            source, source_kind = part - 1, "F"
         elif kind == "W":
-            needed = "B"
-        elif place == self.length - 1:
-            needed = "F"
+            source_kind = "B"
+        elif position == self.length - 1:
+            source_kind = "F"
         else:
-            source, needed = part + 1, "B"
-        found = end.get((needed, source, batch))
-        if found is None or self.devices[source] == self.devices[part]:
-            return found
-        return found + self.latency
+            source, source_kind = part + 1, "B"
+        end = ends.get((source_kind, source, batch))
+        if end is None or self.devices[source] == self.devices[part]:
+            return end
+        return end + self.latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +84,38 @@ class ExecutedPass:
 
 
 def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
-    """Return the passes device by device, each in its order. Raises ValueError on a deadlock."""
-    end: dict[Pass, float] = {}
-    free, place = [0.0] * len(orders), [0] * len(orders)
-    done: list[list[ExecutedPass]] = [[] for _ in orders]
-    left = sum(map(len, orders))
-    while left:
-        before = left
+    """Return the passes of all devices, ordered by device and time. Raises ValueError on a deadlock."""
+    ends: dict[Pass, float] = {}
+    free_at, next_step = [0.0] * len(orders), [0] * len(orders)
+    executed: list[list[ExecutedPass]] = [[] for _ in orders]
+    remaining = sum(map(len, orders))
+    while remaining:
+        before = remaining
         for device, order in enumerate(orders):
-            while place[device] < len(order):
-                step = order[place[device]]
-                start = free[device]
-                for one in step:
-                    ready = pipe.ready(one, end)
-                    if ready is None:
-                        break
-                    start = max(start, ready)
-                else:
-                    over = start + pipe.duration(step)
-                    free[device] = over + (pipe.waits if len(step) == 1 and pipe.sends(step[0]) else 0.0)
-                    for number, (kind, part, batch) in enumerate(step):
-                        end["B" if kind == "BW" else kind, part, batch] = free[device]
-                        lane = 2 * number - 1 if len(step) > 1 else 0
-                        done[device].append(ExecutedPass(device, kind, part, batch, start, over, lane))
-                    place[device] += 1
-                    left -= 1
-                    continue
-                break
-        if left == before:
+            while next_step[device] < len(order):
+                step = order[next_step[device]]
+                inputs = [pipe.ready(pass_, ends) for pass_ in step]
+                start = max(free_at[device], *(math.inf if ready is None else ready for ready in inputs))
+                if start == math.inf:
+                    break
+                end = start + pipe.duration(step)
+                free_at[device] = end + (pipe.sender_delay if len(step) == 1 and pipe.sends(step[0]) else 0.0)
+                for number, (kind, part, batch) in enumerate(step):
+                    ends["B" if kind == "BW" else kind, part, batch] = free_at[device]
+                    lane = 2 * number - 1 if len(step) > 1 else 0
+                    executed[device].append(ExecutedPass(device, kind, part, batch, start, end, lane))
+                next_step[device] += 1
+                remaining -= 1
+        if remaining == before:
             raise ValueError("deadlock in the schedule")
-    return [each for mine in done for each in mine]
+    return [each for passes in executed for each in passes]
 
 
-def seconds_of(done: Sequence[ExecutedPass]) -> tuple[float, float]:
-    """Return the end of the last pass, and the longest time from a device's first start to its last end."""
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for each in done:
-        first[each.device] = min(first.get(each.device, each.start_s), each.start_s)
-        last[each.device] = max(last.get(each.device, each.end_s), each.end_s)
-    return max(last.values()), max(last[device] - start for device, start in first.items())
+def seconds_of(executed: Sequence[ExecutedPass]) -> tuple[float, float]:
+    """Return the end of the last pass, and the longest time from the first start to the last end on one device."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for each in executed:
+        starts[each.device] = min(starts.get(each.device, each.start_s), each.start_s)
+        ends[each.device] = max(ends.get(each.device, each.end_s), each.end_s)
+    return max(ends.values()), max(ends[device] - start for device, start in starts.items())

@@ -1,4 +1,4 @@
-"""Simulates the pipeline of a step pass by pass, for the timeline and to check the formulas of engines."""
+"""Simulates the pipeline passes of a step, for timelines and for checking the formulas of engines."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from flagcore.physics.schedules.execution import ExecutedPass, Orders, Pipe, run
 
 
 def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
-    """Return the passes of a step with `microbatches`, device by device in the order of time.
+    """Return the passes of a step with `microbatches` micro-batches, ordered by device and time.
 
-    In DualPipe micro-batches are numbered through both copies: the later half enters at the last device. Raises
-    NotModelled for a schedule whose order its scheduler plans with the times of passes, for DualPipe on an odd number
-    of devices, and for interleaved if the number of stages does not divide the micro-batches.
+    In DualPipe, the micro-batches of the second copy are numbered after those of the first. Raises NotModelled for a
+    schedule whose order depends on the times of passes, for DualPipe on an odd number of devices, and for an
+    interleaved schedule if the number of micro-batches is not a multiple of the number of stages.
     """
     pipe = pipe_of(passes)
-    done = run(orders_of(passes, microbatches), pipe)
+    executed = run(orders_of(passes, microbatches), pipe)
     if passes.schedule != "dualpipe":
-        return done
-    return [_renumbered(each, pipe.length, microbatches) for each in done]
+        return executed
+    return [_renumber(each, pipe.length, microbatches) for each in executed]
 
 
 def pipe_of(passes: Passes) -> Pipe:
-    """Return the parts of the model on their devices; the parts of one device are equal."""
+    """Return the devices and the pass times of the parts of the model. The parts of one device take the same time."""
     p, schedule = len(passes.forward_s), passes.schedule
     count = SCHEDULES[schedule].parts or passes.virtual
     stages, parts = [*range(p)] * count, float(count)
@@ -35,24 +35,24 @@ def pipe_of(passes: Passes) -> Pipe:
         stages = [*range(p), *reversed(range(p))]
     if schedule == "dualpipe":
         stages, parts = [*range(p)] * 2, 1.0
-    weight = passes.weight_s or (0.0,) * p
-    back = [whole - part for whole, part in zip(passes.backward_s, weight, strict=True)]
-    seconds = {"F": passes.forward_s, "B": back, "W": weight}
-    busy = [forward + backward for forward, backward in zip(passes.forward_s, passes.backward_s, strict=True)]
-    paired = passes.paired_s or busy
-    together = [min(one / both, 1.0) if both else 1.0 for one, both in zip(paired, busy, strict=True)]
+    weight_s = passes.weight_s or (0.0,) * p
+    activation_s = [backward - weight for backward, weight in zip(passes.backward_s, weight_s, strict=True)]
+    seconds = {"F": passes.forward_s, "B": activation_s, "W": weight_s}
+    sums = [forward + backward for forward, backward in zip(passes.forward_s, passes.backward_s, strict=True)]
+    paired = passes.paired_s or sums
+    overlap_share = [min(pair / total, 1.0) if total else 1.0 for pair, total in zip(paired, sums, strict=True)]
     return Pipe(
         devices=[*range(p), *reversed(range(p))] if schedule == "dualpipe" else stages,
         length=p if schedule == "dualpipe" else len(stages),
         seconds={kind: [each[stage] / parts for stage in stages] for kind, each in seconds.items()},
-        together=[together[stage] for stage in stages],
+        overlap_share=[overlap_share[stage] for stage in stages],
         latency=0.0 if passes.sender_waits else passes.send_s,
-        waits=passes.send_s if passes.sender_waits else 0.0,
+        sender_delay=passes.send_s if passes.sender_waits else 0.0,
     )
 
 
 def orders_of(passes: Passes, m: int) -> Orders:
-    """Return the order of passes of each device in a step of m micro-batches."""
+    """Return the order of passes on each device in a step of m micro-batches."""
     p, schedule = len(passes.forward_s), passes.schedule
     if schedule == "interleaved" and passes.virtual > 1:
         if m > p and m % p:
@@ -63,25 +63,25 @@ def orders_of(passes: Passes, m: int) -> Orders:
     if schedule == "gpipe":
         return orders.one_forward_one_backward(p, m, lambda r: m)
     if schedule in ("zb-h1", "zb-h2"):
-        return orders.deferring(p, m, twice=schedule == "zb-h2")
+        return orders.zero_bubble(p, m, h2=schedule == "zb-h2")
     if schedule == "dualpipev":
         return orders.dualpipe_v(p, m)
     if schedule == "dualpipe":
         if p % 2:
             raise NotModelled(f"dualpipe needs an even number of stages, not {p}")
         return orders.dualpipe(p, m)
-    raise NotModelled(f"the scheduler of {schedule} plans the order of passes with their times")
+    raise NotModelled(f"the order of passes in {schedule} depends on their times")
 
 
-def step_seconds(passes: Passes, done: Sequence[ExecutedPass]) -> float:
-    """Return the seconds of a simulated step: until all devices are done or, for schedules without a barrier before the
-    optimizer, the longest time from a device's first pass to its last."""
-    whole, span = seconds_of(done)
-    return span if SCHEDULES[passes.schedule].post_validation else whole
+def step_seconds(passes: Passes, executed: Sequence[ExecutedPass]) -> float:
+    """Return the seconds of a simulated step: the end of the last pass, or for schedules with post-validation the
+    longest time from the first start to the last end on one device."""
+    end, span = seconds_of(executed)
+    return span if SCHEDULES[passes.schedule].post_validation else end
 
 
-def _renumbered(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
-    """Return a pass of DualPipe's second copy with its micro-batch numbered after those of the first."""
-    if one.part < length:
-        return one
-    return replace(one, microbatch=one.microbatch + microbatches - microbatches // 2)
+def _renumber(executed: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
+    """Return a pass of DualPipe with the micro-batches of the second copy numbered after those of the first."""
+    if executed.part < length:
+        return executed
+    return replace(executed, microbatch=executed.microbatch + microbatches - microbatches // 2)

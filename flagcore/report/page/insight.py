@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Pipelined, Prober, Workload, memory_components
+from flagcore.contracts import PipelineTimeline, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.prediction import MEMORY, of_row
+from flagcore.domain.prediction import MEMORY, components_of_row
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.problem import Problem
 from flagcore.stages.predict import in_gib, record
-from flagcore.stages.prune import LEARNED
+from flagcore.stages.prune import LEARNED_MESSAGES
 
 SCHEMA_VERSION = 1
 
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
     """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
-    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
+    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED_MESSAGES}
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "says": {name: text for name, text in problem.messages.items() if name in used},
@@ -61,7 +61,7 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
                 "stage": stage,
                 "rank": rank.rank,
                 **in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"}),
-                "components": {name: in_gib(part) for name, part in of_row(parts, 0).items()},
+                "components": {name: in_gib(part) for name, part in components_of_row(parts, 0).items()},
             }
         )
     return found
@@ -74,11 +74,11 @@ def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str,
         return {}
     kernels = costs.kernels.recording()
     workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
-    return {kind: sorted(names) for kind, names in (kernels.answered or {}).items()}
+    return {kind: sorted(names) for kind, names in (kernels.used_sources or {}).items()}
 
 
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
-    if not isinstance(workload, Pipelined):
+    if not isinstance(workload, PipelineTimeline):
         return None
     task, columns = problem.platform.task, problem.space.columns(np.array([row]))
     passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)

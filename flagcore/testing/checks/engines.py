@@ -11,7 +11,7 @@ from flagcore.domain.knob import Factor, Knob
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.stages.legality import JOB_KEYS, SHARED
+from flagcore.stages.legality import JOB_KEYS, SHARED_PREFIXES
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
 
@@ -53,8 +53,9 @@ def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, answer: E
         if not (refused.name.isidentifier() and refused.reason.strip() and limits):
             yield f"{where}: {refused.name!r} is incomplete"
     for forced in answer.forced:
-        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
-            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {', '.join(SHARED)}"
+        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED_PREFIXES)):
+            prefixes = ", ".join(SHARED_PREFIXES)
+            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {prefixes}"
 
 
 @check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
@@ -63,7 +64,7 @@ def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answ
         if not _is_known(engine, refused.knob, refused.values):
             yield f"{where}: unknown knob {refused.knob!r} with {refused.values}"
     for forced in answer.forced:
-        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
+        if forced.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, forced.setting, (forced.value,)):
             yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 

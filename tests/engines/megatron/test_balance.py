@@ -16,11 +16,11 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import IntArray
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.balance import layouts, split_layers
-from flagcore.engines.megatron.memory.training import memory_in_use
+from flagcore.engines.megatron.memory.training import memory_in_use, stages_in_use
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
-from flagcore.engines.megatron.parallel.pipeline import placed, stage
+from flagcore.engines.megatron.parallel.pipeline import Part, placed, stage, stage_with
 from flagcore.engines.megatron.predict import given, inputs, layout_texts, with_layout
-from flagcore.engines.megatron.relief import RELIEF, relieved
+from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
 from flagcore.engines.megatron.time.step import Blocks, in_a_run, step_time
@@ -48,7 +48,7 @@ def derived(work: Training, split: Layout, of: Costs) -> tuple[Training, Layout]
     blocks = Blocks.of(work, split, running)
     work, split = split_layers(work, split, every, running, blocks)
     found = memory_in_use(work, split, of)
-    return relieved(work, split, every, found.used / found.capacity, running, blocks)[:2]
+    return fit_splits(work, split, every, found.used / found.capacity, running, blocks)[:2]
 
 
 def slowest(work: Training, split: Layout, of: Costs) -> np.ndarray:
@@ -216,7 +216,7 @@ def test_splits_of_random_candidates_are_the_best_ones_with_and_without_limits_o
         free = derived(work, split, costs())
         assert slowest(*free, costs())[0] == pytest.approx(seconds.min(), rel=1e-6), (work.model, split)
         needed = memory_in_use(*free, costs()).used[0]
-        low = max(used.min(), needed / RELIEF)
+        low = used.min()
         if low >= needed:
             continue
         capacity = low + share * (needed - low)
@@ -226,6 +226,24 @@ def test_splits_of_random_candidates_are_the_best_ones_with_and_without_limits_o
             assert slowest(*chosen, costs())[0] == pytest.approx(seconds[fits].min(), rel=1e-6), (work.model, split)
             narrower += 1
     assert narrower > 5
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_more_layers_on_a_stage_never_need_less_memory(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    for _ in range(60):
+        work, split = drawn(draw)
+        model, place = work.model, float(draw.integers(int(split.pipeline[0])))
+        leading = min(model.moe_first_dense_layers, int(draw.integers(3)))
+        layers = np.arange(max(leading, split.virtual[0]), 30.0)
+        many = dataclasses.replace(split[np.zeros(layers.size, dtype=np.int64)], split=np.ones(layers.size))
+        first, last = np.full(layers.size, place == 0.0), np.full(layers.size, place == split.pipeline[0] - 1.0)
+        dense = layers if model.num_moe_experts is None else np.full(layers.size, float(leading))
+        part = Part(first * 1.0, last * 1.0, last * 1.0, layers, dense, last * float(model.mtp_num_layers))
+        (found,) = stages_in_use(
+            work, many, costs(), [stage_with(part, model, many, np.full(layers.size, place), work.options)]
+        )
+        assert (np.diff(found.used) >= 0).all(), (model, split, place, leading)
 
 
 @pytest.mark.parametrize(("layers", "pipeline"), [*product((61, 94), (4, 8, 16))])

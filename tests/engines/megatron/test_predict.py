@@ -11,7 +11,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
-from flagcore.domain.prediction import of_row
+from flagcore.domain.prediction import components_of_row
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.engines.megatron.knobs import candidate_columns
 from flagcore.engines.megatron.predict import components, predict
@@ -156,7 +156,7 @@ def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> No
 def test_components_are_those_of_the_worst_stage() -> None:
     values = {"pipeline_model_parallel_size": 4, "data_parallel_size": 2, "expert_model_parallel_size": 2}
     found = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs())
-    table = of_row(components(task(EXPERTS), candidate_columns(values), found.worst_stage, costs()), 0)
+    table = components_of_row(components(task(EXPERTS), candidate_columns(values), found.worst_stage, costs()), 0)
     row = found.row(0)
     assert row.worst_stage == 0
     assert table["experts"]["params"] == 4 * 4 * 3 * 2048 * 1408

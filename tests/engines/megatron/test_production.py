@@ -14,7 +14,7 @@ import pytest
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Fact
-from flagcore.domain.engine import Refused
+from flagcore.domain.engine import RefusedValues
 from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
@@ -38,17 +38,17 @@ SPACE = {
 OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
-def platform(model: Model = small.DENSE, *refused: Refused, **job: Any) -> Platform:
+def platform(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Platform:
     """The platform of a spec before anything is assumed, on a chip whose vendor names transformer-engine."""
     found = small.platform(small.task(model, chip=CHIP, **{"space": SPACE, **job}))
     return replace(found, support=replace(found.support, implementation="transformer_engine", refused=refused))
 
 
-def plan(model: Model = small.DENSE, *refused: Refused, **job: Any) -> Task:
+def plan(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> Task:
     return WORKLOAD.as_in_production(platform(model, *refused, **job)).task
 
 
-def assumed(model: Model = small.DENSE, *refused: Refused, **job: Any) -> dict[str, SettingValue]:
+def assumed(model: Model = small.DENSE, *refused: RefusedValues, **job: Any) -> dict[str, SettingValue]:
     return dict(plan(model, *refused, **job).spec.train.assumed)
 
 
@@ -88,10 +88,10 @@ def test_a_named_setting_takes_precedence_and_what_contradicts_it_is_left_out() 
 
 
 def test_what_the_chip_or_the_release_lacks_is_left_out() -> None:
-    flex = Refused(name="no_link", knob="settings.moe_token_dispatcher_type", values=("flex",), reason="no link")
+    flex = RefusedValues(name="no_link", knob="settings.moe_token_dispatcher_type", values=("flex",), reason="no link")
     assert "moe_token_dispatcher_type" not in assumed(small.EXPERTS, flex)
     assert OVERLAP not in assumed(small.EXPERTS, engine_version="0.12.0")
-    none = Refused(name="old", knob="implementation", values=("transformer_engine",), reason="too old")
+    none = RefusedValues(name="old", knob="implementation", values=("transformer_engine",), reason="too old")
     assert plan(small.EXPERTS, none).spec.train.implementation is None
 
 

@@ -220,5 +220,5 @@ def test_steps_that_the_loss_scale_skipped_do_not_count(tmp_path: Path) -> None:
 
 
 def test_only_a_command_is_stopped_after_its_steps() -> None:
-    assert WORKLOAD.steps_wanted(COMMAND) == 5
-    assert WORKLOAD.steps_wanted(TASK) is None
+    assert WORKLOAD.step_limit(COMMAND) == 5
+    assert WORKLOAD.step_limit(TASK) is None

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
 
 import pytest
 
 from flagcore.contracts import require_prober
-from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError
-from flagcore.stages.build import build
 from tests.engines.serving.engines.tasks import serving
-from tests.small import costs
 
 ALL = pytest.mark.parametrize("workload", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
 
 
 def task_of(workload: Engine) -> Task:
     return serving(workload.name, devices=2)
-
-
-def usual(workload: Engine, task: Task) -> Space:
-    given = dataclasses.replace(task, spec=dataclasses.replace(task.spec, space=workload.usual_space(task)))
-    return build(workload.axes(given), workload.rules(given), workload.merges(given))
-
-
-@ALL
-def test_the_usual_space_is_the_engines_defaults_alone(workload: Engine) -> None:
-    task = task_of(workload)
-    (candidate,) = (usual(workload, task).candidate(row) for row in range(len(usual(workload, task))))
-    assert candidate.as_dict() == dict(workload.defaults(task))
-    predictions = workload.predict(task, usual(workload, task).columns(), costs(task))
-    assert workload.rule_of_thumb(usual(workload, task).columns(), predictions) == 0
 
 
 @ALL

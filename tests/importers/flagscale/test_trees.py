@@ -246,7 +246,7 @@ def test_a_hostfile_of_several_chips_keeps_the_sizes_and_a_broken_one_is_refused
     assert found.data["cluster"]["nodes"] == 2
     assert "line 2 of hosts.txt differs from the first host" in notes(found)["experiment.runner.hostfile"]
     for text, says in {
-        "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' names a host for the second time",
+        "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' repeats a host",
         "# nobody\n": "hosts.txt: experiment.runner.hostfile names no host",
     }.items():
         Path("hosts.txt").write_text(text)

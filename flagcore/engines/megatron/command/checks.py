@@ -24,7 +24,7 @@ from flagcore.engines.megatron.command.user_command import (
 from flagcore.engines.megatron.flags import environment, settings_of_command
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.release_check import release_problems
-from flagcore.errors import SpecError, joined
+from flagcore.errors import SpecError, join_errors
 from flagcore.files import read_regular
 from flagcore.i18n import _
 
@@ -46,7 +46,7 @@ def check_command(spec: Spec) -> None:
     command = user_command(spec)
     problems = list(_problems(spec, command)) if command else []
     if problems:
-        raise joined(problems)
+        raise join_errors(problems)
 
 
 def _problems(spec: Spec, command: UserCommand) -> Iterator[SpecError]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
-from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
+from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers, in_flight
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """Inputs of linear layers: what the gradients of weights need."""
@@ -141,7 +141,13 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     Full recompute stores the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
     with the first layers of each virtual stage.
+
+    Where virtual stages differ in layers, leading dense layers and recomputed chunks count like those of equal ones.
+    More layers on a stage never need less.
     """
+    whole = in_flight(layout, stage.index, train.options) / stage.in_flight
+    if train.model.num_moe_experts is not None:
+        stage = replace(stage, dense=np.minimum(stage.dense * whole, stage.layers))
     work = _Work.of(train, layout, stage, kinds)
     full = (layout.uniform > 0) | (work.block > 0)
     dense, moe, inputs = work.split(work.block)
@@ -149,7 +155,7 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     if np.any(full):
         several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
         dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
-        inputs = np.where(several, chunks * work.input, inputs)
+        inputs = np.where(several, chunks * whole * work.input, inputs)
         least = np.where(several, work.in_chunks(inputs), work.in_blocks())
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
     one = work.bytes(dense, moe, inputs)
@@ -203,11 +209,11 @@ class _Work:
         return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
-        """Return the peak of so many recomputed layers of the kind of the last one."""
-        found = number * self.moe.stored + self.moe.above(number)
+        """Return the peak of `number` recomputed layers of the kind that needs more, of those on the stage."""
+        moe, dense = (number * kind.stored + kind.above(number) for kind in (self.moe, self.dense))
         if self.dense is self.moe:
-            return found
-        return np.where(self.stage.moe > 0, found, number * self.dense.stored + self.dense.above(number))
+            return moe
+        return np.maximum(np.where(self.stage.moe > 0, moe, 0.0), np.where(self.stage.dense > 0, dense, 0.0))
 
     def in_chunks(self, inputs: FloatArray) -> FloatArray:
         """Return the worst moment, with all that is stored, of uniform recompute: never more than without."""
@@ -274,7 +280,7 @@ def _backward(train: Training, layout: Layout, stage: Stage, dense: Layer, moe: 
     if dense.crossing is not None:
         behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
     last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
-    return np.maximum(last, first - behind)
+    return np.where(stage.dense > 0, np.maximum(last, first - behind), last)
 
 
 def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:

@@ -107,11 +107,15 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         part = Part(*held.T)
         if not number.all():
             part = pick((number > 0).astype(np.int64), [_even(model, layout, index, options), part])
+    return stage_with(part, model, layout, index, options)
+
+
+def stage_with(part: Part, model: Model, layout: Layout, index: FloatArray, options: Options) -> Stage:
+    """Return stage `index` of each candidate with these parts."""
     deferred, copies, flight = np.zeros(()), 1, in_flight(layout, index, options)
-    uneven = np.flatnonzero((number > 0) & (layout.virtual > 1) & (part.layers > 0))
-    if options.splits is not None and uneven.size:
-        longest = options.splits.holdings[:, :, LAYERS].max(axis=1)[number[uneven]]
-        flight[uneven] = _of_uneven(layout[uneven], part[uneven], flight[uneven], longest)
+    uneven = np.flatnonzero((layout.split > 0) & (layout.virtual > 1) & (part.layers > 0))
+    if uneven.size and not options.equal_stages:
+        flight[uneven] = _of_uneven(model, layout[uneven], part[uneven], index[uneven], flight[uneven])
     if options.schedule:
         deferred = formulas.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
         copies = SCHEDULES[options.schedule].copies
@@ -123,16 +127,6 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         deferred=deferred,
         copies=float(copies),
     )
-
-
-def with_layers(held: Stage, layout: Layout, layers: FloatArray, dense: FloatArray, longest: FloatArray) -> Stage:
-    """Return a stage with other layers, in a split of the candidate's own in which a device has at most `longest`."""
-    found = replace(held, layers=layers, dense=dense, chunk=layers / layout.virtual)
-    uneven = np.flatnonzero(layout.virtual > 1)
-    flight = held.in_flight.copy()
-    part = Part(*(getattr(found, each.name)[uneven] for each in fields(Part)))
-    flight[uneven] = _of_uneven(layout[uneven], part, flight[uneven], longest[uneven])
-    return replace(found, in_flight=flight)
 
 
 def placed(model: Model, layout: Layout, options: Options, stages: Sequence[StageLayers]) -> tuple[Layout, Options]:
@@ -175,12 +169,17 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     return formulas.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
-def _of_uneven(layout: Layout, part: Part, flight: FloatArray, longest: FloatArray) -> FloatArray:
+def layers_before_last(model: Model, layout: Layout) -> FloatArray:
+    """Return the most layers on the virtual stages of the last device but the very last one: those of an even split."""
+    even = np.ceil(model.num_layers / (layout.pipeline * layout.virtual))
+    return even * (layout.virtual - 1.0)
+
+
+def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flight: FloatArray) -> FloatArray:
     """Return the micro-batches in flight, in units of a whole stage, of virtual stages that may differ in layers.
 
-    A device works on `pipeline` micro-batches with its first virtual stage, then with the next one. The first ones have
-    a layer more; on the device with the loss they have as many as others, and the very last one what is left.
-    `longest` are the most layers of a device.
+    A device works on `pipeline` micro-batches with its first virtual stage, then with the next one. The first virtual
+    stages have one layer more. The last device has the layers of an even split on each but the very last one.
     """
     size, virtual, layers = layout.pipeline, layout.virtual, part.layers
     rounds = np.floor(flight / size)
@@ -188,11 +187,11 @@ def _of_uneven(layout: Layout, part: Part, flight: FloatArray, longest: FloatArr
     each = np.floor(layers / virtual)
     spread = rest * each + np.minimum(rest, (layers - each * virtual) * size)
     before = virtual - 1.0
-    left = np.clip(layers - before * np.ceil(longest / virtual), 0.0, layers)
+    left = np.clip(layers - layers_before_last(model, layout), 0.0, layers)
     here = np.minimum(rest, before * size)
-    filled = here * (layers - left) / np.maximum(before, 1.0) + (rest - here) * left
+    filled = here * (layers - left) / before + (rest - here) * left
     held = rounds * size * layers + np.where(part.last > 0, filled, spread)
-    return held / np.maximum(layers, 1.0)
+    return held / layers
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:

@@ -20,7 +20,7 @@ from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_ti
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime
 from flagcore.engines.megatron.time.pipeline import message_seconds, pipeline_time, sender_waits, together
 from flagcore.engines.schedules.formulas import pipeline_seconds
-from flagcore.physics.cost_stack import slowed
+from flagcore.physics.cost_stack import with_slowdown
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
@@ -192,7 +192,7 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
 
 def in_a_run(costs: Costs) -> Costs:
     """Return costs whose kernels are as long as in a run on many devices."""
-    kernels = costs.kernels if costs.run_slowdown == 1.0 else slowed(costs.kernels, costs.run_slowdown)
+    kernels = costs.kernels if costs.run_slowdown == 1.0 else with_slowdown(costs.kernels, costs.run_slowdown)
     return replace(costs, kernels=kernels, further={start: in_a_run(each) for start, each in costs.further.items()})
 
 

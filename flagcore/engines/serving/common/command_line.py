@@ -24,7 +24,7 @@ from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.program import bare
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.model.work import Overheads, Releases
-from flagcore.errors import NoDevice, SpecError, joined
+from flagcore.errors import NoDevice, SpecError, join_errors
 
 RESERVED: Mapping[str, str] = {
     "host": "servers listen where the load client is",
@@ -123,7 +123,7 @@ class Program:
                 except SpecError as error:
                     problems.append(error)
         if problems:
-            raise joined(problems)
+            raise join_errors(problems)
         return found
 
     def check(self, names: Iterable[str], known: Collection[str]) -> None:
@@ -138,7 +138,7 @@ class Program:
                 fix = f"did you mean {near[0]}?" if near else "remove it"
                 problems.append(SpecError(key=key, problem=f"is not a flag of the installed {self.title}", fix=fix))
         if problems:
-            raise joined(problems)
+            raise join_errors(problems)
 
     def installed_flags(self, spec: Spec) -> frozenset[str]:
         """Return the flags of the installed engine, without dashes; none if it is not installed."""

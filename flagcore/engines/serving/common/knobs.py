@@ -13,11 +13,14 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import SHARES, Flag, Knob
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, SIZES, TP, Hardware, most_in_flight
 from flagcore.errors import SpecError
 
+LAYOUT = (INSTANCES, TP, PP, DP, EP)
+DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
+"""Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
 IMPLIED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
     **dict.fromkeys((SIZES, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
@@ -29,7 +32,8 @@ IMPLIED: Mapping[str, tuple[object, ...]] = {
 def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
     """Return the axes of all knobs: the values that the spec names, or the fixed or neutral value.
 
-    Raises SpecError for a key of the space that is not a knob.
+    Without a space, those of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the space that
+    is not a knob.
     """
     baseline = task.spec.baseline or {}
     for named, where in ((task.spec.space, "space"), (baseline, "baseline")):
@@ -39,9 +43,10 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
         if knob.name == SIZES:
             knob = replace(knob, words=heterogeneous.words(task))
         value = fixed.get(knob.name, knob.neutral)
-        own = knob.named_in(baseline)
+        own = knob.value_in(baseline)
         also = [value, knob.neutral, *([] if own is None else [knob.parse(own, f"auto_tuner.baseline.{knob.name}")])]
-        found.append(knob.axis(knob.parse_space(task, [value]), also))
+        default = not task.spec.space and knob.name not in fixed and any(name in DEFAULT_SPACE for name in knob.names)
+        found.append(knob.axis(knob.parse_space(task, AUTO if default else [value]), also))
     return tuple(found)
 
 
@@ -66,7 +71,7 @@ def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: s
             raise SpecError(key=f"{where}{key}", problem=f"is not a knob of {engine}", fix=fix)
         other = next((other for other, same in found.items() if same is knob), None)
         if other is not None:
-            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="give one of the two")
+            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
         found[key] = knob
     return found
 

@@ -71,7 +71,8 @@ class LoadResult:
     """One load. With a problem there are no figures; `completed` and `failed` count requests.
 
     `figures` are named as in `flagcore.domain.serving`. `duration_s` is first send to last finish. `notes` are for the
-    reader: what was estimated, and whether the client may have been the limit.
+    reader: what was estimated, and whether the client may have been the limit. A load that was `stopped` because it was
+    certain to exceed a limit has no figures.
     """
 
     figures: Mapping[str, float]
@@ -81,3 +82,4 @@ class LoadResult:
     problems: tuple[str, ...] = ()
     requests: tuple[Answer, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    stopped: bool = False

@@ -17,6 +17,7 @@ import psutil
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
+from flagcore.engines.serving.load.highest import LimitCheck
 from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traces import Traffic
@@ -40,12 +41,13 @@ def measure(
     vocab_size: int,
     seed: int,
     timeout_s: float,
+    limits: Mapping[str, float] | None = None,
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return what was measured.
 
     `load.warmup` requests go first and do not count. `seed` is that of the repeat: it changes prompts, but not lengths
-    or arrivals. The load ends after `timeout_s`, or when a request fails. Raises SpecError for a load that
-    cannot be sent. Must not be called inside an event loop.
+    or arrivals. The load ends after `timeout_s`, when a request fails, or when it is certain to exceed one of `limits`.
+    Raises SpecError for a load that cannot be sent. Must not be called inside an event loop.
     """
     load, path = in_flight(load), targets[0].path
     asked = traffic(load)
@@ -61,11 +63,11 @@ def measure(
 
         async with session() as http:
             if warm:
-                sent = _Run(http, targets, warm)
+                sent = _Run(http, targets, warm, LimitCheck({}, len(warm)))
                 await sent.send(load.concurrency or len(warm), deadline)
                 if sent.problems:
                     return sent.result(load.concurrency, asked.notes, None)
-            sent = _Run(http, targets, main)
+            sent = _Run(http, targets, main, LimitCheck(limits or {}, len(main)))
             gc.collect()
             meter = Meter()
             await sent.send(load.concurrency, deadline)
@@ -85,12 +87,14 @@ class _Request:
 class _Run:
     """The requests of one load."""
 
-    def __init__(self, http: aiohttp.ClientSession, targets: Sequence[Target], requests: Sequence[_Request]) -> None:
-        self._http, self._requests = http, requests
+    def __init__(
+        self, http: aiohttp.ClientSession, targets: Sequence[Target], requests: Sequence[_Request], check: LimitCheck
+    ) -> None:
+        self._http, self._requests, self._check = http, requests, check
         self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
-        self._failed = False
+        self._failed = self._stopped = False
         self._began = self._late_s = 0.0
         self.problems: Counter[str] = Counter()
 
@@ -102,7 +106,7 @@ class _Run:
         _, waiting = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
         if self._failed and waiting:
             await asyncio.wait(waiting, timeout=GRACE_S)
-        elif waiting:
+        elif waiting and not self._stopped:
             unanswered = len(self._requests) - len(self._answers)
             self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.1f} s"] += unanswered
         for task in tasks:
@@ -110,7 +114,7 @@ class _Run:
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, RequestFailed):
                 self.problems[str(ended)] += 1
-            elif isinstance(ended, Exception):
+            elif isinstance(ended, Exception) and not isinstance(ended, _Stopped):
                 raise ended
 
     def _work(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
@@ -135,7 +139,7 @@ class _Run:
     async def _one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import ask
 
-        if self._failed:
+        if self._failed or self._stopped:
             return
         target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
@@ -156,11 +160,14 @@ class _Run:
         finally:
             self._in_flight[target] -= 1
         self._answers.append(answer)
+        if self._check.exceeded(answer):
+            self._stopped = True
+            raise _Stopped
 
     def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
         figures: dict[str, float] = {}
-        if meter is not None and not self.problems:
+        if meter is not None and not self.problems and not self._stopped:
             closed = self._requests[0].arrive_s is None
             cost = meter.figures()
             figures = {**figures_of(answers, concurrency if closed else None), **cost}
@@ -179,7 +186,12 @@ class _Run:
             ),
             requests=answers if figures else (),
             notes=notes,
+            stopped=self._stopped,
         )
+
+
+class _Stopped(Exception):
+    """A load is certain to exceed a limit. Ends it; not raised outside this module."""
 
 
 def _requests(model: str, path: str, asked: Traffic, texts: Sequence[IntArray]) -> list[_Request]:

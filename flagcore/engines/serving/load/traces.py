@@ -68,7 +68,7 @@ def read_trace(path: str) -> Traffic:
     """Return the requests of a trace file. Raises SpecError with the file, the row and the problem."""
     file = Path(path)
     try:
-        text = read_regular(file, most=1 << 30).decode("utf-8-sig")
+        text = read_regular(file, max_bytes=1 << 30).decode("utf-8-sig")
         trace = _burstgpt(text) if file.suffix.lower() == ".csv" else _json(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.serving import USUAL_CLIENTS, Load
+from flagcore.domain.serving import DEFAULT_CONCURRENCY, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
 from flagcore.engines.serving.load.traces import BLOCK, Traffic, read_trace
@@ -38,13 +38,13 @@ def traffic(load: Load) -> Traffic:
 
 
 def in_flight(load: Load) -> Load:
-    """Return a load with USUAL_CLIENTS in flight if nothing sets when its requests come.
+    """Return a load with DEFAULT_CONCURRENCY in flight if nothing sets when its requests come.
 
     Raises SpecError for an unreadable trace.
     """
     if load.trace is None or load.concurrency is not None or load.request_rate is not None:
         return load
-    return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=USUAL_CLIENTS)
+    return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=DEFAULT_CONCURRENCY)
 
 
 def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:

@@ -63,8 +63,9 @@ class Job:
     """One candidate to be served and loaded.
 
     `engine` is the place of its record, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
-    bounds the figures of good requests. `client` is the command of another client, which writes `report`. `hosts` are
-    the names of those on which instances are started; none for this machine.
+    bounds the figures of good requests. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
+    command of another client, which writes `report`. `hosts` are the names of those on which instances are started;
+    none for this machine.
     """
 
     engine: str
@@ -79,6 +80,8 @@ class Job:
     versions: Mapping[str, str] = field(default_factory=dict)
     client: tuple[str, ...] | None = None
     report: str = ""
+    highest: str | None = None
+    start: float = 1.0
     hosts: tuple[str, ...] = ()
 
 

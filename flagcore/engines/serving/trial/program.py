@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from flagcore.engines.results import METRICS
 from flagcore.engines.serving.common.metrics import joined
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
+from flagcore.engines.serving.load.highest import highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import ask_client
@@ -36,6 +39,10 @@ MEANS = {
 """The state of a trial by the kind of its first problem; for other kinds it failed."""
 EXIT_SECONDS = 2.0
 """The most seconds from lost requests to the end of their server."""
+LEAST_SHARE = 1e-4
+"""The lowest rate of a search as a share of the highest."""
+TIME_SHARE = 1.5
+"""A search ends if the time left is less than this share of that of its longest load."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
 
@@ -117,12 +124,15 @@ class _Loads:
     def points(self) -> list[dict[str, Any]]:
         """Return the figures of each load point in each repeat. Raises TrialFailure."""
         job = self.job
-        self._send(_warm_up(job.loads[0], len(self.servers)), "warm-up", seed=0)
+        self._warm_up()
+        if job.highest is not None:
+            return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
         for repeat in range(job.repeats):
             for place, load in enumerate(job.loads):
                 name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
                 log(name)
+                measured: dict[str, Any] | None
                 if job.client is not None:
                     measured = self._by_client(job.client, f"client-{repeat}", name)
                 else:
@@ -130,16 +140,63 @@ class _Loads:
                 points[place]["repeats"].append(measured)
         return points
 
+    def _search(self, key: str) -> list[dict[str, Any]]:
+        """Return the load points of a search for the highest load that keeps the limits, without stopped ones.
+
+        The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
+        load keeps the limits, the only point is the lowest load that was tried.
+        """
+        base, whole, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
+        most = float((base.concurrency if whole else base.request_rate) or 1)
+        tried: dict[float, bool] = {}
+        longest_s = 0.0
+
+        def run(value: float, *, stop: bool = True) -> bool:
+            nonlocal longest_s
+            began = time.monotonic()
+            if points and self.deadline - began < TIME_SHARE * longest_s:
+                log(f"no time left for {key} {value:.4g}")
+                return False
+            load = base.at(key, value)
+            log(f"{key} {value:.4g}")
+            seed = 1 + len(tried) + sum(len(point["repeats"]) for point in points.values())
+            measured = self._measured(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            if measured is None:
+                self._warm_up()  # returns when the server has dropped the requests of the stopped load
+                tried[value] = False
+            else:
+                points.setdefault(value, {"load": plain_load(load), "repeats": []})["repeats"].append(measured)
+                tried[value] = keeps_limits([each["figures"] for each in points[value]["repeats"]], self.job.slo)
+            longest_s = max(longest_s, time.monotonic() - began)
+            return tried[value]
+
+        highest_load(run, self.job.start, least=1.0 if whole else most * LEAST_SHARE, most=most, whole=whole)
+        for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
+            repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
+            if not repeated or repeated[-1]:
+                break
+        if not points:
+            run(min(tried), stop=False)
+        return [points[value] for value in sorted(points)]
+
+    def _warm_up(self) -> None:
+        self._send(_warm_up(self.job.loads[0], len(self.servers)), "warm-up", seed=0)
+
     def _by_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
         where = self.folder / folder
         figures, took = ask_client(command, self.job.report, self.servers, self.model, where, self.deadline, name)
         check_all_alive(self.servers, f"during {name}")
         return {"figures": figures, "duration_s": took}
 
-    def _measured(self, load: Load, name: str, seed: int) -> dict[str, Any]:
+    def _measured(
+        self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the figures of a load, None if it was stopped because it is certain to exceed one of `limits`."""
         local = [server for server in self.servers if isinstance(server, Server)]
         before = sum(server.cpu_seconds() for server in local)
-        found = self._send(load, name, seed)
+        found = self._send(load, name, seed, limits)
+        if found.stopped:
+            return None
         figures = dict(found.figures)
         if local:
             figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - before
@@ -155,17 +212,31 @@ class _Loads:
             "notes": list(found.notes),
         }
 
-    def _send(self, load: Load, name: str, seed: int) -> LoadResult:
+    def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
         """Return the result of a load. Raises TrialFailure unless every request was answered in full."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
-        vocab_size = self.job.vocab_size
-        found = measure(self.targets, load, model=self.model, vocab_size=vocab_size, seed=seed, timeout_s=left)
+        found = measure(
+            self.targets,
+            load,
+            model=self.model,
+            vocab_size=self.job.vocab_size,
+            seed=seed,
+            timeout_s=left,
+            limits=limits,
+        )
         if found.problems or found.failed:
             raise _problem(found, name, self.servers)
         check_all_alive(self.servers, f"during {name}")
         return found
+
+
+def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
+    """Return whether the median of each figure keeps its limit; a figure that is missing does not."""
+    return all(
+        statistics.median(figures.get(name, math.inf) for figures in repeats) <= limit for name, limit in limits.items()
+    )
 
 
 def _warm_up(load: Load, servers: int) -> Load:

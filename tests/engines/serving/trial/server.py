@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 BEHAVIOUR, FLAGS = sys.argv[1], dict(zip(sys.argv[2:], sys.argv[3:], strict=False))
 PORT, SLOTS = int(FLAGS["--port"]), int(FLAGS.get("--parallel", 4))
+PLACES = threading.Semaphore(SLOTS)
 STARTED = Path(f"started-{BEHAVIOUR}")
 FIRST_S, REST_S = {1: (0.2, 2.0), 2: (0.2, 1.0), 4: (0.8, 0.0)}[SLOTS] if BEHAVIOUR == "known" else (0.0, 0.0)
 """Seconds to the first token and after it: more slots answer faster in all, and four begin late."""
@@ -68,6 +70,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.line({"error": {"message": "compute error"}})
         if BEHAVIOUR == "error_in_200":
             return self.line({"error": {"message": "EngineDeadError: the engine core is dead"}})
+        if BEHAVIOUR == "queues":  # SLOTS requests at once, each 0.1 s
+            with PLACES:
+                time.sleep(0.1)
         return self.stream(asked["max_tokens"], len(asked["prompt"]))
 
     def stream(self, wanted: int, prompt: int) -> None:

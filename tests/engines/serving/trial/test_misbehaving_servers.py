@@ -160,3 +160,27 @@ def test_the_best_load_point_that_keeps_the_slo_is_reported(tmp_path: Path) -> N
     assert done.figures["output_tokens_per_s"] == max(each["output_tokens_per_s"] for each in done.points)
     assert done.step_time_s == pytest.approx(1.0 / done.figures["output_tokens_per_s"])
     assert done.effective["parallel (the engine's own choice)"] == 4
+
+
+@pytest.mark.parametrize("key", ["request_rate", "concurrency"])
+def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tmp_path: Path) -> None:
+    base = Load(input_len=16, output_len=8, num_prompts=40).at(key, 1000)
+    where = trials.platform(tmp_path, "queues", loads=(base,), highest=key, slo={"ttft_s.p90": 0.35}, repeats=2)
+    trial = trials.run(where, tmp_path, parallel=4)
+    assert trial.measurement is not None
+    assert trial.measurement.broken == ()
+    points = {point[key]: point for point in trial.measurement.points}
+    kept = {load: point for load, point in points.items() if point["ttft_s.p90"] <= 0.35}
+    assert 3 < max(kept) < 200  # four slots of 0.1 s, on a busy machine fewer
+    rates = [point["output_tokens_per_s"] for point in kept.values()]
+    assert trial.measurement.figures["output_tokens_per_s"] == max(rates)
+    assert len(trials.servers(tmp_path)) == 1
+
+
+def test_if_no_load_keeps_the_slo_the_lowest_is_measured(tmp_path: Path) -> None:
+    base = Load(input_len=16, output_len=8, num_prompts=6, concurrency=6)
+    where = trials.platform(tmp_path, "queues", loads=(base,), highest="concurrency", slo={"ttft_s.p90": 0.01})
+    trial = trials.run(where, tmp_path, parallel=4)
+    assert trial.measurement is not None
+    assert [point["concurrency"] for point in trial.measurement.points] == [1]
+    assert trial.measurement.broken != ()

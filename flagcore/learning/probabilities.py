@@ -111,7 +111,7 @@ SURE = 1.6448536269514722
 """The 95% quantile of the standard normal distribution."""
 
 
-def least_share(ratios: Sequence[float]) -> float:
+def min_memory_share(ratios: Sequence[float]) -> float:
     """Return the lower bound (95%) of a candidate's needed memory, as a share of the predicted one.
 
     `ratios` are logarithms of used over predicted memory of trials that ran. 1 before the first one. The common

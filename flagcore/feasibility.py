@@ -1,0 +1,160 @@
+"""Whether a candidate is left that fits and keeps the latency limits; if not, what comes nearest and what helps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import AUTO, Task
+from flagcore.errors import NothingFits
+from flagcore.i18n import _
+from flagcore.problem import Problem
+from flagcore.stages.predict import predict_columns
+
+NEAREST_ROWS = 64
+"""Candidates, those nearest to the limits first, that are predicted again at other loads."""
+HALVINGS, BISECTIONS = 10, 4
+"""Loads from a half to 2^-10 of the spec's are tried, then the highest that keeps the limits is found to 7%."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmet:
+    """Limits that no candidate is predicted to keep.
+
+    `figures` are those of the `nearest` candidate. `load` is the highest load at which `candidate` would keep them,
+    None if there is none.
+    """
+
+    figures: Mapping[str, float]
+    nearest: Candidate
+    load: Load | None = None
+    candidate: Candidate | None = None
+
+
+def require_candidate(problem: Problem, workload: Workload) -> None:
+    """Raise NothingFits if no candidate is left, with the count of each rule and the candidate that came closest."""
+    if not problem.pruned.open_rows.size:
+        raise NothingFits(_why_nothing_fits(problem, workload))
+
+
+def _why_nothing_fits(problem: Problem, workload: Workload) -> str:
+    """Return one line: the count of each rule, the candidate that came closest, and how to use other hardware."""
+    space, predictions, pruned = problem.space, problem.predictions, problem.pruned
+    counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
+    if limits := unmet_text(problem, workload):
+        return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
+    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
+    row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
+    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
+    smallest = _(
+        "the smallest needs ~{need:.2f} GiB a device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
+        need=need,
+        have=have,
+        budget=_budget_from(problem.platform.task),
+        candidate=problem.set_knobs(space.candidate(row)),
+        fix=_other_hardware(problem.platform.task),
+    )
+    return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=smallest)
+
+
+def unmet(problem: Problem, workload: Workload) -> Unmet | None:
+    """Return what comes nearest to the limits if no candidate that fits is predicted to keep them, else None."""
+    task, predictions = problem.platform.task, problem.predictions
+    limits = {name: limit for name, limit in task.spec.limits.items() if name in predictions.figures}
+    rows = np.flatnonzero(predictions.fits)
+    if not limits or not rows.size or predictions.keeps_limits(limits)[rows].any():
+        return None
+    rows = rows[np.argsort(excess(predictions, limits)[rows])][:NEAREST_ROWS]
+    columns, found = problem.space.columns(rows), dict[str, Any]()
+
+    def keeps(share: float) -> bool:
+        """Return whether a candidate keeps the limits at a share of the load, and remember load and candidate."""
+        loads = scaled_loads(task.spec.serve, share)
+        if loads is None:
+            return False
+        spec = replace(task.spec, work=replace(task.spec.serve, loads=loads))
+        again = predict_columns(replace(task, spec=spec), workload, columns, problem.platform.costs)
+        kept = np.flatnonzero(again.keeps_limits(limits))
+        if kept.size:
+            found.update(load=loads[-1], candidate=problem.space.candidate(int(rows[kept[0]])))
+        return bool(kept.size)
+
+    low = next((share for share in (2.0**-step for step in range(1, HALVINGS + 1)) if keeps(share)), 0.0)
+    high = 2 * low
+    for _step in range(BISECTIONS if low else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    figures = {name: float(predictions.figures[name][rows[0]]) for name in limits}
+    return Unmet(figures=figures, nearest=problem.space.candidate(int(rows[0])), **found)
+
+
+def excess(predictions: Predictions, limits: Mapping[str, float]) -> FloatArray:
+    """Return the largest ratio of a figure to its limit for each candidate, infinity if a figure is unknown."""
+    ratios = [predictions.figures[name] / limit for name, limit in limits.items()]
+    largest: FloatArray = np.nan_to_num(np.max(ratios, axis=0), nan=np.inf)
+    return largest
+
+
+def scaled_loads(serve: ServeSpec, share: float) -> tuple[Load, ...] | None:
+    """Return the loads with a share of their clients or rates; None if they have neither, or one client at most."""
+    loads = []
+    if serve.highest is not None:
+        return None
+    for load in serve.loads:
+        rate = load.request_rate
+        if load.concurrency is not None and load.concurrency * share >= 1:
+            loads.append(replace(load, concurrency=int(load.concurrency * share)))
+        elif rate is not None and math.isfinite(rate):
+            loads.append(replace(load, request_rate=rate * share))
+        else:
+            return None
+    return tuple(loads)
+
+
+def unmet_text(problem: Problem, workload: Workload) -> str:
+    """Return what `unmet` found in one line; empty if a candidate is predicted to keep the limits."""
+    found, limits = unmet(problem, workload), problem.platform.task.spec.limits
+    if found is None:
+        return ""
+    text = _(
+        "no candidate is predicted to keep the latency limits; the nearest has {figures}: {candidate}",
+        figures=", ".join(f"{name} ~{figure:.3g} s of {limits[name]:g} s" for name, figure in found.figures.items()),
+        candidate=problem.set_knobs(found.nearest),
+    )
+    if found.load is None or found.candidate is None:
+        return text + "; " + _("a lower load does not help: use other hardware, or allow more time")
+    load = found.load.concurrency or found.load.request_rate
+    at = _("{load:.3g} clients", load=load) if found.load.concurrency else _("{load:.3g} requests/s", load=load)
+    return (
+        text + "; " + _("at {load}, {candidate} would keep them", load=at, candidate=problem.set_knobs(found.candidate))
+    )
+
+
+def _budget_from(task: Task) -> str:
+    """Return the source of a device's memory budget."""
+    group = task.cluster.groups[0]
+    if len(task.cluster.groups) > 1:
+        return task.cluster.chips
+    if task.spec.cluster.memory_bytes_per_device:
+        return "cluster.memory_per_device"
+    here = _("this machine's memory for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
+    return here if group.memory_bytes is not None else _("memory of {chip}", chip=group.chip.name)
+
+
+def _other_hardware(task: Task) -> str:
+    """Return how to use other hardware, with the chip that was found if the spec leaves it to this machine."""
+    if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
+        return _("give cluster more devices or nodes, or a chip with more memory")
+    return _(
+        "cluster.chip: auto found {chip} here; `flag estimate --chip NAME` plans for other hardware",
+        chip=task.cluster.chips,
+    )

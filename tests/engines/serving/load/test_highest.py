@@ -1,0 +1,77 @@
+"""The search for the highest load that keeps latency limits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flagcore.engines.serving.load.figures import statistics_of
+from flagcore.engines.serving.load.highest import RESOLUTION, LimitCheck, highest_load
+from flagcore.engines.serving.load.result import Answer
+
+
+def answer(seconds: float, *, tpot_s: float | None = 0.01) -> Answer:
+    return Answer(
+        start_s=0.0, ttft_s=seconds, tpot_s=tpot_s, e2e_s=seconds + 1, gaps_s=(), input_tokens=8, output_tokens=8
+    )
+
+
+@pytest.mark.parametrize("start", [0.01, 3.0, 40.0, 57.0, 60.0, 9000.0])
+@pytest.mark.parametrize("true", [0.02, 57.3, 999.0])
+def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
+    tried: list[float] = []
+
+    def keeps(load: float) -> bool:
+        tried.append(load)
+        return load <= true
+
+    found = highest_load(keeps, start, least=0.001, most=10_000)
+    assert found is not None
+    assert true / RESOLUTION <= found <= true
+    assert len(set(tried)) == len(tried) <= 20
+    if 0.5 < start / true < 2:
+        assert len(tried) <= 7
+
+
+@pytest.mark.parametrize("true", [1, 2, 3, 7, 64, 127, 128])
+def test_clients_are_whole_numbers(true: int) -> None:
+    tried: list[float] = []
+
+    def keeps(load: float) -> bool:
+        tried.append(load)
+        return load <= true
+
+    found = highest_load(keeps, 5.0, least=1, most=128, whole=True)
+    assert found is not None
+    assert true / RESOLUTION - 1 < found <= true
+    assert len(set(tried)) == len(tried)
+    assert all(load == round(load) for load in tried)
+
+
+@pytest.mark.parametrize(("keeps", "found"), [(True, 64.0), (False, None)])
+def test_the_range_is_not_left(keeps: bool, found: float | None) -> None:
+    tried: list[float] = []
+    assert highest_load(lambda load: tried.append(load) or keeps, 8.0, least=1, most=64, whole=True) == found
+    assert (min(tried), max(tried)) == ((8.0, 64.0) if keeps else (1.0, 8.0))
+
+
+@pytest.mark.parametrize("figure", ["ttft_s.mean", "ttft_s.p50", "ttft_s.p90", "ttft_s.p99"])
+@pytest.mark.parametrize("count", [1, 2, 10, 101, 150])
+def test_a_load_is_stopped_only_if_its_limit_is_certain_to_be_exceeded(figure: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    for _ in range(20):
+        seconds = rng.gamma(1.0, 1.0, size=count)
+        limit = float(rng.uniform(0.1, 3.0))
+        check = LimitCheck({figure: limit, "itl_s.p99": 1e-9}, count)
+        stopped = next((place for place, each in enumerate(seconds) if check.exceeded(answer(each))), math.inf)
+        whole = statistics_of(seconds)[figure.partition(".")[2]]
+        if stopped < count:
+            assert whole > limit
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    check = LimitCheck({"tpot_s.mean": 0.001}, 2)
+    assert not check.exceeded(answer(1.0, tpot_s=None))
+    assert check.exceeded(answer(1.0, tpot_s=0.1))
