@@ -31,12 +31,12 @@ from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NothingFits, SpecError, join_errors
 from flagcore.i18n import _
+from flagcore.scale_down import pruning_of_trials, rules_of_trials
 from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover, require_devices
 from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import LEARNED_MESSAGES, prune
-from flagcore.stages.scale_down import pruning_of_trials, rules_of_trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

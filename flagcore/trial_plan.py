@@ -14,10 +14,10 @@ from flagcore.domain.search_state import SearchTime
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.problem import Problem
+from flagcore.scale_down import Smaller
 from flagcore.stages.limit import search_time, time_limit
 from flagcore.stages.predict import GIB, predict_columns, predict_stage_layers, record
 from flagcore.stages.probe import ranks_to_probe
-from flagcore.stages.scale_down import Smaller
 from flagcore.stages.shorten import shorten
 
 

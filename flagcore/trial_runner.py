@@ -91,7 +91,7 @@ class TrialRunner:
     def _probe(self, trial: Trial) -> Trial:
         """Probe the ranks of a candidate. Results of an earlier, interrupted probe of the candidate are reused."""
         assert trial.time_limit is not None
-        platform, row = self.problem.platform, self.problem.space.find(trial.candidate)
+        platform, row = with_hosts(self.problem.platform, self.launcher), self.problem.space.find(trial.candidate)
         assert row is not None, "every candidate that is probed is in the space"
         probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
         result = probe(

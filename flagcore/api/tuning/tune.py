@@ -36,7 +36,7 @@ from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
-from flagcore.domain.trial import FIDELITIES, PROBE, RUN, TrialState
+from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
 from flagcore.i18n import _, ngettext
 from flagcore.loop import Dependencies, TuneResult
@@ -115,7 +115,7 @@ class _EngineRun:
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
-        runs = self.spec.control.fidelity == RUN
+        runs = self.spec.control.fidelity != ESTIMATE
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
         _require_ready(self.workload, self.spec)
