@@ -12,7 +12,7 @@ TESTS ?=
 JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-ray coverage mutations \
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser test-hosts test-ray coverage mutations \
   changelog dist docs bench bench-estimate bench-hosts bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
@@ -94,6 +94,11 @@ mutations: setup
 test-browser: setup
 	$(PIP) "playwright>=1.50"
 	$(BIN)/python -m pytest tests/report/page/test_browser.py
+
+# Faults at random moments on hosts out of namespaces, and links of limited speed: wants root, and of Debian's packages
+# openssh-server, iproute2, slurmctld, slurmd and slurm-client.
+test-hosts: setup
+	$(BIN)/python -m pytest tests/hosts
 
 # The ray launcher on a Ray cluster that the tests start on this machine.
 test-ray: setup

@@ -1,4 +1,4 @@
-"""The search with one of its parts taken away, to see what each is worth."""
+"""Ablations of the search: each one lacks a part, to measure its value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBES = 3
 
 
 def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
-    """Return searches by name. Those with experience know the other models' sweeps on the same chip."""
+    """Return searches by name. Some learn from the sweeps of other models on the same chip."""
     learned, predicted = plugins.strategy("learned"), plugins.strategy("predicted")
     experienced, new = by_strategy(learned, sweeps), by_strategy(learned)
 
@@ -44,14 +44,14 @@ def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
 
 
 def _without_prior(sweep: Sweep) -> Sweep:
-    """Return a sweep of which all candidates are predicted to take the same time."""
+    """Return a sweep whose candidates all have the same predicted time."""
     known = sweep.problem.predictions
     same = np.full_like(known.step_time_s, np.median(known.step_time_s))
     return with_predictions(sweep, replace(known, step_time_s=same, low_s=0.5 * same, high_s=2.0 * same, time_s={}))
 
 
 class _Blunt:
-    """An engine that says of no two candidates which needs more."""
+    """An engine without an order of memory between candidates."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload

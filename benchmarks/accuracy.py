@@ -1,4 +1,4 @@
-"""Compares predictions with measured runs, and writes docs/accuracy.md with its figures.
+"""Compares predictions with measured runs, and writes docs/accuracy.md with its charts.
 
     python benchmarks/accuracy.py FOLDER [--docs docs]
 
@@ -38,7 +38,7 @@ RANK_FIGURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured figure of one job and its prediction, with the predicted interval where there is one."""
+    """One measured value of a job and its prediction, with the predicted interval if there is one."""
 
     job: Mapping[str, Any]
     measured: float
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def inside(self) -> bool | None:
-        """Whether the measurement is in the predicted interval, None without one."""
+        """Whether the measurement is in the predicted interval, None without an interval."""
         return None if self.interval is None else self.interval[0] <= self.measured <= self.interval[1]
 
 
@@ -57,33 +57,33 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs")
     parser.add_argument("--fitted", type=Path, default=Path(__file__).with_name("fitted.json"))
-    given = parser.parse_args()
-    train, ranks = (_read(given.folder / f"{kind}_jobs.jsonl") for kind in ("train", "rank"))
+    options = parser.parse_args()
+    train, ranks = (_read(options.folder / f"{kind}_jobs.jsonl") for kind in ("train", "rank"))
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
         answers, rank_answers = [*api.estimate_jobs(train)], [*api.estimate_jobs(ranks)]
     steps, peaks = _steps(train, answers), _peaks(train, answers)
     of_memory = {f"{source}, memory": rows for source, rows in peaks.items()}
-    pictures = given.docs / "accuracy"
+    pictures = options.docs / "accuracy"
     pictures.mkdir(parents=True, exist_ok=True)
     for old in pictures.glob("*.svg"):
         old.unlink()
-    drawn = {
-        **{source: _drawn(pictures, source, "seconds", rows) for source, rows in steps.items()},
-        **{source: _drawn(pictures, source, "GiB", rows) for source, rows in of_memory.items()},
+    charts = {
+        **{source: _draw_chart(pictures, source, "seconds", rows) for source, rows in steps.items()},
+        **{source: _draw_chart(pictures, source, "GiB", rows) for source, rows in of_memory.items()},
     }
-    fitted = json.loads(given.fitted.read_text(encoding="utf-8")) if given.fitted.exists() else {}
+    fitted = json.loads(options.fitted.read_text(encoding="utf-8")) if options.fitted.exists() else {}
     text = page.text(
         steps=[_summary(source, rows, _groups(rows)) for source, rows in steps.items()],
         peaks=[_summary(source, rows, {}) for source, rows in peaks.items()],
         ranks=_ranks(ranks, rank_answers),
         verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
-        refused=_refused((*train, *ranks), (*answers, *rank_answers)),
-        worst={source: bad for source, rows in (*steps.items(), *of_memory.items()) if (bad := _worst(rows))},
-        pictures={source: f"accuracy/{name}" for source, name in drawn.items() if name},
-        fitted=fitted,
+        unpredicted=_jobs_without_prediction((*train, *ranks), (*answers, *rank_answers)),
+        worst_runs={source: bad for source, rows in (*steps.items(), *of_memory.items()) if (bad := _worst_run(rows))},
+        pictures={source: f"accuracy/{name}" for source, name in charts.items() if name},
+        fitted_curves=fitted,
     )
-    (given.docs / "accuracy.md").write_text(text, encoding="utf-8")
+    (options.docs / "accuracy.md").write_text(text, encoding="utf-8")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -94,8 +94,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _steps(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Row]]:
-    """Return step times by source. A rate of flops becomes a time, and its runs are a source apart."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    """Return step times by source. Rates of flops are converted to times; their runs are a separate source."""
+    rows_by_source: dict[str, list[Row]] = defaultdict(list)
     for job, answer in zip(jobs, answers, strict=True):
         step, measured = answer.get("step_time_s"), job["measured"]
         source, seconds = job["source"], measured.get("step_time_s")
@@ -107,12 +107,12 @@ def _steps(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any
             source, seconds = f"{source} (from hardware flops)", flops / measured["hardware_tflops_per_gpu"] / 1e12
         if seconds:
             value, interval = (step["value"], (step["low"], step["high"])) if step else (None, None)
-            found[source].append(Row(job=job, measured=seconds, predicted=value, interval=interval))
-    return dict(sorted(found.items()))
+            rows_by_source[source].append(Row(job=job, measured=seconds, predicted=value, interval=interval))
+    return dict(sorted(rows_by_source.items()))
 
 
 def hardware_flops(job: Mapping[str, Any]) -> float:
-    """Return the flops of a step, every layer's forward pass twice: Narayanan et al. 2021 (arXiv 2104.04473), eq. 3."""
+    """Return the flops of a step with full recompute: Narayanan et al. 2021 (arXiv 2104.04473), equation 3."""
     model, train = job["model"], job["train"]
     layers, h, s = model["num_layers"], model["hidden_size"], train["seq_length"]
     tokens = train["global_batch_size"] * s
@@ -131,8 +131,8 @@ def _peaks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any
 def _ranks(
     jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, page.Summary]]:
-    """Return the figures of single ranks, by source and kind of model, and by name."""
-    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    """Return the metrics of single ranks by source and kind of model, and by name."""
+    rows_by_source: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for kind in ("dense", "MoE"):
         for figure, (name, key) in RANK_FIGURES.items():
             for job, answer in zip(jobs, answers, strict=True):
@@ -140,14 +140,15 @@ def _ranks(
                     measured := job["measured"].get(key)
                 ):
                     row = Row(job=job, measured=measured, predicted=answer.get("rank", {}).get(figure))
-                    found[f"{job['source']}, {kind}"][name].append(row)
+                    rows_by_source[f"{job['source']}, {kind}"][name].append(row)
     return {
-        source: {name: _summary(name, rows, {}) for name, rows in figures.items()} for source, figures in found.items()
+        source: {name: _summary(name, rows, {}) for name, rows in figures.items()}
+        for source, figures in rows_by_source.items()
     }
 
 
 def _groups(rows: Iterable[Row]) -> dict[object, list[Pair]]:
-    """Return the runs that differ in their candidate alone, together."""
+    """Return groups of runs that differ only in their candidate."""
     groups: dict[object, list[Pair]] = defaultdict(list)
     for row in rows:
         cluster, model, train = row.job["cluster"], row.job["model"], row.job["train"]
@@ -168,39 +169,41 @@ def _summary(source: str, rows: Sequence[Row], groups: Mapping[object, Sequence[
     )
 
 
-def _worst(rows: Iterable[Row]) -> page.Bad | None:
-    """Return the run with the largest error, the first one of several; None if nothing was predicted."""
+def _worst_run(rows: Iterable[Row]) -> page.Bad | None:
+    """Return the first run with the largest error, None without predictions."""
     bad = [page.Bad(job=row.job, predicted=row.predicted, measured=row.measured) for row in rows if row.predicted]
     return min(bad, key=lambda each: (-abs(each.predicted / each.measured - 1.0), each.job["id"]), default=None)
 
 
 def _verdicts(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Verdict]:
-    """Return by source the number of memory verdicts, and the jobs with wrong ones.
+    """Return, by source, the number of memory verdicts and the jobs with wrong verdicts.
 
-    A job with a published memory only may never have run, so it is not judged.
+    Jobs that only have a published memory are skipped, because they may never have run.
     """
-    judged: Counter[str] = Counter()
-    wrong: dict[str, list[str]] = defaultdict(list)
+    verdict_count: Counter[str] = Counter()
+    wrong_jobs: dict[str, list[str]] = defaultdict(list)
     for job, answer in zip(jobs, answers, strict=True):
         fits = None if set(job["measured"]) == {"peak_gib"} else answer.get("memory", {}).get("fits")
-        judged[job["source"]] += fits is not None
+        verdict_count[job["source"]] += fits is not None
         if fits is not None and fits == bool(job["measured"].get("oom")):
-            wrong[job["source"]].append(job["id"])
+            wrong_jobs[job["source"]].append(job["id"])
     return [
-        page.Verdict(source=source, judged=number, wrong=wrong[source])
-        for source, number in sorted(judged.items())
+        page.Verdict(source=source, judged=number, wrong=wrong_jobs[source])
+        for source, number in sorted(verdict_count.items())
         if number
     ]
 
 
-def _refused(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return id, source and reason of what has no prediction."""
+def _jobs_without_prediction(
+    jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str]]:
+    """Return id, source and reason of the jobs without a prediction."""
     pairs = zip(jobs, answers, strict=True)
     return [(job["id"], job["source"], answer["reason"]) for job, answer in pairs if answer["status"] != "ok"]
 
 
-def _drawn(folder: Path, source: str, unit: str, rows: Iterable[Row]) -> str:
-    """Draw a source and return the file's name, empty if fewer than three runs were predicted."""
+def _draw_chart(folder: Path, source: str, unit: str, rows: Iterable[Row]) -> str:
+    """Draw the chart of a source and return its file name; empty for fewer than three predicted runs."""
     points = [(row.measured, row.predicted, row.inside is not False) for row in rows if row.predicted]
     name = f"{re.sub(r'[^a-z0-9]+', '-', source.casefold()).strip('-')}.svg"
     if len(points) < 3:

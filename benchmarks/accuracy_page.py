@@ -1,4 +1,4 @@
-"""The text of the page of accuracy."""
+"""Renders the accuracy page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ a factor of 1.25.
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How the runs of one source are predicted."""
+    """The errors of the predictions of one source."""
 
     source: str
     runs: int
@@ -55,8 +55,8 @@ NOTHING = Summary(source="", runs=0, errors=None, inside=None, ranking=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bad:
-    """A run that is off."""
+class LargeError:
+    """A run with a large error."""
 
     job: Mapping[str, Any]
     predicted: float
@@ -65,7 +65,7 @@ class Bad:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How many jobs of a source have a memory verdict, and which verdicts are wrong."""
+    """The number of a source's jobs with a memory verdict, and the wrong verdicts."""
 
     source: str
     judged: int
@@ -78,23 +78,23 @@ def text(
     peaks: Sequence[Summary],
     ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
-    refused: Sequence[tuple[str, str, str]],
-    worst: Mapping[str, Bad],
+    unpredicted: Sequence[tuple[str, str, str]],
+    worst_runs: Mapping[str, LargeError],
     pictures: Mapping[str, str],
-    fitted: Mapping[str, Any],
+    fitted_curves: Mapping[str, Any],
 ) -> str:
-    """Return the page. Sections of which nothing is known are left out."""
+    """Return the page without empty sections."""
     of_memory = [source for source in pictures if source.endswith(", memory")]
     of_time = [source for source in pictures if source not in of_memory]
     sections = [
         HEAD,
         _section("Step time", [*_steps(steps), *_gallery(pictures, of_time)]) if steps else "",
-        _section("Fitted and left out", _fitted(fitted)) if fitted else "",
+        _section("Fitted and left out", _fitted_section(fitted_curves)) if fitted_curves else "",
         _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, of_memory)]) if peaks else "",
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
-        _section("Rejected records", _refused(refused)),
-        _section("Largest error of each source", _worst(worst)),
+        _section("Rejected records", _unpredicted_section(unpredicted)),
+        _section("Largest error of each source", _worst_section(worst_runs)),
     ]
     return "\n".join(section for section in sections if section)
 
@@ -125,7 +125,7 @@ def _steps(steps: Sequence[Summary]) -> list[str]:
     mean = ["**mean over sources that print a time**", str(sum(each.runs for each in timed))]
     mean += [str(sum(each.answered for each in found)), _percent(_mean([each.mape for each in found]))]
     mean += [_percent(_mean([each.median for each in found])), "", "", "", ""]
-    mean += [str(sum(each.groups for each in ranked)), _two(_mean([each.tau for each in ranked]))]
+    mean += [str(sum(each.groups for each in ranked)), _two_digits(_mean([each.tau for each in ranked]))]
     mean.append(_percent(_mean([each.regret for each in ranked])))
     return [*_table(head, [*rows, mean]), *([CONVERTED] if len(timed) < len(steps) else [])]
 
@@ -143,15 +143,15 @@ def _plain(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _ranks(ranks: Mapping[str, Mapping[str, Summary]]) -> list[str]:
-    """Return a row per source with all figures of a rank."""
-    figures = list(dict.fromkeys(figure for found in ranks.values() for figure in found))
+    """Return a row per source with all metrics of a rank."""
+    figures = list(dict.fromkeys(figure for rows in ranks.values() for figure in rows))
     rows = []
-    for source, found in ranks.items():
+    for source, summaries in ranks.items():
         cells = [
             f"{_percent(each.errors.mape)} ({_percent(each.errors.worst)})" if each.errors else ""
-            for each in (found.get(figure, NOTHING) for figure in figures)
+            for each in (summaries.get(figure, NOTHING) for figure in figures)
         ]
-        rows.append([source, str(max(each.runs for each in found.values())), *cells])
+        rows.append([source, str(max(each.runs for each in summaries.values())), *cells])
     return _table(["source", "ranks", *figures], rows)
 
 
@@ -163,15 +163,15 @@ def _errors(each: Summary) -> list[str]:
     return [each.source, str(each.runs), str(found.answered), *map(_percent, figures), f"{found.bias:+.1%}"]
 
 
-def _ranking(found: Ranking | None) -> list[str]:
-    if found is None:
+def _ranking(ranking: Ranking | None) -> list[str]:
+    if ranking is None:
         return ["", "", ""]
-    return [str(found.groups), _two(found.tau), f"{found.regret:.1%} (worst {found.worst_regret:.1%})"]
+    return [str(ranking.groups), _two_digits(ranking.tau), f"{ranking.regret:.1%} (worst {ranking.worst_regret:.1%})"]
 
 
-def _fitted(fitted: Mapping[str, Any]) -> list[str]:
+def _fitted_section(fitted_curves: Mapping[str, Any]) -> list[str]:
     lines = [FITTED]
-    for family, fit in fitted.items():
+    for family, fit in fitted_curves.items():
         head = ["source", "runs", "fitted", "left out", "measured / predicted, 10% to 90%"]
         rows = []
         for source, each in fit["sources"].items():
@@ -198,13 +198,13 @@ def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
     return [*lines, *(_table(["source", "judged", "wrong", "wrong jobs (at most three)"], rows) if rows else [])]
 
 
-def _refused(refused: Sequence[tuple[str, str, str]]) -> list[str]:
-    if not refused:
+def _unpredicted_section(unpredicted: Sequence[tuple[str, str, str]]) -> list[str]:
+    if not unpredicted:
         return ["Every job has a prediction.\n"]
-    return _table(["job", "source", "reason"], [list(each) for each in refused])
+    return _table(["job", "source", "reason"], [list(each) for each in unpredicted])
 
 
-def _worst(worst: Mapping[str, Bad]) -> list[str]:
+def _worst_section(worst_runs: Mapping[str, LargeError]) -> list[str]:
     rows = [
         [
             source,
@@ -215,24 +215,24 @@ def _worst(worst: Mapping[str, Bad]) -> list[str]:
             f"{bad.measured:.4g}",
             f"{bad.predicted / bad.measured - 1:+.1%}",
         ]
-        for source, bad in worst.items()
+        for source, bad in worst_runs.items()
     ]
     return _table(["source", "job", "model", "candidate", "predicted", "measured", "error"], rows)
 
 
 def _candidate(values: Mapping[str, Any]) -> str:
-    """Return the knobs that are not at one, short."""
+    """Return the short names and values of knobs that are not 1."""
     shown = ((name, SHORT[name], value) for name, value in values.items() if name in SHORT)
     return ", ".join(f"{short} {value}" for _, short, value in shown if value not in (None, 1))
 
 
 def _gallery(pictures: Mapping[str, str], sources: Sequence[str]) -> list[str]:
-    """Return figures side by side; each figure shows its source."""
+    """Return charts side by side with their sources."""
     return [*(f"![{source}]({pictures[source]})" for source in sources), ""]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table in Markdown with an empty line behind it."""
+    """Return a Markdown table followed by an empty line."""
     body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *body, ""]
 
@@ -245,5 +245,5 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _two(value: float | None) -> str:
+def _two_digits(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"

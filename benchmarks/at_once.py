@@ -1,4 +1,4 @@
-"""The wall-clock of searches that run several trials at once, against the same search one at a time."""
+"""Compares the wall-clock time of searches with several concurrent trials and with one trial at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from sweeps import Sweep
 from flagcore import plugins
 
 
-def print_at_once(names: Sequence[str], sweeps: Sequence[Sweep], numbers: Sequence[int], every: int) -> dict[str, Any]:
-    """Print a table with a line for each strategy and number of trials at once, and return its figures.
+def print_at_once(
+    names: Sequence[str], sweeps: Sequence[Sweep], numbers: Sequence[int], searches: int
+) -> dict[str, Any]:
+    """Print a table with a line for each strategy and number of concurrent trials, and return its values.
 
     Wall-clock is from the baseline to the end of the last trial.
     """
@@ -23,16 +25,16 @@ def print_at_once(names: Sequence[str], sweeps: Sequence[Sweep], numbers: Sequen
     figures: dict[str, Any] = {}
     for name in names:
         for label, known in ((name, sweeps), (f"{name}, first run on a chip", ())):
-            alone = None
+            sequential = None
             for number in (1, *numbers):
                 search = by_strategy(plugins.strategy(name), known, at_once=number)
-                found = [_figures(sweep, search(sweep)[0]) for sweep in sweeps[::every]]
+                found = [_figures(sweep, search(sweep)[0]) for sweep in sweeps[::searches]]
                 trials, wall, regret = (np.array(column) for column in zip(*found, strict=True))
-                alone = wall if alone is None else alone
+                sequential = wall if sequential is None else sequential
                 figures[f"{label}, {number}"] = line = {
                     "trials": float(trials.mean()),
                     "wall_clock_s": float(wall.mean()),
-                    "of_serial": float(wall.sum() / alone.sum()),
+                    "of_serial": float(wall.sum() / sequential.sum()),
                     "regret_when_done": float(regret.mean()),
                     "best_kept_within_1pct": float((regret <= 0.01).mean()),
                 }
@@ -42,6 +44,6 @@ def print_at_once(names: Sequence[str], sweeps: Sequence[Sweep], numbers: Sequen
     return figures
 
 
-def _figures(sweep: Sweep, run: Any) -> tuple[float, float, float]:
-    """Return the trials of a search, its seconds, and how much slower its best is than the sweep's."""
-    return len(run.rows), run.clock[-1], float(np.nanmin(sweep.seconds[list(run.rows)]) / sweep.best - 1.0)
+def _figures(sweep: Sweep, search: Any) -> tuple[float, float, float]:
+    """Return the trials of a search, its seconds, and the slowdown of its best candidate against the sweep's best."""
+    return len(search.rows), search.clock[-1], float(np.nanmin(sweep.seconds[list(search.rows)]) / sweep.best - 1.0)

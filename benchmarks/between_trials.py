@@ -1,7 +1,7 @@
-"""What flagcore itself costs between two trials: seconds, and as a ratio to starting the same program by hand.
+"""Measures the overhead of flagcore between two trials, in seconds and relative to a start of the program by hand.
 
-A user's command that prints three Megatron iterations at once stands for the trial, so that nearly all the time
-is flagcore's. Run on the small CPU space and on one of some 100,000 candidates.
+The trial is a user's command that immediately prints three Megatron iterations, so nearly all of the time is
+flagcore's. It runs on the small CPU space and on a space of about 100,000 candidates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ auto_tuner:
 
 
 def main() -> None:
-    """Print one JSON object with the figures of both spaces."""
+    """Print one JSON object with the results of both spaces."""
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")

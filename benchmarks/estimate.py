@@ -1,9 +1,9 @@
-"""How fast spaces are answered on one core: built, predicted (memory and time), pruned and ranked.
+"""Measures how fast one core builds, predicts (memory and time), prunes and ranks spaces.
 
-Two spaces of about a million candidates, dense and of experts, with every knob on auto; `flag estimate` on one of ten
-million combinations; and for scale a public estimator, llm-analysis, on the dense model. Each runs in a process of its
-own, so that its peak memory is its own. Seconds are of processor time, but for `wall_s`. Talk goes to stderr; the last
-line of stdout is one JSON object.
+It runs two spaces of about a million candidates, dense and with experts, with every knob on auto; `flag estimate` on a
+space of ten million combinations; and, for comparison, the public estimator llm-analysis on the dense model. Each part
+has its own process, so that its peak memory is separate. Seconds are processor time, except `wall_s`. Logs go to
+stderr; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 ROUNDS = 3
-"""The fastest of so many rounds counts: what else runs on the machine can only make a round slower."""
+"""Number of rounds; the fastest one counts, because other load on the machine only slows rounds down."""
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 PEER = "llm-analysis==0.2.2"
 CHIPS = ("H200", "cpu")
-"""The first of these that a plugin knows is planned for: one with measured tables of kernels and collectives."""
+"""Chips with measured tables of kernels and collectives; the first one that a plugin supports is used."""
 
 DENSE = {
     "name": "gpt3-175b",
@@ -64,26 +64,26 @@ Figures = dict[str, Any]
 
 
 def main() -> None:
-    """Print one JSON object with the figures of all parts."""
+    """Print one JSON object with the results of all parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, help="run one part, in this process")
     parser.add_argument("--tiny", action="store_true", help="small spaces, to see whether it runs")
     parser.add_argument("--build", type=Path, default=Path("build"), help="where llm-analysis is installed")
-    given = parser.parse_args()
-    if given.part:
-        print(json.dumps(PARTS[given.part](given.tiny) | {"peak_mib": _peak_mib()}))
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(PARTS[options.part](options.tiny) | {"peak_mib": _peak_mib()}))
         return
     figures: Figures = {"machine": f"{_processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
-    parts = {part: _child([sys.executable, __file__, "--part", part, *["--tiny"] * given.tiny]) for part in PARTS}
+    parts = {part: _child([sys.executable, __file__, "--part", part, *["--tiny"] * options.tiny]) for part in PARTS}
     figures |= {f"{part}_candidates_per_second": parts[part]["candidates_per_second"] for part in ("dense", "moe")}
-    peer = _peer(given.build / "llm-analysis")
+    peer = _peer(options.build / "llm-analysis")
     ratio = None if peer is None else round(figures["dense_candidates_per_second"] / peer, 1)
     figures |= {"llm_analysis_candidates_per_second": peer, "dense_over_llm_analysis": ratio}
     print(json.dumps(figures | parts))
 
 
 def space_of(model: Mapping[str, Any], nodes: int, batch: int, space: Mapping[str, Any] | None = None) -> Figures:
-    """Return a spec as data, for nodes of eight devices of the best-known chip there is."""
+    """Return the data of a spec for nodes of eight devices of the best measured chip."""
     return {
         "model": dict(model),
         "cluster": {"chip": _chip(), "nodes": nodes, "devices_per_node": 8, "memory_per_device": "141GiB"},
@@ -92,21 +92,21 @@ def space_of(model: Mapping[str, Any], nodes: int, batch: int, space: Mapping[st
     }
 
 
-def dense(tiny: bool) -> Figures:
-    """Return the figures of a dense model of 96 layers on 768 devices."""
-    return _stages(space_of(DENSE | SMALL, 1, 16) if tiny else space_of(DENSE, 96, 1536))
+def dense(is_tiny: bool) -> Figures:
+    """Return the results for a dense model of 96 layers on 768 devices."""
+    return _stages(space_of(DENSE | SMALL, 1, 16) if is_tiny else space_of(DENSE, 96, 1536))
 
 
-def moe(tiny: bool) -> Figures:
-    """Return the figures of 48 layers of 128 experts on 384 devices."""
-    return _stages(space_of(EXPERTS | SMALL, 1, 16) if tiny else space_of(EXPERTS, 48, 1536))
+def moe(is_tiny: bool) -> Figures:
+    """Return the results for a model of 48 layers with 128 experts on 384 devices."""
+    return _stages(space_of(EXPERTS | SMALL, 1, 16) if is_tiny else space_of(EXPERTS, 48, 1536))
 
 
-def ten_million(tiny: bool) -> Figures:
-    """Return how long `flag estimate` takes from spec to answer."""
+def ten_million(is_tiny: bool) -> Figures:
+    """Return the run time of `flag estimate` from the spec to the answer."""
     from flagcore import api
 
-    data = space_of(DENSE | SMALL, 1, 16, TEN_MILLION) if tiny else space_of(DENSE, 96, 1536, TEN_MILLION)
+    data = space_of(DENSE | SMALL, 1, 16, TEN_MILLION) if is_tiny else space_of(DENSE, 96, 1536, TEN_MILLION)
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder, "spec.json")
         spec.write_text(json.dumps(data))
@@ -121,7 +121,7 @@ PARTS: Mapping[str, Callable[[bool], Figures]] = {"dense": dense, "moe": moe, "t
 
 
 def _stages(data: Figures) -> Figures:
-    """Return the seconds of each stage, asked as `flag estimate` and `flag tune` ask them."""
+    """Return the seconds of each stage of `flag estimate` and `flag tune`."""
     from flagcore import plugins
     from flagcore.api.common.inputs import loaded_plugins
     from flagcore.domain.experience import PastMeasurements
@@ -138,13 +138,13 @@ def _stages(data: Figures) -> Figures:
     spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.engines())
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        found = discover(spec, loaded)
-        task = found.task
-        legal = legality(task, workload, found.support)
-        pruning = (*workload.pruning_rules(task), *found.pruning_rules)
+        platform = discover(spec, loaded)
+        task = platform.task
+        legal = legality(task, workload, platform.support)
+        pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
         nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
-        predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
+        predictions, predict_s = _timed(lambda: predict(task, workload, space, platform.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
         seen = search_context(task, workload, space, predictions, pruned, nothing, PastMeasurements.empty())
         _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
@@ -162,10 +162,10 @@ def _stages(data: Figures) -> Figures:
 
 
 def _timed(work: Callable[[], Any], rounds: int) -> tuple[Any, float]:
-    """Return what `work` gives, and the seconds of the fastest round."""
+    """Return the result of `work` and the seconds of the fastest round."""
     seconds, result = [], None
     for _ in range(rounds):
-        result = None  # so that two results are never held
+        result = None  # free the previous result before the next round
         start = time.process_time()
         result = work()
         seconds.append(time.process_time() - start)
@@ -173,7 +173,7 @@ def _timed(work: Callable[[], Any], rounds: int) -> tuple[Any, float]:
 
 
 def _peer(folder: Path) -> float | None:
-    """Return candidates a second of llm-analysis in an environment of its own, or None with the reason on stderr."""
+    """Return the candidates per second of llm-analysis in its own environment; None with the reason on stderr."""
     python, job = folder / "bin" / "python", {"model": DENSE, "devices": 768, "batch": 1536, "rounds": ROUNDS}
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
@@ -181,11 +181,11 @@ def _peer(folder: Path) -> float | None:
             for command in (
                 [sys.executable, "-m", "venv", "--clear", str(folder)],
                 [*pip, "fire"],
-                [*pip, "--no-deps", PEER],  # what it needs transformers for, a hub of models, is not asked
+                [*pip, "--no-deps", PEER],  # transformers is only needed for a model hub, which is not used
             ):
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
             (folder / "done").touch()
-        return float(_child([str(python), str(HERE / "peer.py"), json.dumps(job)])["candidates_per_second"])
+        return float(_child([str(python), str(FOLDER / "peer.py"), json.dumps(job)])["candidates_per_second"])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
         message = (getattr(error, "stderr", None) or "").strip().splitlines()[-1:]
         print(f"{PEER} is not measured: {' '.join([str(error), *message])}", file=sys.stderr)
@@ -193,7 +193,7 @@ def _peer(folder: Path) -> float | None:
 
 
 def _child(command: list[str]) -> Figures:
-    """Run a command on one core, with its talk on stderr, and return the JSON object of its last line."""
+    """Run a command on one core with its logs on stderr, and return the JSON object of its last line."""
     print("running", *command[1:4], file=sys.stderr)
     pin = _one_core if hasattr(os, "sched_setaffinity") else None
     with tempfile.TemporaryDirectory() as nothing_calibrated:

@@ -1,10 +1,10 @@
-"""Fit the few curve parameters of a chip family to published runs, and say what each source costs when it is left out.
+"""Fits the curve parameters of each chip family to published runs, and reports leave-one-source-out errors.
 
     python benchmarks/fit_curves.py FOLDER [--write]
 
-FOLDER holds `train_jobs.jsonl` (job records with a `measured` part). Each source weighs the same, whatever its length.
-Parameters stay near their starting values unless the runs say otherwise, and no run is fitted by itself. With
-`--write` the curves go into the plugins' `costs/<chip>/curve.yaml`, and the errors into `benchmarks/fitted.json`.
+FOLDER has `train_jobs.jsonl` (job records with a `measured` part). All sources have the same total weight. A penalty
+keeps parameters near their starting values. With `--write` the curves are written into the plugins'
+`costs/<chip>/curve.yaml`, and the errors into `benchmarks/fitted.json`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.predict import given
+from flagcore.engines.megatron.predict import base_inputs
 from flagcore.engines.megatron.time.step import step_time
 from flagcore.physics.kernels.roofline import Curve, Roofline
 from flagcore.spec import read_job
@@ -36,18 +36,18 @@ from flagcore.stages.discover import costs
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8
-"""Attention backward over forward, as shares of the peak: the runs do not tell them apart, kernels alone give this."""
+"""Ratio of the shares of the peak of attention backward and forward, from measured kernels: runs do not identify it."""
 
-SPREAD = 0.25
-"""How far, in logarithms, a parameter may be from where it starts at the price of one typical error."""
+PENALTY_SPREAD = 0.25
+"""Deviation of the logarithm of a parameter from its start whose penalty equals one typical error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Chips of one design: which share a curve, where its parameters start, which of them are fitted.
+    """Chips of one design that share a curve, with the starting values of its parameters.
 
-    `fixed` are not fitted: facts of the design, and what `note` says where from. A parameter with a dot is one of
-    `gemm_shares`: `gemm_shares.fp8`.
+    Parameters in `fixed` are not fitted; `note` gives their sources. A parameter with a dot, such as `gemm_shares.fp8`,
+    is an entry of `gemm_shares`.
     """
 
     chips: tuple[str, ...]
@@ -92,14 +92,14 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Measured runs of one family; those with the same model on the same cluster are predicted together."""
+    """Measured runs of one family. Runs with the same model on the same cluster are predicted together."""
 
     groups: tuple[tuple[Training, Layout, NodeGroup, Costs, tuple[int, ...]], ...]
     measured: FloatArray
     sources: tuple[str, ...]
 
     def predicted(self, curve: Curve) -> FloatArray:
-        """Return the seconds of a step, a run."""
+        """Return the predicted seconds of a step for each run."""
         seconds = np.full(len(self.measured), np.nan)
         for train, layout, group, made, rows in self.groups:
             with_curve = replace(made, kernels=Roofline(chip=group.chip, curve=curve))
@@ -108,48 +108,48 @@ class Runs:
 
 
 def main() -> None:
-    """Fit every family, print the figures, and write them if asked to."""
+    """Fit every family, print the results, and write them with `--write`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true", help="write the plugins' curves and benchmarks/fitted.json")
     options = parser.parse_args()
     records = [json.loads(line) for line in (options.folder / "train_jobs.jsonl").read_text("utf-8").splitlines()]
-    reported: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name, family in FAMILIES.items():
         runs = _runs(records, family)
-        parameters, reported[name] = _family(family, runs)
-        print(json.dumps({name: {"parameters": parameters, **reported[name]}}, indent=1))
+        parameters, report[name] = _family(family, runs)
+        print(json.dumps({name: {"parameters": parameters, **report[name]}}, indent=1))
         if options.write:
-            _write(family, parameters, reported[name])
+            _write(family, parameters, report[name])
     if options.write:
         path = Path(__file__).with_name("fitted.json")
-        path.write_text(json.dumps(reported, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _family(family: Family, runs: Runs) -> tuple[dict[str, float], dict[str, Any]]:
     everything = np.ones(len(runs.measured), dtype=bool)
     parameters = _fit(family, runs, everything)
-    fitted = np.abs(runs.predicted(curve_of(family, parameters)) / runs.measured - 1.0)
+    fit_errors = np.abs(runs.predicted(curve_of(family, parameters)) / runs.measured - 1.0)
     sources = np.array(runs.sources)
-    reported: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     outside = []
     for source in dict.fromkeys(runs.sources):
         inside = sources == source
-        without = parameters if inside.all() else _fit(family, runs, ~inside)
-        ratio = runs.measured[inside] / runs.predicted(curve_of(family, without))[inside]
+        left_out = parameters if inside.all() else _fit(family, runs, ~inside)
+        ratio = runs.measured[inside] / runs.predicted(curve_of(family, left_out))[inside]
         outside.append(ratio)
-        reported[source] = {
+        report[source] = {
             "runs": int(inside.sum()),
-            "fitted_mape": round(float(fitted[inside].mean()), 4),
+            "fitted_mape": round(float(fit_errors[inside].mean()), 4),
             "left_out_mape": None if inside.all() else round(float(np.abs(1.0 / ratio - 1.0).mean()), 4),
-            "left_out_parameters": dict(family.start) if inside.all() else without,
+            "left_out_parameters": dict(family.start) if inside.all() else left_out,
             "left_out_measured_over_predicted": [round(float(np.quantile(ratio, at)), 3) for at in (0.1, 0.5, 0.9)],
         }
-    return parameters, {"sources": reported}
+    return parameters, {"sources": report}
 
 
 def _fit(family: Family, runs: Runs, used: BoolArray) -> dict[str, float]:
-    """Return the parameters that fit the runs in `used`: least squares of logarithms, softened for outliers."""
+    """Return the parameters that fit the runs in `used`: robust least squares of logarithms."""
     sources = np.array(runs.sources)
     weight = np.zeros(len(sources))
     for source in dict.fromkeys(sources[used]):
@@ -159,7 +159,7 @@ def _fit(family: Family, runs: Runs, used: BoolArray) -> dict[str, float]:
     def errors(shifts: Sequence[float]) -> FloatArray:
         curve = curve_of(family, _shifted(family, names, shifts))
         error = np.log(runs.predicted(curve)[used] / runs.measured[used])
-        return np.concatenate([10.0 * weight[used] * error, np.asarray(shifts) / SPREAD])
+        return np.concatenate([10.0 * weight[used] * error, np.asarray(shifts) / PENALTY_SPREAD])
 
     found = least_squares(errors, np.zeros(len(names)), diff_step=0.02, loss="soft_l1", max_nfev=12)
     return {name: float(f"{value:.3g}") for name, value in _shifted(family, names, found.x).items()}
@@ -170,7 +170,7 @@ def _shifted(family: Family, names: Iterable[str], shifts: Iterable[float]) -> d
 
 
 def curve_of(family: Family, parameters: Mapping[str, float]) -> Curve:
-    """Return the curve of a family with these parameters."""
+    """Return the curve of a family for `parameters`."""
     return Curve(**_arguments(family, parameters))
 
 
@@ -184,7 +184,7 @@ def _arguments(family: Family, parameters: Mapping[str, float]) -> dict[str, Any
 def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
     workload = plugins.workload("megatron")
     measured, sources = [], []
-    grouped: dict[str, list[tuple[Training, Layout, Task, int]]] = defaultdict(list)
+    groups: dict[str, list[tuple[Training, Layout, Task, int]]] = defaultdict(list)
     with loaded_plugins(()) as loaded:
         known = [chip for name in family.chips if (chip := loaded.find_chip(name))]
         names = {alias.casefold() for chip in known for alias in chip.aliases}
@@ -192,12 +192,12 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
             seconds = record["measured"].get("step_time_s")
             if seconds and record["cluster"]["chip"].casefold() in names:
                 task, columns = _posed(record, workload, loaded.find_chip)
-                train, layout = given(task, columns)
+                train, layout = base_inputs(task, columns)
                 train = replace(train, global_batch=0)
-                grouped[repr((train, task.cluster))].append((train, layout, task, len(measured)))
+                groups[repr((train, task.cluster))].append((train, layout, task, len(measured)))
                 measured.append(seconds)
                 sources.append(record["source"])
-        groups = tuple(
+        tasks = tuple(
             (
                 rows[0][0],
                 _together([row[1] for row in rows]),
@@ -205,9 +205,9 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
                 costs(rows[0][2].cluster, loaded, "megatron"),
                 tuple(row[3] for row in rows),
             )
-            for rows in grouped.values()
+            for rows in groups.values()
         )
-    return Runs(groups, np.array(measured), tuple(sources))
+    return Runs(tasks, np.array(measured), tuple(sources))
 
 
 def _together(layouts: Sequence[Layout]) -> Layout:
@@ -225,14 +225,14 @@ def _posed(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[s
     return task, workload.columns(task, values)
 
 
-def _write(family: Family, parameters: Mapping[str, float], reported: Mapping[str, Any]) -> None:
-    """Write the curve of every chip of the family: the first one's fitted, the others' the same by design."""
-    runs = sum(source["runs"] for source in reported["sources"].values())
+def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str, Any]) -> None:
+    """Write the curve of every chip of the family; it is fitted to the first chip and shared by design."""
+    runs = sum(source["runs"] for source in report["sources"].values())
     for chip in family.chips:
         path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"
-        source = {"kind": "estimated", "method": f"{method}: {', '.join(reported['sources'])}; {family.note}"}
+        source = {"kind": "estimated", "method": f"{method}: {', '.join(report['sources'])}; {family.note}"}
         curve = _arguments(family, parameters)
         known = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {"curve": {}, "source": {"method": ""}}
         if "host_bytes_per_second" in known["curve"]:

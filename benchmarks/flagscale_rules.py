@@ -1,8 +1,8 @@
-"""FlagScale's training tuner as it behaves, its memory pruning and priorities included.
+"""Reproduces FlagScale's training tuner with its memory pruning and priorities.
 
-Order and history rules are those of the strategy `grid`, `flagcore/importers/flagscale/pruning_history.py`; the rest
-is written from `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`prune/memory.py`,
-`search/searcher.py`, `tuner.py`; 2025).
+Order and history rules are those of the strategy `grid`, `flagcore/importers/flagscale/pruning_history.py`. The source
+of the rest is `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`prune/memory.py`, `search/searcher.py`, `tuner.py`;
+2025).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from flagcore.importers.flagscale.pruning_history import (
     Entry,
     History,
     Values,
-    in_order,
     ranks,
+    sort_values,
 )
 
 UPWARDS_FOR_MEMORY = (DP, GRANULARITY, MBS)
 DOWNWARDS_FOR_MEMORY = (DIST_OPT, TP, PP, EP, METHOD, LAYERS, CP, RECOMPUTE)
-"""How a list is sorted if `algo.priority` is memory; the other way round if it is performance."""
+"""The order of a list if `algo.priority` is memory; it is reversed for performance."""
 
 
 def grid_order(strategies: Sequence[Values], priority: str | None = None) -> list[int]:
-    """Return the places of `strategies` in the order in which the grid comes to them.
+    """Return the indices of `strategies` in the order of the grid.
 
     `priority` is FlagScale's `algo.priority`: None (its default), memory or performance.
     """
@@ -52,15 +52,15 @@ def _listed(knob: str, values: set[Any], priority: str | None) -> list[Any]:
         return sorted(given, reverse=True)
     if priority and knob in (*UPWARDS_FOR_MEMORY, *DOWNWARDS_FOR_MEMORY):
         return sorted(given, reverse=(knob in DOWNWARDS_FOR_MEMORY) == (priority == "memory"))
-    return in_order(knob, values)
+    return sort_values(knob, values)
 
 
 @dataclass(slots=True)
 class FlagScale:
-    """The tuner: hands out candidates in its order, skips what its rules settle, and remembers both.
+    """The tuner: it returns candidates in its order, skips those that its rules prune, and records both.
 
-    `memory` are the estimates of its memory model in bytes, one a strategy, if it is on: candidates then go from the
-    largest estimate down, and those outside 0.2 to 0.8 of `device_bytes` are never run.
+    `memory` are the estimates of its memory model in bytes, one per strategy, if the model is on. Candidates are then
+    sorted by descending estimate, and those outside of 0.2 to 0.8 of `device_bytes` never run.
     """
 
     strategies: Sequence[Values]
@@ -77,7 +77,7 @@ class FlagScale:
             self._order.sort(key=lambda at: estimates[at], reverse=True)
 
     def next(self) -> int | None:
-        """Return the place of the next strategy to run, None when the grid is at its end."""
+        """Return the index of the next strategy to run, None at the end of the grid."""
         while self._order:
             place = self._order.pop(0)
             entry = Entry(self.strategies[place])
@@ -89,16 +89,16 @@ class FlagScale:
 
     @property
     def history(self) -> list[Entry]:
-        """What was handed out or skipped, in order."""
+        """The strategies that were returned or skipped, in order."""
         return self._known.entries
 
     def tell(self, performance: float | None) -> None:
-        """Keep the seconds of a step of what `next` returned last, None if it ran out of memory."""
+        """Record the step time of the last strategy of `next` in seconds, None if it ran out of memory."""
         self.history[-1].performance, self.history[-1].out_of_memory = performance, performance is None
 
-    def _memory_rule(self, place: int, entry: Entry) -> str | None:
+    def _memory_rule(self, index: int, entry: Entry) -> str | None:
         if self.memory is None:
             return None
-        share = self.memory[place] / self.device_bytes
+        share = self.memory[index] / self.device_bytes
         entry.out_of_memory = share > 1.0
         return "memory_model" if share > 1.0 else "memory_utilization" if not 0.2 <= share <= 0.8 else None

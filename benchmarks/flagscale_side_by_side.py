@@ -1,10 +1,10 @@
-"""FlagScale's own auto-tuner and flagcore's on one tree and machine: trials, seconds, and the gain of what each chose.
+"""Compares FlagScale's auto-tuner with flagcore's on one tree and machine: trials, seconds, and speedup.
 
     python -m benchmarks.flagscale_side_by_side VENV DIR NAME --work FOLDER [--repeats 3] [OVERRIDES...]
 
-VENV is a virtual environment with FlagScale and torch, DIR and NAME a tree. The tree's own job and both choices are run
-again in turn, `--repeats` times each; a value is the median of the steps after the first.
-FlagScale runs in a PID namespace of its own, because its scripts end processes by name.
+VENV is a virtual environment with FlagScale and torch; DIR and NAME are a tree. The tree's own job and both choices are
+run again in turn, `--repeats` times each; a value is the median of the steps after the first. FlagScale runs in its own
+PID namespace, because its scripts kill processes by name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def flagscale(environment: Path, directory: Path, name: str, overrides: Sequence
 
 
 def variables(environment: Path, root: Path) -> dict[str, str]:
-    """Return FlagScale's environment: the virtual environment's programs first, its folders on the path."""
+    """Return FlagScale's environment, with the virtual environment's programs first in PATH."""
     paths = [str(root), str(root / "third_party" / "Megatron-LM"), *filter(None, [os.environ.get("PYTHONPATH")])]
     path = f"{environment / 'bin'}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": ":".join(paths), "PYTHONWARNINGS": "ignore"}
@@ -90,7 +90,7 @@ def step_ms(spec: Spec, values: Mapping[str, KnobValue], folder: Path, environme
     argv = [word.replace("{master_port}", str(free_port())) for word in launch.argv]
     given = {name: str(value) for name, value in {**platform.environment, **spec.envs, **launch.environment}.items()}
     path = f"{environment / 'bin'}:{os.environ['PATH']}"
-    run = subprocess.run(
+    process = subprocess.run(
         argv,
         cwd=launch.directory,
         env={**os.environ, "PATH": path, **given},
@@ -98,7 +98,7 @@ def step_ms(spec: Spec, values: Mapping[str, KnobValue], folder: Path, environme
         text=True,
         check=True,
     )
-    return statistics.median([float(each) for each in STEP.findall(run.stdout)][1:])
+    return statistics.median([float(each) for each in STEP.findall(process.stdout)][1:])
 
 
 def main() -> None:
@@ -110,25 +110,29 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
-    work = given.work.resolve()
+    options = parser.parse_args()
+    work = options.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    environment = given.environment.resolve()
+    environment = options.environment.resolve()
     os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"
-    found = FlagScale().read_tree(given.directory, given.name, given.overrides)
+    found = FlagScale().read_tree(options.directory, options.name, options.overrides)
     found.data["cluster"]["chip"] = os.environ.get("CHIP", "auto")
     spec = parse_spec(found.data, file=found.file, base=Path(), engines=engines())
-    ours = flagcore(spec, found.data, work, environment)
-    theirs = flagscale(environment, given.directory, given.name, given.overrides, work / "flagscale")
-    jobs = {"the tree's own": ours["baseline"], "FlagScale": theirs["best"], "flagcore": ours["best"]}
+    flagcore_result = flagcore(spec, found.data, work, environment)
+    flagscale_result = flagscale(environment, options.directory, options.name, options.overrides, work / "flagscale")
+    jobs = {
+        "the tree's own": flagcore_result["baseline"],
+        "FlagScale": flagscale_result["best"],
+        "flagcore": flagcore_result["best"],
+    }
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    for repeat in range(given.repeats):
+    for repeat in range(options.repeats):
         for name, values in jobs.items():
             folder = work / "again" / "trials" / f"{repeat}-{name.replace(' ', '-')}"
             times[name].append(step_ms(spec, values, folder, environment))
     base = statistics.median(times["the tree's own"])
-    for name, tuner in (("FlagScale", theirs), ("flagcore", ours)):
+    for name, tuner in (("FlagScale", flagscale_result), ("flagcore", flagcore_result)):
         step = statistics.median(times[name])
         print(
             f"{name:10} {tuner['trials']:3d} trials {tuner['seconds']:6.0f} s  {step:8.1f} ms, gain {base / step:.2f}x"

@@ -1,9 +1,9 @@
-"""How many streamed tokens a second the load client takes in on one core, against a server that only sends.
+"""Measures how many streamed tokens per second the load client processes on one core.
 
-The server is a process of its own on raw sockets. It sends in steps, as an engine does: in each step one token to every
-connection, an event and a chunk of its own. Paced, a step follows the last after connections / rate seconds, so every
-event is read by itself, which is the most work for the client; unpaced, it follows at once, and events that wait are
-read together. The client is pinned to one core where the machine has two.
+The server is a separate process on raw sockets. Like an engine, it sends one token to every connection in each step, as
+a separate event and chunk. With a rate, a step follows the last one after connections / rate seconds, so the client
+reads every event separately, which is the most work. Without a rate, it follows immediately, and waiting events are
+read together. The client is pinned to one core if the machine has at least two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EVENT = {
 
 
 def main() -> None:
-    """Print one line a repeat, and at last one JSON object with the figures and the machine."""
+    """Print one line per repeat, and finally one JSON object with the results and the machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", help="be the server; prints its port")
     parser.add_argument("--rate", type=float, default=GOAL, help="tokens a second that the server paces itself to")

@@ -1,7 +1,7 @@
-"""What `flag tune` itself costs on thousands of hosts: the real loop and launcher, simulated hosts. See docs/scale.md.
+"""Measures the overhead of `flag tune` on thousands of simulated hosts, with the real loop and launcher.
 
-`python benchmarks/many_hosts.py --hosts 4096` prints one JSON object. `--channels 4096` instead starts as many real
-processes as `ssh` would be, that only echo.
+`python benchmarks/many_hosts.py --hosts 4096` prints one JSON object. With `--channels 4096` it instead starts 4096
+real processes that only echo, in place of `ssh`. See docs/scale.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ auto_tuner:
 
 
 class Watch:
-    """Follows the events of a tune, and tells the simulator how long a step of the next trial takes."""
+    """Follows the events of a tune, and sets the step time of the simulator's next trial."""
 
     def __init__(self, control: socket.socket, seed: int) -> None:
         self.control, self.seed = control, seed
@@ -61,7 +61,7 @@ class Watch:
 
 
 def main() -> None:
-    """Print one JSON object with the figures."""
+    """Print one JSON object with the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--channels", type=int, help="start so many real processes instead")
@@ -77,70 +77,70 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    print(json.dumps({**machine, **(channels(options.channels) if options.channels else tuned(options))}))
+    print(json.dumps({**machine, **(channels(options.channels) if options.channels else tune_simulated(options))}))
 
 
 def channels(count: int) -> dict[str, Any]:
-    """Start real channel processes, and return what that costs."""
+    """Start real channel processes, and return their costs."""
     begin, cpu = time.monotonic(), time.process_time()
     with tempfile.TemporaryFile() as errors:
-        found = [
+        result = [
             subprocess.Popen(
                 ["sh", "-c", "exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 start_new_session=True,
             )
             for _ in range(count)
         ]  # fmt: skip
-    spawned, own = time.monotonic() - begin, time.process_time() - cpu
-    pages = sum(int(Path(f"/proc/{each.pid}/statm").read_text().split()[1]) for each in found)
+    spawned, own_usage = time.monotonic() - begin, time.process_time() - cpu
+    pages = sum(int(Path(f"/proc/{each.pid}/statm").read_text().split()[1]) for each in result)
     files = len(os.listdir("/proc/self/fd"))
-    for each in found:
+    for each in result:
         assert each.stdin
         each.stdin.close()
-    for each in found:
+    for each in result:
         each.wait()
     ended = time.monotonic() - begin - spawned
     return {
         "channels": count,
         "spawned_s": round(spawned, 2),
-        "own_cpu_s": round(own, 2),
+        "own_cpu_s": round(own_usage, 2),
         "ended_s": round(ended, 2),
         "open_files": files,
         "rss_of_processes_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
     }
 
 
-def tuned(options: argparse.Namespace) -> dict[str, Any]:
-    """Tune on simulated hosts, and return the figures."""
+def tune_simulated(options: argparse.Namespace) -> dict[str, Any]:
+    """Tune on simulated hosts, and return the results."""
     connection.SILENCE_SECONDS, agent.BEAT_SECONDS = options.silence, options.silence / 6
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "played.jsonl")
         pid = os.fork()
         if pid == 0:
-            ours.close()
+            parent_socket.close()
             try:
-                Simulator(theirs, log, options, ITERS).run()
+                Simulator(child_socket, log, options, ITERS).run()
             except Exception:
                 traceback.print_exc()
             finally:
                 os._exit(0)
-        theirs.close()
-        Channel.control = ours
+        child_socket.close()
+        Channel.control = parent_socket
         pipes = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
         vars(connection)["subprocess"] = SimpleNamespace(Popen=Channel, **pipes)
         os.environ["XDG_DATA_HOME"] = os.environ["XDG_CACHE_HOME"] = folder
-        watch = Watch(ours, options.seed)
+        watch = Watch(parent_socket, options.seed)
         begin, cpu = time.monotonic(), time.process_time()
-        outcome = api.tune(written(options, Path(folder)), run_dir=Path(folder, "run"), on_event=watch)
+        outcome = api.tune(write_spec(options, Path(folder)), run_dir=Path(folder, "run"), on_event=watch)
         total, cpu = time.monotonic() - begin, time.process_time() - cpu
-        ours.close()
+        parent_socket.close()
         os.waitpid(pid, 0)
         played = [json.loads(line) for line in log.read_text().splitlines()]
     return figures(options, watch, played, outcome.plan, begin, total, cpu)
 
 
-def written(options: argparse.Namespace, folder: Path) -> Path:
+def write_spec(options: argparse.Namespace, folder: Path) -> Path:
     """Write the spec and its host file."""
     spares = max(2, options.hosts // 128)
     hosts, spec = folder / "hosts", folder / "bench.yaml"
@@ -155,31 +155,31 @@ def written(options: argparse.Namespace, folder: Path) -> Path:
 def figures(
     options: argparse.Namespace,
     watch: Watch,
-    played: list[dict[str, Any]],
+    trials: list[dict[str, Any]],
     plan: Any,
     begin: float,
     total: float,
     cpu: float,
 ) -> dict[str, Any]:
-    """Return the figures of a run from its events and from what the simulator played."""
+    """Return the results of a run from its events and the simulator's log."""
     starts = [mark for mark in watch.marks if mark[0] == "trial_started"]
     ends = [mark for mark in watch.marks if mark[0] == "trial_finished"]
-    assert len(starts) == len(ends) == len(played)
-    rows = list(zip(starts, ends, played, strict=True))
+    assert len(starts) == len(ends) == len(trials)
+    rows = list(zip(starts, ends, trials, strict=True))
     whole = [(start, end, each) for start, end, each in rows if not each["lost"]]
-    lost = [(end, each) for _, end, each in rows if each["lost"]]
+    lost_trials = [(end, each) for _, end, each in rows if each["lost"]]
     best = min(watch.true[end[3].candidate] for _, end, _ in whole)
     files, resident, _ = max(each["usage"] for _, _, each in whole)
     return {
         "hosts": options.hosts,
         "trials": len(rows),
-        "lost": len(lost),
+        "lost": len(lost_trials),
         "looked_at_hosts_s": round(starts[0][1] - begin, 2),
         "all_started_s": _median([each["started"] - start[1] for start, _, each in rows]),
         "overhead_s": _median([end[1] - start[1] - options.play for start, end, _ in whole]),
         "cpu_s": _median([end[2] - start[2] for start, end, _ in whole]),
-        "noticed_s": [round(end[1] - each["silent"], 2) for end, each in lost],
-        "ended_by_host": sum(end[3].inconclusive and each["lost"] in end[3].reason for end, each in lost),
+        "noticed_s": [round(end[1] - each["silent"], 2) for end, each in lost_trials],
+        "ended_by_host": sum(end[3].inconclusive and each["lost"] in end[3].reason for end, each in lost_trials),
         "core_share": _median([each["usage"][2] for _, _, each in whole if each["steps_done"]]),
         "open_files": files,
         "rss_mib": resident >> 20,

@@ -1,13 +1,13 @@
-"""Measure every candidate of a spec with flagcore's own trials, into job records that can be replayed.
+"""Measures every candidate of a spec with flagcore's own trials, and writes job records for replays.
 
     python benchmarks/measure_sweep.py SPEC OUT.jsonl [--rounds 2] [--quiet 0.25] [--again]
 
-Candidates run in another random order each round, none is ended early. `rounds_s` are the medians of the steps of each
-run, `others` what share of the machine's processors other work took meanwhile; a record's step time is the least of
-them, since other work can only make a run slower, and `start_s` the least that a run took beside its steps. A run
-beside too much of it is repeated once at the end of a round. What runs out of memory is kept as `oom`. In its first
-round a candidate is probed, too, as `flag tune` does with `control.probes`: `probe` has its ranks. The file is written
-anew after every run, and a later call adds to it.
+Each round has another random order, and no trial is stopped early. `rounds_s` are the median step times of the runs,
+`others` are the shares of the processors that other processes used. A record's step time is the minimum of its runs,
+because other load only slows a run down; `start_s` is the minimum time of a run outside its steps. A run with too much
+other load is repeated once at the end of the round. Candidates that run out of memory have `oom`. The first round also
+probes each candidate, as `flag tune` does with `control.probes`; `probe` has the ranks. The file is rewritten after
+every run, and a later call adds to it.
 """
 
 from __future__ import annotations
@@ -51,41 +51,42 @@ PUBLISHED = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
-"""What a job record must say, or it is taken for a tuned run of Megatron-LM."""
+"""Settings of a job record that identify it as a run of the trial program."""
 
 
 def main() -> None:
-    """Measure, and write after every run."""
+    """Measure all candidates, and write the records after every run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=0.25, help="share of the processors that others may take")
     parser.add_argument("--again", action="store_true", help="only what the file has already")
-    given = parser.parse_args()
-    data = spec_as_data(given.spec)
-    spec = parse_spec(data, file=str(given.spec), base=given.spec.parent, engines=plugins.engines())
+    options = parser.parse_args()
+    data = spec_as_data(options.spec)
+    spec = parse_spec(data, file=str(options.spec), base=options.spec.parent, engines=plugins.engines())
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
         problem = build_problem(spec, loaded, workload)
-    for round_ in range(given.rounds):
-        known = _records(given.out)
-        rows = [row for row in range(len(problem.space)) if not given.again or _name(problem, row) in known]
+    for round_ in range(options.rounds):
+        known = _records(options.out)
+        rows = [row for row in range(len(problem.space)) if not options.again or _name(problem, row) in known]
         random.Random(round_).shuffle(rows)
         planned = len(rows)
-        for place, row in enumerate(rows):  # which grows by those to repeat
-            done, others = _run(problem, workload, row)
-            if others > given.quiet and place < planned:
+        for index, row in enumerate(rows):  # the list grows by the rows to repeat
+            trial, other_load = _run_trial(problem, workload, row)
+            if other_load > options.quiet and index < planned:
                 rows.append(row)
-            reported = done.measurement.step_time_s if done.measurement else done.reason
+            reported = trial.measurement.step_time_s if trial.measurement else trial.reason
             print(
-                f"round {round_ + 1}, {place + 1}: {done.candidate}: {reported}, others {others:.0%}", file=sys.stderr
+                f"round {round_ + 1}, {index + 1}: {trial.candidate}: {reported}, others {other_load:.0%}",
+                file=sys.stderr,
             )
-            records = _records(given.out)
-            record = _record(data, problem, row, done, others, records)
+            records = _records(options.out)
+            record = _record(data, problem, row, trial, other_load, records)
             if "probe" not in record["measured"]:
-                record["measured"]["probe"] = _probed(problem, workload, done.candidate)
-            _write(given.out, {**records, record["id"]: record})
+                record["measured"]["probe"] = _probe_ranks(problem, workload, trial.candidate)
+            _write(options.out, {**records, record["id"]: record})
 
 
 def _records(out: Path) -> dict[str, dict[str, Any]]:
@@ -97,25 +98,25 @@ def _name(problem: Problem, row: int) -> str:
     return f"{problem.platform.task.spec.model.name}-{row:04d}"
 
 
-def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
-    """Return a finished trial, and the share of the processors that others took meanwhile."""
+def _run_trial(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
+    """Return a finished trial, and the share of the processors that other processes used."""
     launcher, candidate = plugins.launcher("local"), problem.space.candidate(row)
     trial = replace(predicted_trial(problem, workload, candidate, Role.SEARCH, RUN), number=row)
     limit = plan_time_limit(problem, workload, trial, ())
-    began, others = time.monotonic(), _others()
+    began, others = time.monotonic(), _other_cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         running = launch(problem.platform, workload, launcher, candidate, folder, limit)
         done = measure(running, problem.platform, workload, trial, folder, None)
     took = (time.monotonic() - began) * (os.cpu_count() or 1)
-    return done, max(0.0, (_others() - others) / took)
+    return done, max(0.0, (_other_cpu_seconds() - others) / took)
 
 
-def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
-    """Return what probes of a candidate's ranks reported, as plain data."""
+def _probe_ranks(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
+    """Return the results of the probes of a candidate's ranks as plain data."""
     limit = plan_time_limit(problem, workload, predicted_trial(problem, workload, candidate, Role.SEARCH, PROBE), ())
     with tempfile.TemporaryDirectory() as folder:
         launcher = plugins.launcher("local")
-        found = probe(problem.platform, workload, launcher, candidate, folder, limit, finish=False)
+        results = probe(problem.platform, workload, launcher, candidate, folder, limit, finish=False)
     return [
         {
             "rank": rank.rank,
@@ -124,12 +125,12 @@ def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[
             "duration_s": round(rank.duration_s, 2),
             "measured": {**asdict(rank.measured), "versions": {}} if rank.measured else None,
         }
-        for rank in found.ranks
+        for rank in results.ranks
     ]
 
 
-def _others() -> float:
-    """Return the processor seconds so far that neither this process nor its children used."""
+def _other_cpu_seconds() -> float:
+    """Return the processor seconds so far of other processes than this one and its children."""
     every = psutil.cpu_times()
     own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return float(every.user + every.nice + every.system) - sum(use.ru_utime + use.ru_stime for use in own)
@@ -141,11 +142,16 @@ def _write(out: Path, records: dict[str, dict[str, Any]]) -> None:
 
 
 def _record(
-    data: dict[str, Any], problem: Problem, row: int, done: Trial, others: float, before: dict[str, dict[str, Any]]
+    data: dict[str, Any],
+    problem: Problem,
+    row: int,
+    trial: Trial,
+    other_load: float,
+    previous: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     task = problem.platform.task
     name = _name(problem, row)
-    known = before.get(name, {}).get("measured", {})
+    measured_values = previous.get(name, {}).get("measured", {})
     group, train = task.cluster.groups[0], task.spec.train
     settings = {key: settings_in_force(train).get(key, value) for key, value in PUBLISHED.items()}
     return {
@@ -168,33 +174,33 @@ def _record(
             **settings,
         },
         "candidate": {knob: value for knob, value in problem.space.candidate(row).items if value is not None},
-        "measured": _measured(done, others, known, task.spec.control.train_iters),
+        "measured": _measured(trial, other_load, measured_values, task.spec.control.train_iters),
         "provenance": {
             "how": "benchmarks/measure_sweep.py",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "software": dict(done.measurement.versions) if done.measurement else {},
+            "software": dict(trial.measurement.versions) if trial.measurement else {},
             "date": date.today().isoformat(),
             "memory_bytes_per_device": group.memory_bytes,
         },
     }
 
 
-def _measured(done: Trial, others: float, known: dict[str, Any], iterations: int) -> dict[str, Any]:
-    """Return the figures of a candidate with those of one more run."""
-    if done.state is not TrialState.MEASURED or done.measurement is None:
-        return known or ({"oom": True} if done.state is TrialState.OUT_OF_MEMORY else {"failed": done.reason})
-    measured = done.measurement
-    medians = [*known.get("rounds_s", ()), round(measured.step_time_s, 5)]
-    start = max(0.0, done.duration_s - iterations * measured.step_time_s)
+def _measured(trial: Trial, other_load: float, previous: dict[str, Any], iterations: int) -> dict[str, Any]:
+    """Return the record of a candidate with the results of one more run."""
+    if trial.state is not TrialState.MEASURED or trial.measurement is None:
+        return previous or ({"oom": True} if trial.state is TrialState.OUT_OF_MEMORY else {"failed": trial.reason})
+    result = trial.measurement
+    medians = [*previous.get("rounds_s", ()), round(result.step_time_s, 5)]
+    start = max(0.0, trial.duration_s - iterations * result.step_time_s)
     figures = {
         "step_time_s": min(medians),
         "rounds_s": medians,
-        "others": [*known.get("others", ()), round(others, 3)],
-        "start_s": min(round(start, 2), known.get("start_s", math.inf)),
+        "others": [*previous.get("others", ()), round(other_load, 3)],
+        "start_s": min(round(start, 2), previous.get("start_s", math.inf)),
     }
-    sizes = {"peak_gib": measured.peak_allocated_bytes, "device_used_gib": measured.device_used_bytes}
+    sizes = {"peak_gib": result.peak_allocated_bytes, "device_used_gib": result.device_used_bytes}
     figures |= {name: round(size / 2**30, 4) for name, size in sizes.items() if size}
-    return {**figures, "probe": known["probe"]} if "probe" in known else figures
+    return {**figures, "probe": previous["probe"]} if "probe" in previous else figures
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Candidates a second of llm-analysis. Run by the Python of an environment that has it, with one JSON argument."""
+"""Measures candidates per second of llm-analysis. The Python of its environment runs it with one JSON argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 4096
 
 
 def main() -> None:
-    """Print one JSON object: how many candidates there are, and how many a second of processor time, fastest round."""
+    """Print one JSON object: the number of candidates, and candidates per processor second in the fastest round."""
     logger.setLevel(logging.ERROR)
     job = json.loads(sys.argv[1])
     shape, devices, batch = job["model"], job["devices"], job["batch"]

@@ -1,13 +1,13 @@
-"""Replay measured sweeps: what a search would have found, and after how many trials, had it run on these machines.
+"""Replays searches on measured sweeps, and reports their results by number of trials and seconds.
 
     python benchmarks/replay.py [FILE] [--strategy NAME]... [--fitting SHARE] [--ablations | --wrong | --subsets]
     python benchmarks/replay.py [FILE] [--strategy NAME]... --at-once NUMBER...
 
-FILE holds job records with what was measured; without it the sweeps in `benchmarks/sweeps/`, measured on CPU. Records
-that differ in their candidate alone are a sweep. A trial's answer is the measured row, its cost the seconds of its
-steps, and of its start where a source tells them. A search that says it is done, the best within the tolerance not
-among its trials, has lost it: it is charged the whole sweep. The last line of stdout is one JSON object, of means over
-sweeps; with `--subsets` it has one for each.
+FILE has job records with measurements; the default are the CPU sweeps in `benchmarks/sweeps/`. Records that differ only
+in their candidate are a sweep. The result of a trial is its measured row, its cost the seconds of its steps and, if
+known, of its start. A search that stops before it has found a candidate within the tolerance of the best costs the
+whole sweep. The last line of stdout is one JSON object with means over sweeps; with `--subsets` it has one for each
+subset.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SHIPPED = Path(__file__).with_name("sweeps")
 TOLERANCES = {"5pct": 0.05, "1pct": 0.01, "0pct": 0.0}
 MAX_ROWS = 5
 SPACES = ("measured", "candidates", "combinations")
-"""What never tried is a share of: what was measured, what is legal and distinct among its ranges, and all of these."""
+"""Reference spaces of `untried`: measured candidates, legal and distinct candidates, and all combinations."""
 DEFAULT = ("learned", "predicted", "grid")
-"""flagcore's strategies to compare, as far as they are installed; the first of them is its figure in the last line."""
-OTHERS = {
+"""flagcore's strategies to compare, as far as they are installed; the last line has the result of the first one."""
+OTHER_SEARCHES = {
     "flagscale": flagscale(),
     "flagscale_priority_performance": flagscale("performance"),
     "flagscale_priority_memory": flagscale("memory"),
@@ -53,9 +53,9 @@ OTHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One search on one sweep. `trials` and `seconds` are by tolerance, `untried` is by what it is a share of.
+    """The score of one search on one sweep. `trials` and `seconds` are by tolerance, `untried` by the reference space.
 
-    Figures of a finished search are None, or empty, if it never stops by itself.
+    Fields of a finished search are None or empty if the search never stops by itself.
     """
 
     trials: Mapping[str, float]
@@ -83,10 +83,10 @@ def main() -> None:
     kinds.add_argument("--wrong", action="store_true", help="distort the predictions of each sweep")
     kinds.add_argument("--at-once", type=int, nargs="+", help="compare searches that run so many trials at once")
     kinds.add_argument("--subsets", action="store_true", help="replay parts of the sweeps only")
-    given = parser.parse_args()
+    options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("flagcore").setLevel(logging.ERROR)
-    files = [given.file] if given.file else sorted(SHIPPED.glob("*.jsonl"))
+    files = [options.file] if options.file else sorted(SHIPPED.glob("*.jsonl"))
     records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines() if line.strip()]
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
@@ -94,29 +94,35 @@ def main() -> None:
             sweeps = read_sweeps(records, loaded)
         if not sweeps:
             sys.exit("no sweep: no eight measured records that differ in their candidate alone")
-        if given.fitting is not None:
-            sweeps = [crowded(sweep, given.fitting) for sweep in sweeps]
-        if given.at_once:
-            print(json.dumps(print_at_once(given.strategy or ["learned"], sweeps, given.at_once, given.every)))
-        elif given.subsets:
-            print(json.dumps({name: _compared(name, some, given) for name, some in subsets(sweeps).items()}))
+        if options.fitting is not None:
+            sweeps = [crowded(sweep, options.fitting) for sweep in sweeps]
+        if options.at_once:
+            print(json.dumps(print_at_once(options.strategy or ["learned"], sweeps, options.at_once, options.every)))
+        elif options.subsets:
+            print(json.dumps({name: _compare(name, some, options) for name, some in subsets(sweeps).items()}))
         else:
-            print(json.dumps(_compared("", sweeps, given)))
+            print(json.dumps(_compare("", sweeps, options)))
 
 
-def _compared(name: str, sweeps: Sequence[Sweep], given: argparse.Namespace) -> dict[str, Any]:
-    """Print a table of searches over some sweeps, and return its figures."""
-    alone = given.ablations or given.wrong
-    kind = ablations if given.ablations else wrong_models
-    ours = kind(sweeps) if alone else _ours(given.strategy, sweeps)
-    others = {} if alone else {**OTHERS, "tpe": tpe(given.seeds), "random": random, "oracle": oracle}
-    sweeps = sweeps[:: given.every]
-    scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in {**ours, **others}.items()}
-    if given.by_sweep:
+def _compare(name: str, sweeps: Sequence[Sweep], options: argparse.Namespace) -> dict[str, Any]:
+    """Print a table of searches over `sweeps`, and return its values."""
+    alone = options.ablations or options.wrong
+    kind = ablations if options.ablations else wrong_models
+    own_searches = kind(sweeps) if alone else _own_searches(options.strategy, sweeps)
+    other_searches = {} if alone else {**OTHER_SEARCHES, "tpe": tpe(options.seeds), "random": random, "oracle": oracle}
+    sweeps = sweeps[:: options.every]
+    scores = {
+        name: [_scores(sweep, search) for sweep in sweeps]
+        for name, search in {**own_searches, **other_searches}.items()
+    }
+    if options.by_sweep:
         _print_sweeps(sweeps, scores)
     figures = {name: _figures(each) for name, each in scores.items()}
     _print_table(name, sweeps, figures)
-    named = {"flagcore": next(iter(ours)), **{name: name for name in ("flagscale", "tpe", "random") if name in others}}
+    named = {
+        "flagcore": next(iter(own_searches)),
+        **{name: name for name in ("flagscale", "tpe", "random") if name in other_searches},
+    }
     short = {short: round(figures[name]["trials_to_within_1pct"], 3) for short, name in named.items()}
     last: dict[str, Any] = {"trials_to_within_1pct": short, "sweeps": len(sweeps), "strategy": named["flagcore"]}
     last |= {f"mean_{name}": float(np.mean([_spaces(sweep)[name] for sweep in sweeps])) for name in SPACES}
@@ -124,55 +130,57 @@ def _compared(name: str, sweeps: Sequence[Sweep], given: argparse.Namespace) -> 
     return {**last, "figures": figures}
 
 
-def _ours(names: Sequence[str] | None, sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
-    found = {}
+def _own_searches(names: Sequence[str] | None, sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
+    searches = {}
     for name in names or DEFAULT:
         try:
-            found[name] = by_strategy(plugins.strategy(name), sweeps)
+            searches[name] = by_strategy(plugins.strategy(name), sweeps)
             if name == "learned":
-                found["learned, first run on a chip"] = by_strategy(plugins.strategy(name))
+                searches["learned, first run on a chip"] = by_strategy(plugins.strategy(name))
         except FlagError as error:
             if names:
                 sys.exit(str(error))
-    return found
+    return searches
 
 
 def _spaces(sweep: Sweep) -> dict[str, int]:
-    """Return how large a sweep's space is, by what is counted."""
+    """Return the sizes of a sweep's space by the reference."""
     return dict(zip(SPACES, (len(sweep.seconds), sweep.candidates, sweep.combinations), strict=True))
 
 
 def _scores(sweep: Sweep, search: Searcher) -> Score:
     """Return the mean score of a searcher's runs on a sweep."""
-    every = [_score(sweep, run) for run in search(sweep)]
-    done = [each.regret_when_done for each in every if each.regret_when_done is not None]
+    scores = [_score(sweep, run) for run in search(sweep)]
+    done = [each.regret_when_done for each in scores if each.regret_when_done is not None]
     return Score(
-        trials={tol: float(np.mean([each.trials[tol] for each in every])) for tol in TOLERANCES},
-        seconds={tol: float(np.mean([each.seconds[tol] for each in every])) for tol in TOLERANCES},
-        regret=float(np.mean([each.regret for each in every])),
-        untried={of: float(np.mean([each.untried[of] for each in every])) for of in every[0].untried},
+        trials={tol: float(np.mean([each.trials[tol] for each in scores])) for tol in TOLERANCES},
+        seconds={tol: float(np.mean([each.seconds[tol] for each in scores])) for tol in TOLERANCES},
+        regret=float(np.mean([each.regret for each in scores])),
+        untried={of: float(np.mean([each.untried[of] for each in scores])) for of in scores[0].untried},
         regret_when_done=float(np.mean(done)) if done else None,
     )
 
 
-def _score(sweep: Sweep, run: Search) -> Score:
+def _score(sweep: Sweep, search: Search) -> Score:
     steps = np.nan_to_num(sweep.seconds, nan=np.inf)
-    slowest = np.nanmax(sweep.seconds)  # what a user has who found nothing that runs
-    so_far = np.minimum.accumulate(np.minimum(steps[list(run.rows)], slowest)) if run.rows else np.array([slowest])
-    spent = run.probe_seconds + np.cumsum([0.0, *run.seconds])
-    every = run.probe_seconds + sum(cost(sweep, row) for row in range(len(steps)))
+    slowest = np.nanmax(sweep.seconds)  # the result of a search without any success
+    so_far = (
+        np.minimum.accumulate(np.minimum(steps[list(search.rows)], slowest)) if search.rows else np.array([slowest])
+    )
+    spent_seconds = search.probe_seconds + np.cumsum([0.0, *search.seconds])
+    every = search.probe_seconds + sum(cost(sweep, row) for row in range(len(steps)))
     trials, seconds = {}, {}
     for name, tolerance in TOLERANCES.items():
-        hits = np.flatnonzero(so_far <= sweep.best * (1 + tolerance)) if run.rows else np.zeros(0, dtype=np.int64)
+        hits = np.flatnonzero(so_far <= sweep.best * (1 + tolerance)) if search.rows else np.zeros(0, dtype=np.int64)
         trials[name] = float(hits[0] + 1) if hits.size else float(len(steps))
-        seconds[name] = float(spent[hits[0] + 1]) if hits.size else max(every, float(spent[-1]))
-    done = run.says_done
+        seconds[name] = float(spent_seconds[hits[0] + 1]) if hits.size else max(every, float(spent_seconds[-1]))
+    is_done = search.says_done
     return Score(
         trials=trials,
         seconds=seconds,
         regret=float(so_far[:MAX_ROWS][-1] / sweep.best - 1),
-        untried={of: 1 - len(run.rows) / size for of, size in _spaces(sweep).items()} if done else {},
-        regret_when_done=float(so_far[-1] / sweep.best - 1) if done else None,
+        untried={of: 1 - len(search.rows) / size for of, size in _spaces(sweep).items()} if is_done else {},
+        regret_when_done=float(so_far[-1] / sweep.best - 1) if is_done else None,
     )
 
 

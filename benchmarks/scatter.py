@@ -1,4 +1,4 @@
-"""A small figure of predicted against measured on logarithmic axes, as SVG text that depends on its points alone."""
+"""Draws a deterministic SVG scatter plot of predicted over measured values on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from html import escape
 
 SIZE, MARGIN, TITLE = 300, 44, 18
 TICKS = (1, 2, 5)
-NEAR = 1.25
-"""Dashed lines are drawn where the prediction is off by this factor."""
+ERROR_FACTOR = 1.25
+"""Error factor of the dashed lines."""
 
 Point = tuple[float, float, bool]
-"""Measured, predicted, and whether the measurement is inside the predicted interval (True where there is none)."""
+"""Measured, predicted, and whether the measurement is inside the predicted interval (True without an interval)."""
 
 
 def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
-    """Return a figure: blue is inside the predicted interval, orange outside."""
+    """Return a scatter plot; points inside their predicted interval are blue, others orange."""
     values = [value for measured, predicted, _ in points for value in (measured, predicted)]
-    low, high = math.log(min(values) / 1.3), math.log(max(values) * 1.3)
+    lower, upper = math.log(min(values) / 1.3), math.log(max(values) * 1.3)
 
     def x(value: float) -> float:
-        return round(MARGIN + (math.log(value) - low) / (high - low) * (SIZE - MARGIN - 8), 1)
+        return round(MARGIN + (math.log(value) - lower) / (upper - lower) * (SIZE - MARGIN - 8), 1)
 
     def y(value: float) -> float:
         return round(SIZE - x(value), 1)
 
     def line(factor: float, style: str) -> str:
-        start, end = math.exp(low) * max(1.0, 1.0 / factor), math.exp(high) / max(1.0, factor)
+        start, end = math.exp(lower) * max(1.0, 1.0 / factor), math.exp(upper) / max(1.0, factor)
         return f'<path d="M{x(start)} {y(start * factor)}L{x(end)} {y(end * factor)}" stroke="#888" {style}/>'
 
-    def dots(inside: bool, colour: str) -> str:
-        path = "".join(f"M{x(measured)} {y(predicted)}h0" for measured, predicted, kept in points if kept is inside)
+    def dots(is_inside: bool, colour: str) -> str:
+        path = "".join(f"M{x(measured)} {y(predicted)}h0" for measured, predicted, kept in points if kept is is_inside)
         return f'<path d="{path}" stroke="{colour}" stroke-width="4" stroke-linecap="round" opacity=".6"/>'
 
-    says = f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {NEAR} times off"
+    says = f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {ERROR_FACTOR} times off"
     height = SIZE + TITLE
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-TITLE} {SIZE} {height}" width="{SIZE}"',
@@ -43,10 +43,10 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
         f'<rect y="{-TITLE}" width="{SIZE}" height="{height}" fill="#fff"/>',
         f'<text x="{SIZE / 2}" y="-5" text-anchor="middle">{escape(title)}</text>',
         f'<path d="M{MARGIN} 8V{SIZE - MARGIN}H{SIZE - 8}" stroke="#333" fill="none"/>',
-        *(_tick(value, x(value), y(value)) for value in _ticks(low, high)),
+        *(_tick(value, x(value), y(value)) for value in _ticks(lower, upper)),
         line(1.0, ""),
-        line(NEAR, 'stroke-dasharray="3"'),
-        line(1.0 / NEAR, 'stroke-dasharray="3"'),
+        line(ERROR_FACTOR, 'stroke-dasharray="3"'),
+        line(1.0 / ERROR_FACTOR, 'stroke-dasharray="3"'),
         dots(True, "#1f77b4"),
         dots(False, "#d95f02"),
         f'<text x="{SIZE / 2}" y="{SIZE - 8}" text-anchor="middle">measured {escape(unit)}</text>',
@@ -56,12 +56,12 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round values on the axis: 1, 2 and 5 of each power of ten, or the powers alone where these are many."""
-    powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+def _ticks(lower: float, upper: float) -> list[float]:
+    """Return the ticks of an axis: 1, 2 and 5 of each power of ten, or only powers of ten on a long axis."""
+    powers = range(math.floor(lower / math.log(10)), math.ceil(upper / math.log(10)) + 1)
     kept = TICKS if len(powers) < 5 else (1,)
     values = [lead * 10.0**power for power in powers for lead in kept]
-    return [value for value in values if low < math.log(value) < high]
+    return [value for value in values if lower < math.log(value) < upper]
 
 
 def _tick(value: float, x: float, y: float) -> str:

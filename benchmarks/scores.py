@@ -1,4 +1,4 @@
-"""How far predictions are from measurements, and how well they order candidates."""
+"""Computes the errors of predictions, and the quality of their ranking."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import combinations
 
 Pair = tuple[float | None, float]
-"""Predicted (None where nothing was) and measured, both a cost: the lower, the better."""
+"""Predicted (None if unknown) and measured cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Of what was answered: mean, median, 90th percentile and worst of |predicted / measured - 1|, and the bias, the
-    geometric mean of predicted / measured less one.
+    """Mean, median, 90th percentile and maximum of |predicted / measured - 1|, and the bias, which is the geometric
+    mean of predicted / measured minus 1.
     """
 
     answered: int
@@ -28,9 +28,9 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Over groups of jobs that differ in their candidate alone: mean of Kendall's tau-b, mean and largest regret.
+    """Mean of Kendall's tau-b, and mean and maximum regret, over groups of jobs that differ only in their candidate.
 
-    Regret is what the candidate that is predicted best takes longer than the best of all measured ones.
+    Regret is the relative slowdown of the candidate with the best prediction against the best measured one.
     """
 
     groups: int
@@ -40,25 +40,25 @@ class Ranking:
 
 
 def errors(pairs: Iterable[Pair]) -> Errors | None:
-    """Return the errors of `pairs`, None if none has a prediction."""
+    """Return the errors of `pairs`, None without predictions."""
     ratios = [predicted / measured for predicted, measured in pairs if predicted]
     if not ratios:
         return None
-    off = sorted(abs(ratio - 1.0) for ratio in ratios)
+    deviations = sorted(abs(ratio - 1.0) for ratio in ratios)
     return Errors(
-        answered=len(off),
-        mape=statistics.fmean(off),
-        median=statistics.median(off),
-        p90=off[min(len(off) - 1, int(0.9 * len(off)))],
-        worst=off[-1],
+        answered=len(deviations),
+        mape=statistics.fmean(deviations),
+        median=statistics.median(deviations),
+        p90=deviations[min(len(deviations) - 1, int(0.9 * len(deviations)))],
+        worst=deviations[-1],
         bias=math.exp(statistics.fmean(map(math.log, ratios))) - 1.0,
     )
 
 
 def ranking(groups: Mapping[object, Sequence[Pair]]) -> Ranking | None:
-    """Return how well `groups` are ordered: those of three candidates or more whose measurements differ.
+    """Return the ranking quality of groups with at least three candidates and different measurements.
 
-    A candidate without a prediction ranks last. Of those that are predicted equal any may be picked: their mean counts.
+    Candidates without a prediction rank last. For ties of the best prediction, the mean regret counts.
     """
     taus, regrets = [], []
     for pairs in groups.values():
@@ -76,14 +76,14 @@ def ranking(groups: Mapping[object, Sequence[Pair]]) -> Ranking | None:
     return Ranking(groups=len(taus), tau=mean(taus), regret=mean(regrets), worst_regret=max(regrets))
 
 
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Kendall's tau-b: 1 for the same order, -1 for the reverse, 0 where one of the two is all ties."""
-    agree, apart, alone = 0, 0, [0, 0]
-    for (a, b), (c, d) in combinations(zip(one, other, strict=True), 2):
-        first, second = (a > c) - (a < c), (b > d) - (b < d)
-        agree += first * second > 0
-        apart += first * second < 0
-        alone[0] += first == 0 != second
-        alone[1] += second == 0 != first
-    both = math.sqrt((agree + apart + alone[0]) * (agree + apart + alone[1]))
-    return (agree - apart) / both if both else 0.0
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Kendall's tau-b: 1 for the same order, -1 for the reverse, 0 if all values of one side are tied."""
+    agree, differing, ties = 0, 0, [0, 0]
+    for (a, b), (c, d) in combinations(zip(first, second, strict=True), 2):
+        sign, other_sign = (a > c) - (a < c), (b > d) - (b < d)
+        agree += sign * other_sign > 0
+        differing += sign * other_sign < 0
+        ties[0] += sign == 0 != other_sign
+        ties[1] += other_sign == 0 != sign
+    both = math.sqrt((agree + differing + ties[0]) * (agree + differing + ties[1]))
+    return (agree - differing) / both if both else 0.0

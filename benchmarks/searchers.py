@@ -1,8 +1,8 @@
-"""The searches that a replay compares, each over one sweep: flagcore's strategies, FlagScale's tuner, Optuna, chance.
+"""The searches that a replay compares: flagcore's strategies, FlagScale's tuner, Optuna, and random search.
 
-A search is the rows that it ran, in order, with what each cost. flagcore's go through the functions of `flag tune`
-itself: `learn`, `prune`, `rank`, `spent`, the baseline first, slow trials ended early; with probes,
-`combine` and `judge`, too.
+A search returns the rows that it ran, in order, with their costs. flagcore's searches call the functions of `flag tune`
+itself (`learn`, `prune`, `rank`, `spent`; with probes also `combine` and `judge`), run the baseline first, and stop
+slow trials early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flagcore.domain.search_state import Pruned, SearchState, stop_reason
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
-from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import EARLY_STOP_RATIO
@@ -33,16 +33,18 @@ from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
 
 ITERATIONS, WARMUP = 5, 1
-"""Steps of a trial, and those of them that do not count: the defaults of `flag tune`; FlagScale's are the same."""
+"""Steps and warm-up steps of a trial: the defaults of `flag tune` and of FlagScale."""
 SEEDS_OF_CHANCE = 200
 MOST_ASKS = 100
-"""After so many suggestions of Optuna in a row that are not in the space or known, chance picks the next trial."""
+"""Maximum number of consecutive illegal or repeated suggestions of Optuna; then a random trial follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What one search did on one sweep. `seconds` is what each trial cost, `probe_seconds` what probes took before the
-    first, `says_done` whether it ended by itself. Rows are in the order in which trials end; `clock` is when each did.
+    """The trials of one search on one sweep, in the order in which they end.
+
+    `seconds` is the cost of each trial, `probe_seconds` the cost of probes before the first trial, `says_done` whether
+    the search stopped by itself, and `clock` the end of each trial.
     """
 
     rows: tuple[int, ...]
@@ -53,25 +55,26 @@ class Search:
 
 
 Searcher = Callable[[Sweep], list[Search]]
-"""Runs on a sweep, several times where there is chance in it."""
+"""Runs a search on a sweep, several times if it is random."""
 
 
-def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int = 0, at_once: int = 1) -> Searcher:
-    """Return a search by one of flagcore's strategies, limited only by the strategy, after `probes` probes.
+def by_strategy(
+    strategy: Strategy, other_sweeps: Sequence[Sweep] = (), *, probes: int = 0, at_once: int = 1
+) -> Searcher:
+    """Return a search by one of flagcore's strategies after `probes` probes.
 
-    After the baseline, `at_once` trials run at once; among the first is the baseline again, to measure interference.
-
-    It learns from those of `others` that used the same chip and another model, as `flag tune` does from earlier runs,
-    and from as many of them, the latest.
+    After the baseline, `at_once` trials run concurrently; the first ones include the baseline, to measure interference.
+    The search learns from the latest of `other_sweeps` with the same chip and another model, as `flag tune` does from
+    earlier runs.
     """
-    taught = [(one, _measured(one, number)) for number, one in enumerate(others, start=1)]
+    taught = [(one, _measured(one, number)) for number, one in enumerate(other_sweeps, start=1)]
 
     def search(sweep: Sweep) -> list[Search]:
-        known = [past for one, past in taught if _teaches(one, sweep)]
+        known = [past for one, past in taught if _is_related(one, sweep)]
         time, memory = (
             (_last(Observations.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
         )
-        return [_tuned(sweep, strategy, PastMeasurements(time=time, memory=memory), probes, at_once)]
+        return [_run_search(sweep, strategy, PastMeasurements(time=time, memory=memory), probes, at_once)]
 
     return search
 
@@ -88,50 +91,50 @@ def _last(observed: Observations, most: int) -> Observations:
     )
 
 
-def _teaches(one: Sweep, other: Sweep) -> bool:
+def _is_related(one: Sweep, other: Sweep) -> bool:
     here, there = one.problem.platform.task, other.problem.platform.task
     return here.cluster.groups[0].chip == there.cluster.groups[0].chip and here.spec.model != there.spec.model
 
 
 def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:
-    """Return times and memory of what a sweep measured."""
+    """Return the measured times and memory of a sweep."""
     rows = np.flatnonzero(np.isfinite(sweep.seconds))
     predictions = sweep.problem.predictions
-    seen = _scene(sweep, sweep.problem.pruned, learn(()), PastMeasurements.empty()).features(rows)
+    seen = _search_context(sweep, sweep.problem.pruned, learn(()), PastMeasurements.empty()).features(rows)
 
     def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observations:
         ratio = np.log(measured[rows] / predicted[rows])
         return Observations(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
 
     return (
-        observed(sweep.seconds, predictions.step_time_s, LEAST_NOISE),
+        observed(sweep.seconds, predictions.step_time_s, MIN_NOISE),
         observed(sweep.used_bytes, predictions.device_used_bytes, MEMORY_NOISE),
     )
 
 
-def _scene(
-    sweep: Sweep, pruned: Pruned, search_state: SearchState, past: PastMeasurements, pending: Sequence[Trial] = ()
+def _search_context(
+    sweep: Sweep, pruned: Pruned, search_state: SearchState, experience: PastMeasurements, pending: Sequence[Trial] = ()
 ) -> SearchContext:
     problem = sweep.problem
-    state = pruned, search_state, past, None, pending
+    state = pruned, search_state, experience, None, pending
     return search_context(problem.platform.task, sweep.workload, problem.space, problem.predictions, *state)
 
 
-def _tuned(sweep: Sweep, strategy: Strategy, past: PastMeasurements, probes: int, at_once: int) -> Search:
+def _run_search(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, probes: int, at_once: int) -> Search:
     problem, space = sweep.problem, sweep.problem.space
     control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
-    trials = _probed(sweep, strategy, past, probes)
-    before = len(trials)
-    search_state, pruned = _learnt(sweep, trials, problem.pruned)
+    trials = _probe_candidates(sweep, strategy, experience, probes)
+    learned = len(trials)
+    search_state, pruned = _learn_from_trials(sweep, trials, problem.pruned)
     row, role = space.find(problem.baseline), Role.BASELINE
     pending, now, clock = list[tuple[float, Trial]](), 0.0, list[float]()
     while row is not None or pending:
         while row is not None:
             best = search_state.best if role is Role.SEARCH else None
-            trial = _ran(sweep, row, len(trials) + len(pending), role, best)
+            trial = _replay_trial(sweep, row, len(trials) + len(pending), role, best)
             pending.append((now + trial.duration_s, trial))
             full = len(pending) == at_once or role is Role.BASELINE
-            row = None if full else _next(sweep, strategy, past, pruned, search_state, control, pending)
+            row = None if full else _next(sweep, strategy, experience, pruned, search_state, control, pending)
         now, ended = min(pending, key=lambda each: each[0])
         pending.remove((now, ended))
         if ended.role is not Role.INTERFERENCE:
@@ -140,14 +143,14 @@ def _tuned(sweep: Sweep, strategy: Strategy, past: PastMeasurements, probes: int
         if at_once > 1 and role is Role.BASELINE and ended.state is TrialState.MEASURED:
             pending.append((now + ended.duration_s, replace(ended, role=Role.INTERFERENCE)))
         role = Role.SEARCH
-        search_state, pruned = _learnt(sweep, trials, pruned)
-        row = _next(sweep, strategy, past, pruned, search_state, control, pending)
-    found = [space.find(trial.candidate) for trial in trials[before:]]
+        search_state, pruned = _learn_from_trials(sweep, trials, pruned)
+        row = _next(sweep, strategy, experience, pruned, search_state, control, pending)
+    found = [space.find(trial.candidate) for trial in trials[learned:]]
     return Search(
         rows=tuple(at for at in found if at is not None),
-        seconds=tuple(trial.duration_s for trial in trials[before:]),
+        seconds=tuple(trial.duration_s for trial in trials[learned:]),
         says_done=True,
-        probe_seconds=sum(trial.duration_s for trial in trials[:before]),
+        probe_seconds=sum(trial.duration_s for trial in trials[:learned]),
         clock=tuple(clock),
     )
 
@@ -155,34 +158,34 @@ def _tuned(sweep: Sweep, strategy: Strategy, past: PastMeasurements, probes: int
 def _next(
     sweep: Sweep,
     strategy: Strategy,
-    past: PastMeasurements,
+    experience: PastMeasurements,
     pruned: Pruned,
     search_state: SearchState,
     control: Control,
     pending: Sequence[tuple[float, Trial]],
 ) -> int | None:
-    """Return the row that a search tries next while others run, None if it waits or ends."""
+    """Return the row that a search tries next, None if it waits for running trials or ends."""
     running = [trial for _, trial in pending if trial.role is Role.SEARCH]
     if stop_reason(control, search_state, 0.0, len(running)) is not None:
         return None
-    return rank(strategy, _scene(sweep, pruned, search_state, past, running)).row
+    return rank(strategy, _search_context(sweep, pruned, search_state, experience, running)).row
 
 
-def _learnt(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[SearchState, Pruned]:
+def _learn_from_trials(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[SearchState, Pruned]:
     problem, search_state = sweep.problem, learn(trials)
     known = problem.rules, search_state.trials, pruned, search_state.probes
     return search_state, prune(problem.space, problem.predictions, sweep.workload, *known)
 
 
-def _probed(sweep: Sweep, strategy: Strategy, past: PastMeasurements, wanted: int) -> list[Trial]:
-    """Return the probes before the first run: of what the strategy would try first if nothing had been measured."""
+def _probe_candidates(sweep: Sweep, strategy: Strategy, experience: PastMeasurements, count: int) -> list[Trial]:
+    """Return the probes before the first run: of the candidates that the strategy would try first."""
     problem, trials = sweep.problem, list[Trial]()
     task, memory = problem.platform.task, problem.platform.costs.memory
-    done = np.zeros(0, dtype=np.int64)
-    while len(trials) < wanted:
-        search_state, pruned = _learnt(sweep, trials, problem.pruned)
-        seen = _scene(sweep, pruned, search_state, past)
-        left = np.setdiff1d(seen.open_rows, done)
+    probes = np.zeros(0, dtype=np.int64)
+    while len(trials) < count:
+        search_state, pruned = _learn_from_trials(sweep, trials, problem.pruned)
+        seen = _search_context(sweep, pruned, search_state, experience)
+        left = np.setdiff1d(seen.open_rows, probes)
         if not left.size or (row := rank(strategy, replace(seen, open_rows=left)).row) is None:
             break
         probe = sweep.probes[row]
@@ -195,12 +198,12 @@ def _probed(sweep: Sweep, strategy: Strategy, past: PastMeasurements, wanted: in
         )
         combined = combine(problem.predictions.row(row), probe, memory, require_prober(sweep.workload).work_parts)
         trials.append(trial_of_probe(task, trial, probe, combined))
-        done = np.append(done, row)
+        probes = np.append(probes, row)
     return trials
 
 
-def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) -> Trial:
-    """Return a trial that gave what was measured, ended early as a real one would be."""
+def _replay_trial(sweep: Sweep, row: int, number: int, role: Role, best_trial: Trial | None) -> Trial:
+    """Return the trial of a measured row, stopped early as a real one would be."""
     problem, step = sweep.problem, float(sweep.seconds[row])
     task = problem.platform.task
     trial = Trial(
@@ -215,12 +218,14 @@ def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) ->
     if np.isnan(step):
         return trial
     stopped_early = (
-        best is not None and best.measurement is not None and step > EARLY_STOP_RATIO * best.measurement.step_time_s
+        best_trial is not None
+        and best_trial.measurement is not None
+        and step > EARLY_STOP_RATIO * best_trial.measurement.step_time_s
     )
-    ran = WARMUP + 2 if stopped_early else ITERATIONS
+    iterations = WARMUP + 2 if stopped_early else ITERATIONS
     train = task.spec.train
     measurement = Measurement(
-        step_times_s=(step,) * (ran - WARMUP),
+        step_times_s=(step,) * (iterations - WARMUP),
         step_time_s=step,
         spread_s=0.0,
         tokens_per_second_per_device=train.global_batch_size * train.seq_length / step / task.cluster.devices,
@@ -228,21 +233,21 @@ def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) ->
         partial=stopped_early,
     )
     state = TrialState.STOPPED if stopped_early else TrialState.MEASURED
-    seconds = float(sweep.start_seconds[row]) + ran * step
+    seconds = float(sweep.start_seconds[row]) + iterations * step
     return replace(trial, state=state, reason=None, measurement=measurement, duration_s=seconds)
 
 
 def cost(sweep: Sweep, row: int) -> float:
-    """Return the seconds of a whole trial; one that ran out of memory counts like the sweep's median."""
+    """Return the seconds of a complete trial; out of memory costs the sweep's median."""
     step = float(sweep.seconds[row])
     steps = float(np.nanmedian(sweep.seconds)) if np.isnan(step) else step
     return float(sweep.start_seconds[row]) + ITERATIONS * steps
 
 
 def flagscale(priority: str | None = None, *, memory_model: bool = False) -> Searcher:
-    """Return FlagScale's tuner, with the priority and the memory model of its configuration.
+    """Return FlagScale's tuner with the priority and the memory pruning of its configuration.
 
-    Its memory model is flagcore's here, which errs less than its own.
+    Its memory estimates are those of flagcore, which are more accurate than its own.
     """
 
     def search(sweep: Sweep) -> list[Search]:
@@ -262,24 +267,28 @@ def flagscale(priority: str | None = None, *, memory_model: bool = False) -> Sea
 
 
 def tpe(seeds: int) -> Searcher:
-    """Return Optuna's TPE over the knobs that vary; what is not in the space or known already costs nothing."""
+    """Return Optuna's TPE over the knobs that vary; illegal and repeated suggestions cost nothing."""
 
     def search(sweep: Sweep) -> list[Search]:
-        own = zlib.crc32(repr((sweep.name, sweep.source)).encode())  # or all sweeps begin with the same few suggestions
-        return [_sampled(sweep, optuna.samplers.TPESampler(seed=own + seed), own + seed) for seed in range(seeds)]
+        own = zlib.crc32(
+            repr((sweep.name, sweep.source)).encode()
+        )  # otherwise all sweeps begin with the same suggestions
+        return [_sample(sweep, optuna.samplers.TPESampler(seed=own + seed), own + seed) for seed in range(seeds)]
 
     return search
 
 
-def _sampled(sweep: Sweep, sampler: optuna.samplers.BaseSampler, seed: int) -> Search:
+def _sample(sweep: Sweep, sampler: optuna.samplers.BaseSampler, seed: int) -> Search:
     columns, space = sweep.problem.space.columns(), sweep.problem.space
     names = [axis.knob for axis in space.axes if np.unique(columns[axis.knob]).size > 1]
     if len(names) > 1 and "data_parallel_size" in names:
-        names.remove("data_parallel_size")  # what the devices leave
+        names.remove("data_parallel_size")  # it follows from the devices
     distributions = {
         name: optuna.distributions.CategoricalDistribution(np.unique(columns[name]).tolist()) for name in names
     }
-    known = {tuple(values): row for row, values in enumerate(zip(*(columns[n].tolist() for n in names), strict=True))}
+    known_rows = {
+        tuple(values): row for row, values in enumerate(zip(*(columns[n].tolist() for n in names), strict=True))
+    }
     study, chance = optuna.create_study(sampler=sampler), np.random.default_rng(seed)
     rows: list[int] = []
     asks = 0
@@ -289,28 +298,28 @@ def _sampled(sweep: Sweep, sampler: optuna.samplers.BaseSampler, seed: int) -> S
             values = {name: int(columns[name][row]) for name in names}
             study.enqueue_trial(values)
         trial = study.ask(distributions)
-        found = known.get(tuple(trial.params[name] for name in names))
+        row = known_rows.get(tuple(trial.params[name] for name in names))
         asks += 1
-        if found is None:
+        if row is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             continue
-        step = float(sweep.seconds[found])
+        step = float(sweep.seconds[row])
         study.tell(trial, 1e3 * float(np.nanmax(sweep.seconds)) if np.isnan(step) else step)
-        if found not in rows:
-            rows.append(found)
+        if row not in rows:
+            rows.append(row)
             asks = 0
     return _search(sweep, rows, says_done=False)
 
 
 def oracle(sweep: Sweep) -> list[Search]:
-    """Run the baseline, then the best: no search that begins with a baseline can do better."""
+    """Run the baseline, then the best candidate: an upper bound for searches that begin with the baseline."""
     problem = sweep.problem
     rows = dict.fromkeys((problem.space.find(problem.baseline), int(np.nanargmin(sweep.seconds))))
     return [_search(sweep, [row for row in rows if row is not None], says_done=True)]
 
 
 def random(sweep: Sweep) -> list[Search]:
-    """Search without replacement, in many orders."""
+    """Run candidates in random order without replacement."""
     chance = np.random.default_rng(0)
     orders = (chance.permutation(len(sweep.seconds)).tolist() for _ in range(SEEDS_OF_CHANCE))
     return [_search(sweep, order, says_done=False) for order in orders]

@@ -1,13 +1,13 @@
-"""Fits the overheads of serving engines and the shares that kernels reach inside them to published points.
+"""Fits the overheads of serving engines and the efficiency of their kernels to published points.
 
     python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 5] [--write LEFT_OUT.jsonl]
 
-RECORDS are job records with a `measured` part (docs/job-records.md). All parameters are fitted together, by
-Gauss-Newton on the logarithms of TPOT (and, of vLLM, with little weight, TTFT) in closed form, with weights that fall
-with the error (soft L1) and priors around estimates. They are one set an engine and one a family of chips: none is of a
-row, a model or a chip. Printed are the parameters, and the errors of each (chip, model) without any of its rows in the
-fit, the parameters moved by one more step from where they are. With `--write` the records are predicted so, each
-simulated with the parameters of a fit without its chip and model: what `flag estimate --jobs` would say of a new one.
+RECORDS are job records with a `measured` part (docs/job-records.md). Gauss-Newton fits all parameters together to the
+logarithms of TPOT (and, for vLLM, with a small weight, TTFT) in closed form, with a soft L1 loss and priors around
+estimates. There is one set of parameters per engine and one per family of chips, none per row, model or chip. The
+output has the parameters, and the errors of each (chip, model) that is left out of the fit, approximated by one more
+step. With `--write` the records are predicted by simulation with the parameters of the fit without their chip and
+model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
+from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady_state
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.predict import memory_of, predict, serving_of, split_of
@@ -40,8 +40,8 @@ SOFT = 0.1
 
 STEP = 0.02
 WEIGHTS = {"tpot": 1.0, "ttft": {"vllm": 0.15, "sglang": 0.0}}
-STRICT = 2.5
-"""How strongly priors pull: the error of a point against a parameter that is off by its spread."""
+PRIOR_WEIGHT = 2.5
+"""Weight of the priors: the error of a point that equals a deviation of a parameter by its spread."""
 
 CHIP = {
     "memory_share": (0.8, 0.08),
@@ -75,7 +75,7 @@ UNITS = {"hopper": 132.0, "blackwell": 148.0}
 
 @dataclass(frozen=True)
 class Points:
-    """Records of one chip, engine and model."""
+    """The records of one chip, engine and model."""
 
     rows: np.ndarray
     task: Task
@@ -94,27 +94,27 @@ class Points:
 
 
 def read(files: Sequence[str]) -> list[Points]:
-    """Return the records with a closed loop, those of one task together."""
+    """Return the records with a closed loop, grouped by task."""
     lines = [json.loads(line) for file in files for line in Path(file).read_text("utf-8").splitlines()]
-    found: dict[tuple[object, ...], list[tuple[int, dict, Task, dict]]] = defaultdict(list)
-    made: dict[tuple[object, ...], tuple[Costs, NodeGroup]] = {}
+    groups: dict[tuple[object, ...], list[tuple[int, dict, Task, dict]]] = defaultdict(list)
+    chips: dict[tuple[object, ...], tuple[Costs, NodeGroup]] = {}
     with loaded_plugins(()) as loaded:
-        for place, line in enumerate(lines):
+        for index, line in enumerate(lines):
             job = read_job(line, plugins.engines())
             chip, devices = loaded.find_chip(job.chip), min(job.devices_per_node, job.devices)
             key = (chip.name, job.devices, job.work.engine)
-            if key not in made:
+            if key not in chips:
                 group = NodeGroup(chip=chip, nodes=job.devices // devices, devices_per_node=devices)
-                made[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
+                chips[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
             workload = plugins.workload(job.work.engine)
-            bare = Task(spec=spec, cluster=Cluster(groups=(made[key][1],)))
+            bare = Task(spec=spec, cluster=Cluster(groups=(chips[key][1],)))
             task, values, _ = workload.published(bare, job.candidate, "")
             columns = workload.columns(task, values)
             version = task.spec.serve.engine_version
-            found[(*key, job.model, job.work.precision, version)].append((place, line, task, columns))
+            groups[(*key, job.model, job.work.precision, version)].append((index, line, task, columns))
     points = []
-    for (chip, devices, engine, model, precision, _), rows in found.items():
+    for (chip, devices, engine, model, precision, _), rows in groups.items():
         lines_of, tasks = [row[1] for row in rows], [row[2] for row in rows]
         loads = [task.spec.serve.loads[0] for task in tasks]
         measured = [line["measured"] for line in lines_of]
@@ -126,14 +126,14 @@ def read(files: Sequence[str]) -> list[Points]:
                 family=FAMILIES[chip[0]],
                 name=f"{chip} {model.name.split('/')[-1]}",
                 columns={knob: np.concatenate([row[3][knob] for row in rows]) for knob in rows[0][3]},
-                costs=made[chip, devices, engine][0],
+                costs=chips[chip, devices, engine][0],
                 ids=tuple(line["id"] for line in lines_of),
                 tasks=tuple(tasks),
                 known=plugins.workload(engine).overheads_for(tasks[0], on_host=False),
                 lens=np.array([(load.input_len, load.output_len, load.concurrency) for load in loads], dtype=float),
                 tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
                 ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
-                odd=_odd(
+                odd=_is_contradictory(
                     chip, devices, engine, model.name, precision, lines_of[0]["serve"].get("engine_version") or ""
                 ),
             )
@@ -141,37 +141,37 @@ def read(files: Sequence[str]) -> list[Points]:
     return points
 
 
-def _odd(chip: str, devices: int, engine: str, model: str, precision: str, version: str) -> bool:
-    """Whether points contradict themselves, and are left out of the fit, never out of the errors.
+def _is_contradictory(chip: str, devices: int, engine: str, model: str, precision: str, version: str) -> bool:
+    """Return whether points contradict themselves; they are excluded from the fit, but not from the errors.
 
-    On more devices than the measured ones had (16 and 64, equal to rows of 4 and 8), a 235 GB model on one device of
-    141 GB, more arithmetic than the chip's peak, and seconds of start-up in every first token.
+    Examples are more devices than the measured node has (16 and 64, with the values of 4 and 8), a 235 GB model on one
+    device of 141 GB, more arithmetic than the chip's peak, and a start-up of seconds in every first token.
     """
     started = "DeepSeek" in model and not version
     return devices > 8 or "235B" in model or (chip == "H200" and engine == "vllm" and precision == "fp8") or started
 
 
 def parameters(engines: Sequence[str], families: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Return prior and spread by name."""
+    """Return the prior and the spread of each parameter."""
     names = {f"{family}.{key}": prior for family in families for key, prior in CHIP.items()}
     return names | {f"{engine}.{key}": prior for engine in engines for key, prior in ENGINE.items()}
 
 
 def curve_of(family: str, values: Mapping[str, float]) -> Curve:
     """Return a family's curve."""
-    got = {key: values[f"{family}.{key}"] for key in CHIP}
+    parameters = {key: values[f"{family}.{key}"] for key in CHIP}
     return Curve(
         units=UNITS[family],
-        gemm_share=got["bf16"],
-        gemm_shares={"fp8": got["fp8"], "mxfp8": got["fp8"], "nvfp4": got["nvfp4"]},
-        memory_share=got["memory_share"],
-        elementwise_share=0.9 * got["memory_share"],
-        attention_share=got["attention_share"],
+        gemm_share=parameters["bf16"],
+        gemm_shares={"fp8": parameters["fp8"], "mxfp8": parameters["fp8"], "nvfp4": parameters["nvfp4"]},
+        memory_share=parameters["memory_share"],
+        elementwise_share=0.9 * parameters["memory_share"],
+        attention_share=parameters["attention_share"],
     )
 
 
 def overheads_of(engine: str, values: Mapping[str, float], known: Overheads) -> Overheads:
-    """Return an engine's overheads; those that are not fitted here are as they are."""
+    """Return an engine's overheads; those that are not fitted stay unchanged."""
     got = {key: values[f"{engine}.{key}"] for key in ENGINE}
     wide, narrow = got.pop("experts8"), got.pop("experts4")
     if not known.iteration:  # a release that hides it
@@ -179,23 +179,26 @@ def overheads_of(engine: str, values: Mapping[str, float], known: Overheads) -> 
     return replace(known, **got, experts={"bf16": wide, "fp8": wide, "nvfp4": narrow})
 
 
-def priced(points: Points, values: Mapping[str, float]) -> tuple[Costs, Overheads]:
-    """Return what points are predicted with."""
+def prediction_inputs(points: Points, values: Mapping[str, float]) -> tuple[Costs, Overheads]:
+    """Return the inputs of the predictions of points."""
     kernels = Roofline(chip=points.task.cluster.groups[0].chip, curve=curve_of(points.family, values))
     return replace(points.costs, kernels=kernels), overheads_of(points.engine, values, points.known)
 
 
 def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     """Return the logarithms of predicted over measured TPOT and TTFT."""
-    costs, over = priced(points, values)
+    costs, overheads = prediction_inputs(points, values)
     engine = plugins.workload(points.engine)
     settings = engine.settings(points.task, points.columns)
-    serving, split = serving_of(points.task, costs.kernels, over), split_of(settings, engine.graph_tokens(points.task))
+    serving, split = (
+        serving_of(points.task, costs.kernels, overheads),
+        split_of(settings, engine.graph_tokens(points.task)),
+    )
     memory = memory_of(serving, split, settings, costs)
     prompt, output, flight = points.lens.T
-    found = steady(
+    predicted_s = steady_state(
         iteration_costs(serving, split, costs),
-        over,
+        overheads,
         ClosedLoop(
             flight=np.maximum(flight / split.instances, 1.0),
             prompt=prompt,
@@ -207,7 +210,7 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
             stages=split.pipeline,
         ),
     )
-    ratios = np.log([found.tpot / points.tpot, found.ttft / points.ttft])
+    ratios = np.log([predicted_s.tpot / points.tpot, predicted_s.ttft / points.ttft])
     return np.clip(np.nan_to_num(ratios, nan=3.0), -3.0, 3.0)
 
 
@@ -228,49 +231,49 @@ class Fit:
             weights[:, each.rows] = np.array([1.0, WEIGHTS["ttft"].get(each.engine, 0.0)])[:, None]
         self.weights = weights
 
-    def values(self, place: np.ndarray) -> dict[str, float]:
+    def values(self, vector: np.ndarray) -> dict[str, float]:
         """Return parameters by name."""
-        return dict(zip(self.names, self.prior * np.exp(place), strict=True))
+        return dict(zip(self.names, self.prior * np.exp(vector), strict=True))
 
-    def ratios(self, place: np.ndarray, points: Sequence[Points], start: np.ndarray) -> np.ndarray:
-        """Return the errors, those of other points as they are in `start`."""
-        found, values = start.copy(), self.values(place)
+    def ratios(self, vector: np.ndarray, points: Sequence[Points], start: np.ndarray) -> np.ndarray:
+        """Return the errors; those of other points are copied from `start`."""
+        found, values = start.copy(), self.values(vector)
         for each in points:
             found[:, each.rows] = errors(each, values)
         return found
 
-    def slopes(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the errors and how they change with each parameter."""
-        now = self.ratios(place, self.points, np.zeros((2, self.size)))
+    def slopes(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the errors and their derivatives by parameter."""
+        errors_now = self.ratios(vector, self.points, np.zeros((2, self.size)))
         slopes = np.zeros((len(self.names), 2, self.size))
         for number, name in enumerate(self.names):
             owner = name.partition(".")[0]
-            moved = place.copy()
+            moved = vector.copy()
             moved[number] += STEP
             mine = [each for each in self.points if owner in (each.engine, each.family)]
-            slopes[number] = (self.ratios(moved, mine, now) - now) / STEP
-        return now, slopes
+            slopes[number] = (self.ratios(moved, mine, errors_now) - errors_now) / STEP
+        return errors_now, slopes
 
-    def step(self, place: np.ndarray, now: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def step(self, vector: np.ndarray, errors_now: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the parameters after one step on some rows."""
-        weighed = now * self.weights
+        weighed = errors_now * self.weights
         trust = self.weights**2 * rows / np.sqrt(1.0 + (weighed / SOFT) ** 2) / SOFT**2
-        flat = slopes.reshape(len(place), -1)
-        normal = (flat * trust.reshape(-1)) @ flat.T + np.diag((STRICT / self.spread) ** 2)
-        right = (flat * trust.reshape(-1)) @ now.reshape(-1) + (STRICT / self.spread) ** 2 * place
-        wanted = place - np.linalg.solve(normal, right)
-        return place + np.clip(wanted - place, -0.5, 0.5)
+        flat = slopes.reshape(len(vector), -1)
+        normal = (flat * trust.reshape(-1)) @ flat.T + np.diag((PRIOR_WEIGHT / self.spread) ** 2)
+        right = (flat * trust.reshape(-1)) @ errors_now.reshape(-1) + (PRIOR_WEIGHT / self.spread) ** 2 * vector
+        wanted = vector - np.linalg.solve(normal, right)
+        return vector + np.clip(wanted - vector, -0.5, 0.5)
 
 
 def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
-    """Return the answers to the records of some points."""
-    costs, over = priced(points, values)
+    """Return the predictions of the records of points."""
+    costs, overheads = prediction_inputs(points, values)
     answers = []
     for row, (name, task) in enumerate(zip(points.ids, points.tasks, strict=True)):
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
         engine = plugins.workload(points.engine)
-        found = predict(task, engine.settings(task, columns), costs, over, graph_tokens=engine.graph_tokens(task))
+        found = predict(task, engine.settings(task, columns), costs, overheads, graph_tokens=engine.graph_tokens(task))
         answers.append({"id": name, "status": "ok", **record(task, found.row(0))})
     return answers
 
@@ -281,29 +284,30 @@ def main() -> None:
     parser.add_argument("records", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path)
-    asked = parser.parse_args()
-    fit = Fit(read(asked.records))
-    place = np.zeros(len(fit.names))
-    for _ in range(asked.rounds):
-        now, slopes = fit.slopes(place)
-        place = fit.step(place, now, slopes, fit.used)
-        print(f"TPOT median {np.median(np.abs(np.expm1(now[0][fit.used > 0]))):.3f}", flush=True)
-    now, slopes = fit.slopes(place)
-    print(json.dumps({name: float(f"{value:.3g}") for name, value in fit.values(place).items()}, indent=1))
+    options = parser.parse_args()
+    fit = Fit(read(options.records))
+    vector = np.zeros(len(fit.names))
+    for _ in range(options.rounds):
+        errors_now, slopes = fit.slopes(vector)
+        vector = fit.step(vector, errors_now, slopes, fit.used)
+        print(f"TPOT median {np.median(np.abs(np.expm1(errors_now[0][fit.used > 0]))):.3f}", flush=True)
+    errors_now, slopes = fit.slopes(vector)
+    print(json.dumps({name: float(f"{value:.3g}") for name, value in fit.values(vector).items()}, indent=1))
     left_out, lines = np.zeros(fit.size), []
     for name in sorted(set(fit.names_of)):
-        mine = fit.names_of == name
-        moved = fit.step(place, now, slopes, fit.used * ~mine)
-        left_out[mine] = (now[0] + np.tensordot(moved - place, slopes[:, 0], 1))[mine]
-        if asked.write:
+        own_rows = fit.names_of == name
+        moved = fit.step(vector, errors_now, slopes, fit.used * ~own_rows)
+        left_out[own_rows] = (errors_now[0] + np.tensordot(moved - vector, slopes[:, 0], 1))[own_rows]
+        if options.write:
             for each in (each for each in fit.points if each.name == name):
                 lines += simulated(each, fit.values(moved))
-        off = np.abs(np.expm1(left_out[mine]))
-        reported = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
-        print(f"{name:40s} {mine.sum():4d} rows  {reported}  with it: {np.median(np.abs(np.expm1(now[0][mine]))):.3f}")
+        off = np.abs(np.expm1(left_out[own_rows]))
+        with_rows = np.median(np.abs(np.expm1(errors_now[0][own_rows])))
+        report = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
+        print(f"{name:40s} {own_rows.sum():4d} rows  {report}  with it: {with_rows:.3f}")
     print(f"all rows, left out: median {np.median(np.abs(np.expm1(left_out))):.3f}")
-    if asked.write:
-        asked.write.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if options.write:
+        options.write.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How many candidates of a server are predicted a minute, and how much faster than it would run.
+"""Measures predicted server candidates per minute, and the speedup over real runs.
 
     python benchmarks/serving_speed.py
 
-Each load is simulated for 400 settings that differ in what an engine may run at once, of a model of 8 billion
-parameters in bf16 on one made-up accelerator of 1 PFLOP/s and 4.8 TB/s; processor time of one core, set-up included.
+Each load is simulated for 400 settings with different limits of the scheduler, for a model of 8 billion parameters in
+bf16 on a fictitious accelerator of 1 PFLOP/s and 4.8 TB/s. The time is the processor time of one core with set-up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROWS = 400
 
 
 def settings() -> Settings:
-    """Return candidates that no load takes for the same."""
+    """Return candidates that are distinct for every load."""
     whole = {
         "instances": 1,
         "devices": 1,
@@ -75,7 +75,7 @@ def settings() -> Settings:
 
 
 def main() -> None:
-    """Print the figures of each load, and all of them as JSON on the last line."""
+    """Print the results of each load, and all results as JSON on the last line."""
     group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=1)
     collectives = Collectives(topology=topology_of(group))
     costs = Costs(memory=PlainMemory.of(group), kernels=Roofline(chip=CHIP), collectives=collectives)

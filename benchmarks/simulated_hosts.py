@@ -1,7 +1,7 @@
-"""Plays the agents of thousands of hosts in one process: hello, heartbeats, logs, hosts that slow down or are lost.
+"""Simulates the agents of thousands of hosts in one process: hello, heartbeats, logs, slow hosts and lost hosts.
 
-`HostsLauncher` drives it as it drives real hosts. Only the process of each channel is replaced: `Channel` passes the
-other ends of its pipes to the simulator.
+`HostsLauncher` drives it like real hosts. Only the process of each channel is replaced: `Channel` passes the other ends
+of its pipes to the simulator.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flagcore.launchers import agent
 LOST_PER_HOST_DAY = 419 / 54 / (16384 / 8)
 """Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 devices, 8 a host."""
 MEAN_SLOWDOWN = 1.34
-"""Falcon (arXiv 2410.12588): slow devices and links delay large jobs by so much on average."""
+"""Mean delay of large jobs by slow devices and links (Falcon, arXiv 2410.12588)."""
 NOISE = 0.01
 
 
 class Channel:
-    """Stands for the process that connects to an agent: a `subprocess.Popen` whose pipes lead to the simulator."""
+    """Replaces the `subprocess.Popen` that connects to an agent; its pipes lead to the simulator."""
 
     control: socket.socket
 
@@ -52,19 +52,19 @@ class Channel:
 
 
 @dataclass(kw_only=True)
-class Played:
-    """One trial, in seconds of the monotonic clock."""
+class SimulatedTrial:
+    """The times of one simulated trial, in seconds of the monotonic clock."""
 
     opened: float
     nodes: int
     started: float = 0.0
-    """When the program ran on all hosts."""
+    """The time at which the program ran on all hosts."""
     steps_done: float = 0.0
     slowdown: float = 1.0
     lost: str = ""
     silent: float = 0.0
     usage: tuple[int, int, float] = (0, 0, 0.0)
-    """Open files, resident bytes and, from the first to the last step, the share of a core of what drives the hosts."""
+    """Open files, resident bytes and share of a core of the driving process, from the first to the last step."""
     hosts: list[Host] = field(default_factory=list)
     running: int = 0
 
@@ -76,7 +76,7 @@ class Host:
         self.name, self.input, self.output = name, read, write
         self.received = b""
         self.booted = self.closed = False
-        self.trial: Played | None = None
+        self.trial: SimulatedTrial | None = None
         self.started_at = 0.0
 
     def send(self, **message: object) -> None:
@@ -96,7 +96,7 @@ class Simulator:
         self.count = self.trials = 0
         self.lost: set[str] = set()
         self.ever_lost = False
-        self.step_s, self.trial = 0.0, Played(opened=0.0, nodes=0)
+        self.step_s, self.trial = 0.0, SimulatedTrial(opened=0.0, nodes=0)
         self.cpu_before = 0.0, 0.0
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
@@ -104,7 +104,7 @@ class Simulator:
         heapq.heappush(self.due, (time.monotonic() + seconds, self.count, action))
 
     def run(self) -> None:
-        """Play until the other side closes the control socket."""
+        """Simulate until the other side closes the control socket."""
         self.selector.register(self.control, selectors.EVENT_READ, None)
         while True:
             pause = max(0.0, self.due[0][0] - time.monotonic()) if self.due else 1.0
@@ -124,7 +124,7 @@ class Simulator:
             self.selector.register(host.input, selectors.EVENT_READ, host)
         elif "step_s" in message:
             self.write_log()
-            self.trial, self.step_s = Played(opened=time.monotonic(), nodes=0), message["step_s"]
+            self.trial, self.step_s = SimulatedTrial(opened=time.monotonic(), nodes=0), message["step_s"]
         else:
             self.write_log()
         return bool(data)
@@ -145,12 +145,12 @@ class Simulator:
     def hello(self, host: Host) -> None:
         machine = {"time": time.time(), "python": "3.11.2", "free_disk_bytes": 1 << 40}
         host.send(hello={"wire": agent.WIRE, "port": 29500, **machine})
-        self.after(self.random.uniform(0, agent.BEAT_SECONDS), lambda: self.beat(host))
+        self.after(self.random.uniform(0, agent.BEAT_SECONDS), lambda: self.heartbeat(host))
 
-    def beat(self, host: Host) -> None:
+    def heartbeat(self, host: Host) -> None:
         if not host.closed and host.name not in self.lost:
             host.send()
-            self.after(agent.BEAT_SECONDS, lambda: self.beat(host))
+            self.after(agent.BEAT_SECONDS, lambda: self.heartbeat(host))
 
     def take(self, host: Host, message: dict[str, Any]) -> None:
         if "sweep" in message:
@@ -162,7 +162,7 @@ class Simulator:
             self.after(self.random.uniform(0, self.options.start), lambda: self.start(host, nodes))
 
     def start(self, host: Host, nodes: int) -> None:
-        """Start what was ordered: a trial, or the question about the devices of one host, which has no flagcore."""
+        """Start a trial, or report that the host has no flagcore if its devices are queried."""
         host.started_at = time.monotonic()
         host.send(started=1000)
         if nodes == 1:
@@ -178,7 +178,7 @@ class Simulator:
         host.send(exit={"code": code, "ended_by": ended_by, "duration_s": seconds, "peak_memory_bytes": 1 << 30})
 
     def begin(self) -> None:
-        """Draw what happens to a trial that runs everywhere. The third one loses a host if none was lost before."""
+        """Draw the events of a trial that runs on all hosts. The third trial loses a host if no earlier one did."""
         trial, self.trials = self.trial, self.trials + 1
         trial.started = time.monotonic()
         if self.random.random() < self.options.slow:
@@ -187,19 +187,19 @@ class Simulator:
         if lost_after_h > self.options.hours and self.trials == 3 and not self.ever_lost:
             lost_after_h = self.options.hours * self.random.random()
         if lost_after_h < self.options.hours:
-            self.after(self.options.play * lost_after_h / self.options.hours, lambda: self.lose(trial))
+            self.after(self.options.play * lost_after_h / self.options.hours, lambda: self.lose_host(trial))
         for step in range(1, self.iters + 1):
             self.after(self.options.play * step / self.iters, lambda step=step: self.step(trial, step))
 
-    def lose(self, trial: Played) -> None:
-        """A host falls silent, and the others wait for it."""
+    def lose_host(self, trial: SimulatedTrial) -> None:
+        """Stop a host's messages; the other hosts wait for it."""
         if trial is self.trial:
             trial.lost, trial.silent = self.random.choice(trial.hosts).name, time.monotonic()
             self.lost.add(trial.lost)
             self.ever_lost = True
 
-    def step(self, trial: Played, step: int) -> None:
-        """The last rank logs a step, as Megatron does."""
+    def step(self, trial: SimulatedTrial, step: int) -> None:
+        """Log a step on the last rank, as Megatron does."""
         if trial.lost or trial is not self.trial:
             return
         milliseconds = 1e3 * self.step_s * trial.slowdown * self.random.gauss(1.0, NOISE)
@@ -222,7 +222,7 @@ class Simulator:
         os.close(host.output)
 
     def write_log(self) -> None:
-        """Write what happened to the last trial."""
+        """Write the events of the last trial."""
         if self.trial.started:
             names = ("opened", "nodes", "started", "steps_done", "slowdown", "lost", "silent", "usage")
             with self.log.open("a") as file:

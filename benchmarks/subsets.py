@@ -1,4 +1,4 @@
-"""Parts of sweeps, to see whether what holds of all of them holds of others, too."""
+"""Subsets of sweeps, to check whether results hold for each of them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SHARE = 0.7
 
 
 def subsets(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
-    """Return parts by name: halves of the sweeps, sweeps of one size of cluster, and parts of the rows of each."""
-    found = {}
+    """Return subsets by name: halves of the sweeps, sweeps by cluster size, and parts of their rows."""
+    result = {}
     for draw in range(DRAWS):
         order = np.random.default_rng(draw).permutation(len(sweeps)).tolist()
         for name, places in (("first", order[: len(order) // 2]), ("second", order[len(order) // 2 :])):
-            found[f"{name} half of the sweeps, draw {draw + 1}"] = [sweeps[place] for place in sorted(places)]
+            result[f"{name} half of the sweeps, draw {draw + 1}"] = [sweeps[place] for place in sorted(places)]
     devices = [sweep.problem.platform.task.cluster.devices for sweep in sweeps]
     for many in sorted(set(devices)):
-        found[f"{many} devices"] = [sweep for sweep, own in zip(sweeps, devices, strict=True) if own == many]
+        result[f"{many} devices"] = [sweep for sweep, own in zip(sweeps, devices, strict=True) if own == many]
     for draw in range(DRAWS):
         fewer = [_subset(sweep, [draw, place]) for place, sweep in enumerate(sweeps)]
-        found[f"{SHARE:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
-    return {name: some for name, some in found.items() if some}
+        result[f"{SHARE:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
+    return {name: some for name, some in result.items() if some}
 
 
 def _subset(sweep: Sweep, seed: list[int]) -> Sweep:

@@ -1,9 +1,8 @@
-"""Measured sweeps as tuning tasks: job records that differ only in their candidate, with the task of `flag tune`.
+"""Measured sweeps as tuning tasks: job records that differ only in their candidate.
 
-The space of a sweep is what was measured, nothing else: unmeasured candidates are not in it. Predictions are those
-of `flag estimate`, but where the curve of the chip was fitted to the sweep's own source, with the curve of the fit that
-left this source out (`left_out_parameters` of `fitted.json`). Where a source does not tell the memory in use, what the
-model says of it stands in for it, even if a search is then given other values.
+The space of a sweep has only the measured candidates. Predictions are those of `flag estimate`. If the curve of the
+chip was fitted to the sweep's source, they use the curve of the fit without this source (`left_out_parameters` of
+`fitted.json`). If a source does not report the memory in use, the predicted memory replaces it.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from flagcore.stages.legality import legality
 from flagcore.stages.prune import prune
 
 FITTED = Path(__file__).with_name("fitted.json")
-FEWEST = 8
-"""A sweep has so many measured candidates, or it is no search."""
+MIN_CANDIDATES = 8
+"""Minimum number of measured candidates of a sweep."""
 EACH, VIRTUAL = "num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size"
 PIPELINE = "pipeline_model_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """One tuning task of which every candidate was measured. Arrays have one element a row of the problem's space.
+    """A tuning task with measurements of every candidate. Arrays have one element per row of the problem's space.
 
-    `seconds` are of a step, NaN where the candidate ran out of memory. `used_bytes` is the memory in use on a device.
-    `start_seconds` is the time of a trial outside its steps, 0 if unknown, and `probes` are what one device
-    measured of a candidate before it ran, by row. `candidates` are the legal and distinct ones in the ranges of knobs
-    that were measured, and `combinations` those of these values.
+    `seconds` are step times, NaN for candidates that ran out of memory. `used_bytes` is the memory in use on a device.
+    `start_seconds` is the time of a trial outside its steps, 0 if unknown. `probes` are measurements of candidates on
+    one device before a run, by row. `candidates` is the number of legal and distinct candidates with the measured
+    values of knobs, `combinations` the number of all their combinations.
     """
 
     name: str
@@ -79,8 +78,8 @@ class _Row:
     measured: Mapping[str, Any]
 
 
-def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Sweep]:
-    """Return the sweeps among job records, in their order. Records that cannot be predicted are left out."""
+def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlugins) -> list[Sweep]:
+    """Return the sweeps among job records in order, without records that cannot be predicted."""
     groups: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for record in records:
         measured = record.get("measured") or {}
@@ -93,23 +92,27 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> 
     some = [
         members
         for members in groups.values()
-        if sum(bool(reported.get("step_time_s")) for _, reported in members) >= FEWEST
+        if sum(bool(reported.get("step_time_s")) for _, reported in members) >= MIN_CANDIDATES
     ]
-    return [sweep for sweep in (_sweep(members, loaded) for members in some) if len(sweep.problem.space) >= FEWEST]
+    return [
+        sweep
+        for sweep in (_sweep(members, loaded_plugins) for members in some)
+        if len(sweep.problem.space) >= MIN_CANDIDATES
+    ]
 
 
 def with_predictions(sweep: Sweep, predictions: Predictions) -> Sweep:
-    """Return the sweep as a tuner begins it that predicts this of its candidates."""
+    """Return the sweep with other predictions."""
     problem, workload = sweep.problem, sweep.workload
     pruned = prune(problem.space, predictions, workload, problem.rules, ())
     baseline = _baseline(problem.platform.task, workload, problem.space, predictions)
     return replace(sweep, problem=replace(problem, predictions=predictions, pruned=pruned, baseline=baseline))
 
 
-def taken(sweep: Sweep, rows: IntArray) -> Sweep:
-    """Return the sweep as if only `rows`, in ascending order, had been measured."""
+def select_rows(sweep: Sweep, rows: IntArray) -> Sweep:
+    """Return the sweep with only `rows`, which are in ascending order."""
     space = replace(sweep.problem.space, rows=sweep.problem.space.rows[rows])
-    fewer = replace(
+    problem = replace(
         sweep,
         problem=replace(sweep.problem, space=space),
         seconds=sweep.seconds[rows],
@@ -117,11 +120,11 @@ def taken(sweep: Sweep, rows: IntArray) -> Sweep:
         start_seconds=sweep.start_seconds[rows],
         probes={place: sweep.probes[row] for place, row in enumerate(rows.tolist()) if row in sweep.probes},
     )
-    return with_predictions(fewer, sweep.problem.predictions.take(rows))
+    return with_predictions(problem, sweep.problem.predictions.take(rows))
 
 
-def crowded(sweep: Sweep, share: float) -> Sweep:
-    """Return the sweep on devices with so much memory that `share` of its candidates fit; the others run out of it."""
+def on_smaller_devices(sweep: Sweep, share: float) -> Sweep:
+    """Return the sweep on smaller devices, on which only `share` of its candidates fit."""
     capacity = float(np.quantile(sweep.used_bytes, share, method="inverted_cdf"))
     seconds = np.where(sweep.used_bytes > capacity, np.nan, sweep.seconds)
     predictions = replace(sweep.problem.predictions, capacity_bytes=capacity)
@@ -129,21 +132,24 @@ def crowded(sweep: Sweep, share: float) -> Sweep:
 
 
 def _extras(job: Job) -> tuple[object, ...]:
-    """Return what a record's candidate has beyond the knobs of a space: it makes another task."""
+    """Return the values of a record's candidate that are not knobs of a space; they define another task."""
     return tuple((knob, job.candidate.get(knob)) for knob in ("expert_tensor_parallel_size", *_ENDS))
 
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
-def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins) -> Sweep:
+def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: LoadedPlugins) -> Sweep:
     first, source = members[0][0], str(members[0][1]["source"])
-    workload, platform = plugins.workload(first.work.engine), _platform(first, members[0][1]["capacity"], loaded)
+    workload, platform = (
+        plugins.workload(first.work.engine),
+        _platform(first, members[0][1]["capacity"], loaded_plugins),
+    )
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
     rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
     space = _space(rows, workload)
-    at = np.array([space.find(_candidate(row, space.axes)) for row in rows])
-    _, order = np.unique(at, return_index=True)
+    positions = np.array([space.find(_candidate(row, space.axes)) for row in rows])
+    _, order = np.unique(positions, return_index=True)
     task = rows[0].task
     legal = build(space.axes, workload.rules(task), workload.merges(task))
     predictions = _predicted(rows, workload, costs).take(order)
@@ -158,18 +164,18 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugi
         rules=rules,
     )
     name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.work.global_batch_size}"
-    used = _figure(rows, at, "device_used_gib", 2.0**30)
+    used_bytes = _figure(rows, positions, "device_used_gib", 2.0**30)
     return Sweep(
         name=f"{name}, sequence {first.work.seq_length}",
         source=source,
         problem=problem,
         workload=workload,
-        seconds=_figure(rows, at, "step_time_s", 1.0),
-        used_bytes=np.where(np.isnan(used), predictions.device_used_bytes, used),
-        start_seconds=np.nan_to_num(_figure(rows, at, "start_s", 1.0)),
+        seconds=_figure(rows, positions, "step_time_s", 1.0),
+        used_bytes=np.where(np.isnan(used_bytes), predictions.device_used_bytes, used_bytes),
+        start_seconds=np.nan_to_num(_figure(rows, positions, "start_s", 1.0)),
         probes={
             int(place): _probe(row, space.candidate(int(place)), workload, costs)
-            for place, row in zip(at, rows, strict=True)
+            for place, row in zip(positions, rows, strict=True)
             if row.measured.get("probe")
         },
         candidates=len(legal),
@@ -178,23 +184,23 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugi
 
 
 def _probe(row: _Row, candidate: Candidate, workload: Workload, costs: Costs) -> Probe:
-    """Return the probe that a record tells of, as `benchmarks/measure_sweep.py` writes it."""
+    """Return the probe in a record of `benchmarks/measure_sweep.py`."""
 
-    def rank(reported: Mapping[str, Any]) -> RankProbe:
+    def rank(report: Mapping[str, Any]) -> RankProbe:
         return RankProbe(
-            rank=reported["rank"],
-            state=TrialState(reported["state"]),
-            predicted=workload.rank(row.task, row.columns, reported["rank"], costs),
-            measured=RankMeasurement(**reported["measured"]) if reported["measured"] else None,
-            reason=reported["reason"],
-            duration_s=reported["duration_s"],
+            rank=report["rank"],
+            state=TrialState(report["state"]),
+            predicted=workload.rank(row.task, row.columns, report["rank"], costs),
+            measured=RankMeasurement(**report["measured"]) if report["measured"] else None,
+            reason=report["reason"],
+            duration_s=report["duration_s"],
         )
 
     return Probe(candidate=candidate, ranks=tuple(map(rank, row.measured["probe"])))
 
 
-def _platform(job: Job, capacity: int | None, loaded: LoadedPlugins) -> Platform:
-    """Return what plugins say of the cluster; `capacity` is a device's memory in bytes, None for the chip's own."""
+def _platform(job: Job, capacity: int | None, loaded_plugins: LoadedPlugins) -> Platform:
+    """Return the platform of the cluster; `capacity` is a device's memory in bytes, None for the chip's memory."""
     devices = min(job.devices_per_node, job.devices)
     cluster = ClusterSpec(
         chip=job.chip,
@@ -202,11 +208,11 @@ def _platform(job: Job, capacity: int | None, loaded: LoadedPlugins) -> Platform
         devices_per_node=devices,
         memory_bytes_per_device=capacity,
     )
-    return discover(Spec(model=job.model, cluster=cluster, work=job.work, control=Control()), loaded)
+    return discover(Spec(model=job.model, cluster=cluster, work=job.work, control=Control()), loaded_plugins)
 
 
 def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
-    """Return `costs` with a curve that was never fitted to `source`."""
+    """Return `costs` with a curve of a fit without `source`."""
     reported = json.loads(FITTED.read_text(encoding="utf-8"))
     for name, family in FAMILIES.items():
         if chip.name in family.chips and source in reported[name]["sources"]:
@@ -216,7 +222,7 @@ def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
 
 
 def _row(job: Job, measured: Mapping[str, Any], workload: Workload, bare: Task) -> list[_Row]:
-    """Return a record ready to be predicted, none if it says what cannot be."""
+    """Return a record in the form for predictions, None if it cannot be predicted."""
     try:
         task, values, _ = workload.published(bare, job.candidate, job.notes)
         columns = workload.columns(task, values)
@@ -234,22 +240,22 @@ def _candidate(row: _Row, axes: Sequence[Axis]) -> Candidate:
 
 
 def _space(rows: Sequence[_Row], workload: Workload) -> Space:
-    """Return the space of what was measured."""
+    """Return the space of the measured candidates."""
     axes = workload.axes(rows[0].task)
-    found = [_candidate(row, axes).as_dict() for row in rows]
+    values = [_candidate(row, axes).as_dict() for row in rows]
     axes = tuple(
-        replace(axis, values=tuple(axis.decode(code) for code in sorted({axis.encode(v[axis.knob]) for v in found})))
+        replace(axis, values=tuple(axis.decode(code) for code in sorted({axis.encode(v[axis.knob]) for v in values})))
         for axis in axes
     )
     codes = tuple(np.array(sorted({axis.encode(v) for v in (*axis.values, axis.neutral)})) for axis in axes)
     space = Space(axes=axes, codes=codes, rows=np.zeros(0, dtype=np.int64), combinations=0)
-    for values in found:
-        space = space.with_candidate(Candidate.of(values))
+    for candidate in values:
+        space = space.with_candidate(Candidate.of(candidate))
     return space
 
 
 def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predictions:
-    """Return the predictions of `rows`, those of one task together."""
+    """Return the predictions of `rows`, grouped by task."""
     tasks: dict[str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         tasks[repr(row.task.spec.train)].append(place)
@@ -261,20 +267,20 @@ def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predic
 
 
 def _baseline(task: Task, workload: Workload, space: Space, predictions: Predictions) -> Candidate:
-    """Return what `flag tune` would begin with: the rule of thumb among the usual candidates that were measured."""
+    """Return the baseline of `flag tune`: the rule of thumb among the measured candidates of the usual space."""
     columns = space.columns()
-    usual = np.ones(len(space), dtype=np.bool_)
+    usual_rows = np.ones(len(space), dtype=np.bool_)
     for axis in space.axes:
         allowed = workload.usual_space(task).get(axis.knob, AUTO)
         if not isinstance(allowed, str):
             codes = [axis.encode(value) for value in (*allowed, axis.neutral)]
-            usual &= np.isin(columns[axis.knob], codes)
-    rows = np.flatnonzero(usual) if usual.any() else np.arange(len(space))
+            usual_rows &= np.isin(columns[axis.knob], codes)
+    rows = np.flatnonzero(usual_rows) if usual_rows.any() else np.arange(len(space))
     row = workload.rule_of_thumb(space.columns(rows), predictions.take(rows))
     return space.candidate(int(rows[row]))
 
 
-def _figure(rows: Sequence[_Row], at: IntArray, name: str, unit: float) -> FloatArray:
-    """Return a measured figure by row of the space, the median of what was measured twice."""
+def _figure(rows: Sequence[_Row], positions: IntArray, name: str, unit: float) -> FloatArray:
+    """Return a measured value by row of the space, the median of repeated measurements."""
     figures = np.array([float(row.measured.get(name) or np.nan) * unit for row in rows])
-    return np.array([np.median(figures[at == place]) for place in range(int(at.max()) + 1)])
+    return np.array([np.median(figures[positions == place]) for place in range(int(positions.max()) + 1)])

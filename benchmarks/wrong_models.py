@@ -1,4 +1,6 @@
-"""The search with a model that is wrong about the sweep at hand. What other sweeps taught was predicted rightly."""
+"""The search with wrong predictions for the current sweep, and correct predictions for the sweeps that it learns
+from.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from flagcore import plugins
 from flagcore.domain.prediction import Predictions
 
 MEMORY = "memory"
-WRONG: Mapping[str, Mapping[str, float]] = {
+ERROR_FACTORS: Mapping[str, Mapping[str, float]] = {
     "nothing wrong": {},
     "all times x 3": {"_s": 3.0},
     "all times / 3": {"_s": 1 / 3},
@@ -25,11 +27,11 @@ WRONG: Mapping[str, Mapping[str, float]] = {
     "memory x 0.7": {MEMORY: 0.7},
     "all times x 3, communication x 9, memory x 0.7": {"_s": 3.0, "_comm_": 3.0, MEMORY: 0.7},
 }
-"""Factors of predicted memory, and of the parts of a step whose names contain a text."""
+"""Factors of predicted memory, and of parts of a step whose names contain the text."""
 
 
 def wrong_models(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
-    """Return searches by name: with what other models' sweeps on the chip taught, without, and by prediction alone."""
+    """Return searches by name: with experience from other sweeps on the chip, without, and by prediction only."""
     learned, predicted = plugins.strategy("learned"), plugins.strategy("predicted")
     searches = {
         "learned": by_strategy(learned, sweeps),
@@ -38,20 +40,20 @@ def wrong_models(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
     }
     return {
         f"{wrong}: {name}": _misled(search, factors)
-        for wrong, factors in WRONG.items()
+        for wrong, factors in ERROR_FACTORS.items()
         for name, search in searches.items()
     }
 
 
 def _misled(search: Searcher, factors: Mapping[str, float]) -> Searcher:
     def misled(sweep: Sweep) -> list[Search]:
-        return search(with_predictions(sweep, distorted(sweep.problem.predictions, factors)))
+        return search(with_predictions(sweep, distort(sweep.problem.predictions, factors)))
 
     return misled
 
 
-def distorted(predictions: Predictions, factors: Mapping[str, float]) -> Predictions:
-    """Return predictions that are wrong by `factors`, those of times by the name of the part."""
+def distort(predictions: Predictions, factors: Mapping[str, float]) -> Predictions:
+    """Return predictions multiplied by `factors`; the factors of times are by the name of the part."""
     parts = dict(predictions.time_s)
     for text, factor in factors.items():
         parts |= {name: part * factor for name, part in parts.items() if text in name}

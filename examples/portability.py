@@ -18,11 +18,11 @@ CHIPS = ("A800-80GB", "C500", "C550", "BI-V150", "MLU370-X8", "H100-SXM")
 
 
 def winners() -> dict[str, api.Estimate]:
-    """Return the estimate on each chip with the fastest candidate alone."""
+    """Return the estimate on each chip with its fastest candidate only."""
     return {chip: api.estimate(SPEC, chip=chip, top=1) for chip in CHIPS}
 
 
-def named(found: api.Estimate) -> str:
+def short_name(found: api.Estimate) -> str:
     """Return the short name of the winner without the data parallel size, which follows from the number of devices."""
     values = dict(found.candidates[0]["candidate"])
     del values["data_parallel_size"], values["use_distributed_optimizer"]
@@ -30,7 +30,7 @@ def named(found: api.Estimate) -> str:
 
 
 def table(*rows: list[str]) -> list[str]:
-    """Return rows, of which the first is the heading, as a table."""
+    """Return rows as a table; the first row is the heading."""
     head, *others = (f"| {' | '.join(row)} |" for row in rows)
     return [head, "| --- " * len(rows[0]) + "|", *others, ""]
 
@@ -47,7 +47,7 @@ def of_winners(found: dict[str, api.Estimate]) -> list[str]:
             [
                 chip,
                 str(estimate.devices),
-                named(estimate),
+                short_name(estimate),
                 step,
                 f"{rate:,.0f}",
                 f"{best['mfu']:.0%}",
@@ -64,7 +64,7 @@ def of_others(found: dict[str, api.Estimate]) -> list[str]:
     for chip, estimate in found.items():
         row = [chip]
         for other in CHIPS:
-            account = api.explain_candidate(SPEC, f"{named(estimate)}, dist-opt", chip=other)
+            account = api.explain_candidate(SPEC, f"{short_name(estimate)}, dist-opt", chip=other)
             step = account.predicted["step_time_s"]["value"] if account.predicted else None
             row.append(f"{step:.1f} s" if step else "-")
             if account.state == "removed":
@@ -74,7 +74,7 @@ def of_others(found: dict[str, api.Estimate]) -> list[str]:
 
 
 def page(text: str) -> str:
-    """Return `text` with new tables, each between its marks."""
+    """Return `text` with new tables between the marks."""
     found, done = winners(), ""
     for lines in (of_winners(found), of_others(found)):
         before, _, rest = text.partition(MARKS[0])

@@ -1,8 +1,8 @@
-"""Make a small GGUF model of a real architecture (Qwen3) with random weights: what examples/serve-cpu.yaml serves.
+"""Make a small GGUF model of a real architecture (Qwen3) with random weights, for examples/serve-cpu.yaml.
 
-    python examples/tiny_gguf.py tiny.gguf        (about a second; needs numpy and gguf, downloads nothing)
+python examples/tiny_gguf.py tiny.gguf        (about a second; needs numpy and gguf, downloads nothing)
 
-Its answers are noise, but a server computes as much for them as for a trained model of this shape.
+The output is random, but the server computes as much as for a trained model of this shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def write(file: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, context: int) -> None:
-    """Write the model, its matrices in q8_0: 8 bits a weight and a scale for every 32."""
+    """Write the model with matrices in q8_0: 8 bits per weight and one scale per 32 weights."""
     writer = gguf.GGUFWriter(file, "qwen3")
     writer.add_name("tiny-qwen3")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
@@ -88,7 +88,7 @@ def _tensors(
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
-    """Add a byte-level BPE: every byte, then pieces of lower-case letters, each joined from two others."""
+    """Add a byte-level BPE tokenizer: all bytes, then pieces of lower-case letters, each merged from two others."""
     merges = list(itertools.islice(_pairs(), size - 256 - len(SPECIAL)))
     tokens = [*_letters_of_bytes(), *(left + right for left, right in merges), *SPECIAL]
     if len(tokens) != size:
@@ -107,10 +107,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _letters_of_bytes() -> list[str]:
-    """Return the visible letter by which GPT-2's vocabulary writes each byte: itself, or one from 256 on."""
+    """Return the visible character of each byte in GPT-2's vocabulary: the byte itself, or a character from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+    unused_letters = itertools.count(256)
+    return [chr(byte) if byte in visible else chr(next(unused_letters)) for byte in range(256)]
 
 
 def _pairs() -> Iterator[tuple[str, str]]:

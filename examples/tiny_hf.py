@@ -1,9 +1,9 @@
-"""Make a small Hugging Face model directory without weights (Qwen3): what examples/serve-vllm-cpu.yaml serves.
+"""Make a small Hugging Face model directory without weights (Qwen3), for examples/serve-vllm-cpu.yaml.
 
-    python examples/tiny_hf.py DIRECTORY        (needs nothing, downloads nothing)
+python examples/tiny_hf.py DIRECTORY        (needs nothing, downloads nothing)
 
-The engine fills in random weights (`--load-format dummy`). Its answers are noise, but it computes as much for them as
-for a trained model of this shape.
+The engine uses random weights (`--load-format dummy`). The output is random, but the engine computes as much as for a
+trained model of this shape.
 """
 
 from __future__ import annotations
@@ -70,16 +70,18 @@ def write(
 
 
 def _tokenizer(vocab: int) -> dict[str, object]:
-    """Return a byte-level BPE: every byte, then tokens that no text is split into, and the special ones."""
+    """Return a byte-level BPE tokenizer: all bytes, unused tokens up to the vocabulary size, and special tokens."""
     ordinary = vocab - len(SPECIAL)
     tokens = [*_letters_of_bytes(), *(f"<{number}>" for number in range(256, ordinary)), *SPECIAL]
-    plain = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False, "special": True}
+    token_flags = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": ordinary + place, "content": word, **plain} for place, word in enumerate(SPECIAL)],
+        "added_tokens": [
+            {"id": ordinary + place, "content": word, **token_flags} for place, word in enumerate(SPECIAL)
+        ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
@@ -100,10 +102,10 @@ def _tokenizer(vocab: int) -> dict[str, object]:
 
 
 def _letters_of_bytes() -> list[str]:
-    """Return the visible letter by which GPT-2's vocabulary writes each byte: itself, or one from 256 on."""
+    """Return the visible character of each byte in GPT-2's vocabulary: the byte itself, or a character from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+    unused_letters = itertools.count(256)
+    return [chr(byte) if byte in visible else chr(next(unused_letters)) for byte in range(256)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from flagcore.contracts import (
     Choice,
     Event,
     Launcher,
+    MultiHostLauncher,
     OnEvent,
     PersistentLauncher,
     Plugins,
@@ -140,7 +141,11 @@ class _Search:
         self.started = time.monotonic()
         self.pruned, self.state, self.past = problem.pruned, learn(()), dependencies.past(problem)
         self.consecutive_busy = 0
-        """Consecutive trials that failed because other programs used their devices."""
+        """Consecutive trials whose devices were busy, or that lost a host without a spare."""
+        if isinstance(dependencies.launcher, MultiHostLauncher):
+            before = self.store.trials()
+            cut_off = (self.store.folder(each) for each in before if each.state is TrialState.INTERRUPTED)
+            dependencies.launcher.resume(filter(None, (each.lost_host for each in before)), cut_off)
         self.search_time = estimate_search_time(problem, self.workload) if self.fidelity == RUN else None
         """How long all trials may take; None after the first event, which reports it."""
         self._learn()
@@ -334,7 +339,8 @@ class _Search:
 
     def _finish(self, trial: Trial) -> None:
         self.store.finish(trial)
-        self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
+        if not (trial.lost_host and self.problem.platform.task.spec.cluster.spares):
+            self.consecutive_busy = self.consecutive_busy + 1 if trial.inconclusive else 0
         self._learn()
         self._emit("trial_finished", trial)
 

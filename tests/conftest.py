@@ -40,6 +40,7 @@ SPREAD = (
 FIRST = (
     *TOGETHER["training"],
     *SPREAD,
+    "tests/hosts/",
     "tests/benchmarks/test_replay.py",
     "tests/importers/flagscale/test_trees.py",
     "tests/cli/test_terminal.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,13 @@ class OnTwoHosts(Player):
     """Plays launches on one of two hosts: the second one once the first was lost."""
 
     lost = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resumed: list[str] = []
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        self.resumed = [*lost]
 
     def has_allocation(self) -> bool:
         return False
@@ -297,3 +304,16 @@ def test_a_trial_whose_host_was_lost_is_tried_again_on_a_spare(bench: Bench) -> 
     assert [launch.hosts for launch in player.launches] == [("a",), ("a",), ("b",), ("b",)]
     assert [event.trial.reason for event in bench.events if event.trial.inconclusive] == ["host a: gone"]
     assert [trial.state for trial in plan.trials] == [TrialState.MEASURED] * 3
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_lost_hosts_stop_the_search_unless_others_replace_them(bench: Bench, spares: int) -> None:
+    bench.player = player = OnTwoHosts()
+    bench.cluster = ClusterSpec(hosts=("a", "b"), nodes=1, spares=spares)
+    gone = Exit(code=1, ended_by="host", duration_s=1.0, detail="a: gone", lost_host="a")
+    player.ends = lambda number: gone if number <= MAX_CONSECUTIVE_BUSY + 1 else None
+    plan = bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert len(player.launches) == (MAX_CONSECUTIVE_BUSY + 4 if spares else MAX_CONSECUTIVE_BUSY)
+    assert plan.counts.balanced
+    bench.tune(repeats=0, max_trials=3, max_step_time=None)
+    assert player.resumed == ["a"] * (MAX_CONSECUTIVE_BUSY + bool(spares))

@@ -11,7 +11,7 @@ from flagcore.cli.main import flag
 
 MARK = re.compile(r"^<!-- (flag(?: [\w-]+)*|common options) -->$", re.MULTILINE)
 COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name")
-"""Options that several commands share. They are described once."""
+"""Options of several commands, which the page describes once."""
 SHARED_FROM = ("tune", "estimate")
 """Commands whose help describes the shared options; the first one that has the option is used."""
 
@@ -27,14 +27,14 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            yield from commands(below, (*path, name))
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            yield from commands(subcommand, (*path, name))
 
 
 def _block(name: str) -> str:
     if name == "common options":
-        return _table(_shared().values())
+        return _table(_shared_options().values())
     path = tuple(name.split()[1:])
     return "\n".join(_command(path, dict(commands(flag))[path]))
 
@@ -45,15 +45,17 @@ def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
     yield f"```text\n{context.info_name} {' '.join(usage)}\n```\n"
     yield _prose(command.help or "")
     if isinstance(command, click.Group):
-        listed = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
-        rows = [(f"`{name}`", _first_sentence(below)) for name, below in listed if below]
+        subcommands = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
+        rows = [(f"`{name}`", _first_sentence(below)) for name, below in subcommands if below]
         yield f"\n{_table(rows, ('command', 'what it does'))}"
-    shared = _shared()
+    shared_options = _shared_options()
     records = _records(command, context)
-    own = [(spelling, text) for key, (spelling, text) in records.items() if shared.get(key) != (spelling, text)]
-    common = [f"`{key}`" for key in records if key in shared and shared[key] == records[key]]
-    if own:
-        yield f"\n{_table(own)}"
+    own_options = [
+        (spelling, text) for key, (spelling, text) in records.items() if shared_options.get(key) != (spelling, text)
+    ]
+    common = [f"`{key}`" for key in records if key in shared_options and shared_options[key] == records[key]]
+    if own_options:
+        yield f"\n{_table(own_options)}"
     if common:
         yield f"\n[Common options](#common-options): {', '.join(common)}."
 
@@ -63,21 +65,21 @@ def _context(command: click.Command, name: str) -> click.Context:
 
 
 def _records(command: click.Command, context: click.Context) -> dict[str, tuple[str, str]]:
-    """Return the options by their longest name: how they are spelled, and their help."""
-    found = {}
+    """Return the spelling and the help of each option, by its longest name."""
+    records = {}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         name = max(parameter.opts, key=len)
         if record is not None and record[1] and name != "--help":
-            found[name] = (f"`{_cell(record[0])}`", _cell(" ".join(record[1].split())))
-    return found
+            records[name] = (f"`{_cell(record[0])}`", _cell(" ".join(record[1].split())))
+    return records
 
 
-def _shared() -> dict[str, tuple[str, str]]:
+def _shared_options() -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
-    every = dict(commands(flag))
+    all_commands = dict(commands(flag))
     for name in SHARED_FROM:
-        command = every[(name,)]
+        command = all_commands[(name,)]
         for key, record in _records(command, _context(command, name)).items():
             if key.removeprefix("--") in COMMON:
                 found.setdefault(key, record)

@@ -21,7 +21,7 @@ def listed(text: str) -> list[tuple[str, str]]:
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with the module whose constants it may name, empty outside of such a list."""
+    """Yield each line with the module whose constants it may name; outside of such a list, the module is empty."""
     module = ""
     for line in text.splitlines(keepends=True):
         if found := FILE.match(line.rstrip()):
@@ -32,8 +32,8 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _line(line: str, module: str) -> str:
-    found = NAME.match(line) if module else None
-    if found is None:
+    match = NAME.match(line) if module else None
+    if match is None:
         return line
-    value = getattr(importlib.import_module(module), found[1])
-    return f"    - `{found[1]} = {value}`: {line[found.end() :]}"
+    value = getattr(importlib.import_module(module), match[1])
+    return f"    - `{match[1]} = {value}`: {line[match.end() :]}"

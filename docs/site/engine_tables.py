@@ -27,5 +27,5 @@ def _row(knob: Knob) -> str:
     spellings = [flag.off if knob.neutral is True else flag.name for flag in knob.flags[:1]]
     flag = f"`--{spellings[0]}`" if spellings else "–"
     values = VALUES.get(knob.kind) or ", ".join(knob.words) or "unequal sizes such as 4+2+2"
-    own = "" if knob.neutral in (None, 1) and knob.neutral is not True else f" ({str(knob.neutral).lower()})"
-    return f"| `{knob.name}` | {flag} | {values}{own} | {knob.auto_help} | {knob.help} |"
+    neutral_text = "" if knob.neutral in (None, 1) and knob.neutral is not True else f" ({str(knob.neutral).lower()})"
+    return f"| `{knob.name}` | {flag} | {values}{neutral_text} | {knob.auto_help} | {knob.help} |"

@@ -1,6 +1,6 @@
 """mkdocs hook: adds the pages of the repository's root to the site, and the generated parts to all pages.
 
-Links between docs/ and the root have one folder less on the site.
+Links between docs/ and the root are shorter by one folder on the site.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ JOINED = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 
 
 def on_config(config: Any) -> Any:
-    """Let headings keep their Chinese in anchors, as they do on GitHub. Called once a build."""
+    """Keep Chinese characters in anchors of headings, like GitHub. Called once per build."""
     config.mdx_configs["toc"]["slugify"] = slugify_unicode
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the root, with their links as the site has them. Called once a build."""
+    """Add the pages of the root, with adapted links. Called once per build."""
     for name in JOINED:
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
@@ -32,7 +32,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page as the site has it. Called once a page."""
+    """Return the page with generated parts and adapted links. Called once per page."""
     from docs.site.tables import filled
 
     for name in JOINED:

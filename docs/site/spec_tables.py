@@ -38,11 +38,13 @@ def _row(name: str, key: dict[str, Any], root: dict[str, Any]) -> str:
     default = key.get("default", "required")
     if isinstance(default, dict):
         default = "absent"
-    shown = default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
-    cells = (f"`{name}`", _values(describe(key, root)), shown, key["description"])
+    default_text = (
+        default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
+    )
+    cells = (f"`{name}`", _values(describe(key, root)), default_text, key["description"])
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _values(text: str) -> str:
-    """Return a description of values without the limits that only guard against typing errors."""
+    """Return a description of values without limits that only detect typing errors."""
     return re.sub(r"(text|a whole number from \d+) (?:of 1 )?to \d{3,}(?: characters)?", r"\1", text)

@@ -1,4 +1,4 @@
-"""What pages contain about the code: commands, knobs, keys of the spec, constants."""
+"""The generated parts of pages: commands, knobs, keys of the spec, constants."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ STATUS = {
 
 def pages() -> dict[Path, str]:
     """Return the text of every generated page by its file."""
-    found = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
-    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **found}
+    by_file = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
+    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **by_file}
 
 
 def _overview(text: str) -> str:
@@ -55,8 +55,8 @@ def _overview(text: str) -> str:
         ]
         for name, shown in VENDORS.items()
     ]
-    made = table(["vendor", "maturity", "chips"], rows)
-    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{made}\n\n<!-- end -->", text)
+    overview = table(["vendor", "maturity", "chips"], rows)
+    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{overview}\n\n<!-- end -->", text)
 
 
 def _page(name: str) -> str:
@@ -108,12 +108,14 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     yield "\n## Chips\n"
     rows = []
     for chip in chips(package):
-        found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
-        rows += found or [[chip.name, "no published values", "", ""]]
+        fact_rows = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
+        rows += fact_rows or [[chip.name, "no published values", "", ""]]
     yield table(["chip", "fact", "value", "source"], rows)
     quirks = read_quirks(package)
-    engines = [[f"all that {kind}", "all chips", _works(each), ""] for kind, each in read_engines(package).items()]
-    engines += [[*_scope(each), _reported(each), source(each.source)] for each in quirks.support]
+    engines = [
+        [f"all that {kind}", "all chips", _support_text(each), ""] for kind, each in read_engines(package).items()
+    ]
+    engines += [[*_scope(each), _reported_text(each), source(each.source)] for each in quirks.support]
     yield from _section("Engines", ["engines", "applies to", "status", "source"], engines)
     rejected = [
         [
@@ -156,13 +158,13 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
     yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
 
 
-def _works(support: EngineSupport) -> str:
-    """Return what is known of a kind of engine, with torch's names."""
+def _support_text(support: EngineSupport) -> str:
+    """Return the support of a kind of engine, with torch's device type and backend."""
     reason = f": {support.reason}" if support.reason else ""
     return f"{STATUS[support.support]}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
 
 
-def _reported(report: Report) -> str:
+def _reported_text(report: Report) -> str:
     word = "" if report.works is None else "works: " if report.works else "does not work: "
     return f"{word}{report.reason}"
 
@@ -172,7 +174,7 @@ def _engines(scope: Scope) -> str:
 
 
 def _scope(scope: Scope) -> tuple[str, str]:
-    """Return the engines, and the chips and releases."""
+    """Return the scope of an entry as text: engines, chips and releases."""
     chips = ", ".join([*(scope.chips or ("all chips",)), *([f"releases {scope.versions}"] if scope.versions else [])])
     return _engines(scope), chips
 
@@ -203,14 +205,14 @@ def facts(chip: Chip) -> Iterator[tuple[str, Fact]]:
 def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]:
     for each in all_knobs(package):
         for value, choice in each.knob.effects.items():
-            how = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
+            launch_text = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
             formula = f"as {', '.join(f'{key}: {value}' for key, value in choice.settings.items())}; "
             yield [
                 each.knob.name,
                 str(value).lower(),
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
-                f"`{how}`" if how else "unknown: for planning only",
+                f"`{launch_text}`" if launch_text else "unknown: for planning only",
                 f"{each.knob.help}. {each.knob.claim} ({source(each.knob.source)})",
             ]
 
@@ -224,7 +226,7 @@ def _values(values: Iterable[object], above: int | None) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of markdown."""
+    """Return a Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     cells = [[" ".join(cell.split()).replace("|", "&#124;") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -1,4 +1,4 @@
-"""The one place where parts meet: plugins, engine, launcher, strategy, store and loop. For Python users and the CLI."""
+"""The Python API, which the CLI uses, too. It connects plugins, engine, launcher, strategy, store and loop."""
 
 from flagcore.api.common.runs import Run, load_run
 from flagcore.api.explaining.candidate_report import CandidateReport, explain_candidate

@@ -1,4 +1,4 @@
-"""Measurements on the user's devices, stored between runs, and the costs that they give."""
+"""Measurements on the user's devices, which are stored between runs, and the costs that are derived from them."""
 
 from flagcore.calibration.costs import collective_table, kernel_table
 from flagcore.calibration.experience import Experience

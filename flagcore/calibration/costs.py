@@ -1,4 +1,4 @@
-"""Costs from a calibration."""
+"""Derives costs from a calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.vendorkit.cost_file import Reading, read_kernel
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
-    """Return the kernel times of `chip`; others follow `curve`. Raises RunError for an invalid row."""
+    """Return kernel costs for `chip` from measured kernels and, for other kernels, `curve`. Raises RunError."""
     try:
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
     except (ValueError, TypeError, KeyError) as error:
@@ -25,28 +25,29 @@ def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTa
 
 
 def collective_table(calibration: Calibration) -> CollectiveTable | None:
-    """Return the collectives among the devices of one node; None if none was measured. Raises RunError.
+    """Return the measured times of collectives within a node; None if none were measured. Raises RunError.
 
-    A smaller message that took longer than a larger one was disturbed and gets the larger one's time.
+    If a small message took longer than a larger one, the measurement was disturbed, and the smaller time is used.
     """
     points: dict[tuple[str, int], dict[float, float]] = {}
     try:
         for row in calibration.rows:
             if "collective" in row:
-                where = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
-                where[float(row["bytes"])] = float(row["us"]) * 1e-6
+                times = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
+                times[float(row["bytes"])] = float(row["us"]) * 1e-6
     except (ValueError, TypeError, KeyError) as error:
         raise _invalid_row(calibration, error) from None
     try:
-        curves = tuple(_curve(kind, ranks, found) for (kind, ranks), found in points.items())
+        curves = tuple(_curve(kind, ranks, times) for (kind, ranks), times in points.items())
         return CollectiveTable(curves=curves, source=f"flag calibrate, {calibration.date}") if curves else None
     except ValueError as error:
         raise RunError(f"the calibration of {calibration.chip}: {error}; run `flag calibrate`") from None
 
 
-def _curve(kind: str, ranks: int, found: Mapping[float, float]) -> CollectiveCurve:
-    sizes = tuple(sorted(found))
-    seconds = tuple(min(found[larger] for larger in sizes if larger >= size) for size in sizes)
+def _curve(kind: str, ranks: int, times: Mapping[float, float]) -> CollectiveCurve:
+    """Return a curve from seconds by payload, made non-decreasing."""
+    sizes = tuple(sorted(times))
+    seconds = tuple(min(times[larger] for larger in sizes if larger >= size) for size in sizes)
     return CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds)
 
 

@@ -1,6 +1,6 @@
-"""Measured trials, stored between runs as job records: one file per run, in the user's data folder.
+"""Stores measured trials between runs, as job records in one file per run in the user's data folder.
 
-The files have measurements, not errors of predictions, which depend on the version of the model.
+The files have measurements rather than errors of predictions, because predictions change with releases of flagcore.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ GIB = 2**30
 
 
 class Experience:
-    """The measured trials in a folder, which need not exist."""
+    """The measured trials in a folder. The folder is created on the first write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def of_user(cls) -> Experience:
-        """Return the one in FLAGCORE_HOME, next to the calibrations."""
+        """Return the measured trials of the user, in a folder beside that of the calibrations."""
         return cls(Calibrations.of_user().folder.parent / "experience")
 
     def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
-        """Write the measurements of a run, atomically, in place of earlier ones. Raises RunError.
+        """Write the measurements of a run, and return the file; None if there is nothing to store. Raises RunError.
 
-        Servers under several load points or a trace are not stored: a record has one load.
+        Serving jobs with several load points or a trace are not stored, because a record has one load.
         """
         work = task.spec.work
         if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace):
@@ -55,20 +55,17 @@ class Experience:
         replace_file(path, "".join(json.dumps(each) + "\n" for each in records))
         return path
 
-    def records(self, chip: Chip, engine: str, *, but: str | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the records of a chip and an engine, latest run first, without those of the run `but`.
-
-        Unreadable files are skipped.
-        """
-        for path in sorted(self.folder.glob("*.jsonl"), key=_age, reverse=True):
-            if path.stem == but:
+    def records(self, chip: Chip, engine: str, *, exclude_run: str | None = None) -> Iterator[Mapping[str, Any]]:
+        """Yield the records of a chip and an engine, those of the latest run first. Unreadable files are skipped."""
+        for path in sorted(self.folder.glob("*.jsonl"), key=_modification_time, reverse=True):
+            if path.stem == exclude_run:
                 continue
             with suppress(OSError, ValueError):
                 lines = [json.loads(line) for line in read_regular(path).splitlines()]
                 yield from (line for line in lines if _matches(line, chip, engine))
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the measurements on the chip of that name and return their files. Raises RunError."""
+        """Delete the files with measurements on a chip, and return their paths. Raises RunError."""
         deleted = []
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -86,7 +83,7 @@ def _matches(line: Any, chip: Chip, engine: str) -> bool:
     return False
 
 
-def _age(path: Path) -> float:
+def _modification_time(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
@@ -120,7 +117,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
 
 
 def _train_fields(work: TrainSpec, trial: Trial) -> dict[str, Any]:
-    """Return the job that ran: with shortened steps, that of a smaller batch."""
+    """Return the fields of the training job, with the batch size that ran."""
     names = ("seq_length", "global_batch_size", "precision", "attention", "implementation", "engine", "command")
     found = {**{name: getattr(work, name) for name in names}, "settings": dict(work.settings)}
     return found | ({"global_batch_size": trial.shortened.global_batch_size} if trial.shortened else {})

@@ -1,4 +1,4 @@
-"""Calibrations as files: one per chip, driver and version of torch, in the user's data folder."""
+"""Stores calibrations in the user's data folder, one file per chip, driver and version of torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measurements on `devices` devices of one chip: `rows` of kernels and collectives, as plain data.
+    """Measurements on `devices` devices of one chip. `rows` are measured kernels and collectives, as plain data.
 
-    `aliases` are the chip's at that time; for a CPU they name the processor. `how` is the tool, `date` is ISO 8601.
-    `others` is the share of the CPUs that other processes used meanwhile, 0 to 1; None if unknown. `facts` are those of
-    a chip that is in no plugin's catalogue, else None.
+    `aliases` are the aliases of the chip at that time; for a CPU they name the processor. `how` is the tool, `date` is
+    ISO 8601. `others` is the share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
+    `facts` are the figures of a chip that no plugin lists, else None.
     """
 
     chip: str
@@ -43,24 +43,24 @@ class Calibration:
 
     @property
     def file_name(self) -> str:
-        """Return the name of its file, which a new calibration of the same devices replaces."""
+        """The name of the file. A new calibration of the same chip, driver and torch replaces the file."""
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
         return "--".join(map(_slug, parts)) + ".json"
 
     def matches(self, chip: Chip) -> bool:
-        """Return whether it was measured on `chip`; see `same_chip`."""
+        """Return whether the calibration was measured on `chip`; see `same_chip`."""
         return same_chip(self.chip, self.aliases, chip)
 
 
 class Calibrations:
-    """The calibrations in a folder, which need not exist."""
+    """The calibrations in a folder. The folder is created on the first write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def of_user(cls) -> Calibrations:
-        """Return the calibrations in FLAGCORE_HOME, else in XDG_DATA_HOME or ~/.local/share."""
+        """Return the calibrations of the user, in FLAGCORE_HOME, XDG_DATA_HOME or ~/.local/share."""
         if home := os.environ.get(HOME_VARIABLE):
             return cls(Path(home) / "calibrations")
         shared = os.environ.get("XDG_DATA_HOME", "")
@@ -68,23 +68,23 @@ class Calibrations:
         return cls(data / "flagcore" / "calibrations")
 
     def all(self) -> tuple[tuple[Path, Calibration], ...]:
-        """Return the readable calibrations with their files, newest first. Raises RunError for the folder."""
+        """Return the readable calibrations with their files, newest first. Raises RunError."""
         return self._read()[0]
 
     def skipped_files(self) -> tuple[tuple[Path, RunError], ...]:
-        """Return the unreadable files with the reasons. Raises RunError for the folder."""
+        """Return the unreadable files with the reasons. Raises RunError."""
         return self._read()[1]
 
     def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
         """Return the newest calibration of `chip`, preferably with this version of torch.
 
-        Raises RunError if a file named after this chip cannot be read.
+        Raises RunError if a file of this chip cannot be read.
         """
-        good, bad = self._read()
-        for path, error in bad:
-            if _named_for(path, chip):
+        readable, unreadable = self._read()
+        for path, error in unreadable:
+            if _is_file_of(path, chip):
                 raise error
-        found = [pair for pair in good if pair[1].matches(chip)]
+        found = [pair for pair in readable if pair[1].matches(chip)]
         return next((pair for pair in found if pair[1].torch == torch), found[0] if found else None)
 
     def check_writable(self) -> None:
@@ -98,16 +98,16 @@ class Calibrations:
             raise _unwritable(self.folder, error) from None
 
     def save(self, calibration: Calibration) -> Path:
-        """Write a calibration atomically and return its file. Raises RunError."""
+        """Write a calibration and return its file. Raises RunError."""
         path = self.folder / calibration.file_name
         replace_file(path, _text(calibration))
         return path
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the calibrations of that chip, also unreadable ones, and return their files. Raises RunError."""
-        good, bad = self._read()
-        deleted = [path for path, calibration in good if calibration.chip.casefold() == chip.casefold()]
-        deleted += [path for path, _ in bad if path.stem.split("--")[0] == _slug(chip)]
+        """Delete the calibrations of a chip, also unreadable ones, and return their files. Raises RunError."""
+        readable, unreadable = self._read()
+        deleted = [path for path, calibration in readable if calibration.chip.casefold() == chip.casefold()]
+        deleted += [path for path, _ in unreadable if path.stem.split("--")[0] == _slug(chip)]
         delete_files(deleted)
         return tuple(deleted)
 
@@ -118,19 +118,19 @@ class Calibrations:
             return (), ()
         except OSError as error:
             raise RunError(f"{self.folder} cannot be read: {error.strerror or error}") from None
-        good, bad = [], []
+        readable, unreadable = [], []
         for path in files:
             try:
-                good.append((path, read(path)))
+                readable.append((path, read(path)))
             except RunError as error:
-                bad.append((path, error))
-        return tuple(sorted(good, key=lambda pair: pair[1].date, reverse=True)), tuple(bad)
+                unreadable.append((path, error))
+        return tuple(sorted(readable, key=lambda pair: pair[1].date, reverse=True)), tuple(unreadable)
 
 
 def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
-    """Return whether a measurement is of `chip`: equal names and, unless both have no aliases, a shared alias."""
-    names = {alias.casefold() for alias in aliases}, {alias.casefold() for alias in chip.aliases}
-    return name.casefold() == chip.name.casefold() and (names[0] == names[1] or bool(names[0] & names[1]))
+    """Return whether a measured chip is `chip`: the names are equal, and so are the aliases or at least one of them."""
+    measured, known = ({alias.casefold() for alias in each} for each in (aliases, chip.aliases))
+    return name.casefold() == chip.name.casefold() and (measured == known or bool(measured & known))
 
 
 def read(path: Path) -> Calibration:
@@ -147,7 +147,7 @@ def read(path: Path) -> Calibration:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file in the user's data folder in one step. Raises RunError."""
+    """Write a file in the user's data folder atomically. Raises RunError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, text)
@@ -156,7 +156,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def delete_files(paths: Iterable[Path]) -> None:
-    """Delete files, which may be gone already. Raises RunError."""
+    """Delete files that may not exist. Raises RunError."""
     for path in paths:
         try:
             path.unlink(missing_ok=True)
@@ -169,11 +169,11 @@ def _unwritable(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be written: {error.strerror or error}; {fix}")
 
 
-def _named_for(path: Path, chip: Chip) -> bool:
-    """Return whether a file has the name of a calibration of `chip`: for a plain CPU, of its processor."""
+def _is_file_of(path: Path, chip: Chip) -> bool:
+    """Return whether a file has the name of a calibration of `chip`. The name of a CPU includes the processor."""
     name, *rest = path.stem.split("--")
-    other = len(rest) == 3 and chip.aliases and rest[0] not in map(_slug, chip.aliases)
-    return name == _slug(chip.name) and not other
+    is_other_processor = len(rest) == 3 and chip.aliases and rest[0] not in map(_slug, chip.aliases)
+    return name == _slug(chip.name) and not is_other_processor
 
 
 def _slug(name: str) -> str:
@@ -182,8 +182,8 @@ def _slug(name: str) -> str:
 
 def _text(calibration: Calibration) -> str:
     """Return a calibration as JSON with one line per row."""
-    present = {name: value for name, value in asdict(calibration).items() if value is not None}
-    head = {"schema": SCHEMA, **{name: value for name, value in present.items() if name != "rows"}}
+    known = {name: value for name, value in asdict(calibration).items() if value is not None}
+    head = {"schema": SCHEMA, **{name: value for name, value in known.items() if name != "rows"}}
     if calibration.others is not None:
         head["others"] = round(calibration.others, 4)
     rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)

@@ -1,4 +1,4 @@
-"""The command `flag`: parse, call flagcore.api, print. Each command imports what it needs when it runs."""
+"""The command `flag`: parse, call flagcore.api, print. Commands import their modules when they run."""
 
 from flagcore.cli.main import main
 

@@ -38,34 +38,36 @@ def explain_command(
     if candidate:
         _print(api.explain_candidate(spec, " ".join(candidate), chip=chip, without=without), form)
         return
-    found = api.explain(spec, chip=chip, without=without)
-    eliminated = {**found.counts.illegal, **found.counts.pruned}
+    explanation = api.explain(spec, chip=chip, without=without)
+    eliminated = {**explanation.counts.illegal, **explanation.counts.pruned}
     if form == "table":
-        rules = [{"rule": name, "says": found.says.get(name, "")} for name in eliminated]
-        options.show(str(found))
+        rules = [{"rule": name, "says": explanation.says.get(name, "")} for name in eliminated]
+        options.show(str(explanation))
         options.show("\n" + render(rules, "table", options.columns("rules")))
-        for text in (knobs_text(found.knobs), notes_text(found.notes)):
+        for text in (knobs_text(explanation.knobs), notes_text(explanation.notes)):
             if text:
                 options.show(f"\n{text}")
-        if found.ended_because:
-            options.show("\n" + _("Stopped: {reason}.", reason=found.ended_because))
+        if explanation.ended_because:
+            options.show("\n" + _("Stopped: {reason}.", reason=explanation.ended_because))
     elif form == "csv":
-        rows = [{"rule": rule, "took": eliminated.get(rule, 0), "says": says} for rule, says in found.says.items()]
+        rows = [
+            {"rule": rule, "took": eliminated.get(rule, 0), "says": says} for rule, says in explanation.says.items()
+        ]
         options.show_records(rows, form, options.columns("eliminated"))
     else:
-        options.show_record(asdict(found), form)
-    if found.nothing_fits:
-        raise NothingFits(found.nothing_fits)
+        options.show_record(asdict(explanation), form)
+    if explanation.nothing_fits:
+        raise NothingFits(explanation.nothing_fits)
 
 
 @click.command("compare")
-@click.argument("two", nargs=-1, metavar="A B")
-@click.option("--spec", type=click.Path(), metavar="SPEC", help="Take A and B from this spec.")
+@click.argument("names", nargs=-1, metavar="A B")
+@click.option("--spec", type=click.Path(), metavar="SPEC", help="Compare two candidates of this spec.")
 @options.chip()
 @options.output
 @options.plugins
 def compare_command(
-    two: tuple[str, ...], spec: str | None, chip: str | None, form: str, without: tuple[str, ...]
+    names: tuple[str, ...], spec: str | None, chip: str | None, form: str, without: tuple[str, ...]
 ) -> None:
     """Compare two candidates: knobs, predicted time and memory, measurements, and why they differ.
 
@@ -74,10 +76,10 @@ def compare_command(
     """
     from flagcore import api
 
-    if len(two) != 2:
+    if len(names) != 2:
         usage = "`flag compare RUN:best RUN:baseline`, `flag compare --spec SPEC 1 2`"
-        raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(two), usage=usage))
-    a, b = two
+        raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(names), usage=usage))
+    a, b = names
     _print(api.compare(a, b, spec=spec, chip=chip, without=without), form)
 
 

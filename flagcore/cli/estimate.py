@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 )
 @options.chip()
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
-@click.option("--explain", metavar="ID", help="Show one in detail: number in the list, baseline, or the id of a job.")
+@click.option(
+    "--explain", metavar="ID", help="Show one candidate in detail: number in the list, baseline, or the id of a job."
+)
 @options.output
 @options.plugins
 def estimate_command(
@@ -48,13 +50,13 @@ def estimate_command(
     if explain is not None and form == "csv":
         raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
-        raise click.UsageError(_("give either SPEC or --jobs FILE"))
+        raise click.UsageError(_("either SPEC or --jobs FILE is required"))
     if jobs is not None and chip is not None:
         raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
-    if jobs is not None and _is_set("top"):
+    if jobs is not None and _is_given("top"):
         raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
     if jobs is not None:
-        form = form if _is_set("form") or explain is not None else "jsonl"
+        form = form if _is_given("form") or explain is not None else "jsonl"
         with options.language_of(form):
             _estimate_jobs(jobs, explain, form, without)
         return
@@ -64,7 +66,7 @@ def estimate_command(
     _estimate_spec(spec, data, chip, top, explain, form, without)
 
 
-def _is_set(option: str) -> bool:
+def _is_given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
@@ -81,11 +83,11 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         if explain not in by_id:
             problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
             raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, by_id)])))
-        found = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
-        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
+        details = next(api.estimate_jobs([by_id[explain]], without=without, at_once=1, with_model=True))
+        _show(details, _("Job {id}", id=explain), form, knobs_of_spec(by_id[explain]), labels_of_spec(by_id[explain]))
         return
-    at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
-    predictions = api.estimate_jobs(records, without=without, at_once=at_once)
+    batch_size = 1 if _is_pipe(jobs) else api.AT_ONCE
+    predictions = api.estimate_jobs(records, without=without, at_once=batch_size)
     if form == "jsonl":
         for prediction in predictions:
             click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
@@ -94,9 +96,9 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         if form in ("table", "csv"):
             for each in answers:
                 each["reason"] = each.get("reason") or "; ".join(each.get("warnings", ())) or None
-        serves = any("objective" in each for each in answers)
-        trains = not serves or any("mfu" in each or "limit" in each for each in answers)
-        figures = ["predicted"] * trains + ["predicted_serving"] * serves
+        has_serving = any("objective" in each for each in answers)
+        has_training = not has_serving or any("mfu" in each or "limit" in each for each in answers)
+        figures = ["predicted"] * has_training + ["predicted_serving"] * has_serving
         options.show_records(answers, form, options.columns("jobs", *figures, "jobs_fit"))
 
 
@@ -120,60 +122,62 @@ def _estimate_spec(
     )
 
     number = _number(explain)
-    found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
-    where = f"{found.devices} x {found.chip}"
+    estimate = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
+    hardware = f"{estimate.devices} x {estimate.chip}"
     if explain is not None:
-        number_of = len(found.candidates)
+        number_of = len(estimate.candidates)
         if number > number_of:
             raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=number_of))
-        record = found.candidates[number - 1] if number else found.baseline
-        details = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
-        details |= {"notes": list(found.notes)} if found.notes else {}
+        record = estimate.candidates[number - 1] if number else estimate.baseline
+        details = {"chip": estimate.chip, "devices": estimate.devices, **record, "model": list(estimate.model)}
+        details |= {"notes": list(estimate.notes)} if estimate.notes else {}
         _show(
             details,
             _("Candidate {number}", number=number) if number else _("Baseline"),
             form,
-            found.knobs,
-            found.labels,
+            estimate.knobs,
+            estimate.labels,
         )
         return
     if form == "table":
-        if found.unmet:
-            options.say(found.unmet + "\n")
-        if any("step_time_s" in each for each in found.candidates):
-            options.say(_("Fastest predicted candidates on {hardware}:", hardware=where))
+        if estimate.unmet:
+            options.say(estimate.unmet + "\n")
+        if any("step_time_s" in each for each in estimate.candidates):
+            options.say(_("Fastest predicted candidates on {hardware}:", hardware=hardware))
         else:
-            options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
-    figures = "predicted_serving" if any("objective" in each for each in found.candidates) else "predicted"
-    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **options.columns(figures)}
-    candidates = [{**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in found.candidates]
+            options.say(_("Candidates with the least memory on {hardware}:", hardware=hardware))
+    figures = "predicted_serving" if any("objective" in each for each in estimate.candidates) else "predicted"
+    columns = {"#": "number", **candidate_columns(estimate.candidates, estimate.knobs), **options.columns(figures)}
+    candidates = [
+        {**each, "slo_text": slo_text(each["slo"])} if "slo" in each else each for each in estimate.candidates
+    ]
     if form == "table" and any("slo" in each for each in candidates):
         columns |= {"SLO": "slo_text"}
-    options.show_records(candidates if form == "table" else found.candidates, form, columns)
+    options.show_records(candidates if form == "table" else estimate.candidates, form, columns)
     if form == "table":
-        if found.assumed:
-            options.show("\n" + assumed_text(found.assumed))
-        lines = [candidate_line(_("baseline"), found.baseline, found.knobs)]
-        if found.defaults:
-            lines.append(candidate_line(_("without options"), found.defaults, found.knobs))
-        options.say("\n" + "\n".join(lines) + "\n\n" + funnel(found.counts))
-        options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
-        if found.search:
-            options.say("flag tune: " + search_time_text(found.search))
-        if found.untimed:
+        if estimate.assumed:
+            options.show("\n" + assumed_text(estimate.assumed))
+        lines = [candidate_line(_("baseline"), estimate.baseline, estimate.knobs)]
+        if estimate.defaults:
+            lines.append(candidate_line(_("without options"), estimate.defaults, estimate.knobs))
+        options.say("\n" + "\n".join(lines) + "\n\n" + funnel(estimate.counts))
+        options.say("\n" + _("Predicted {for_what}.", for_what=estimate.runs))
+        if estimate.search:
+            options.say("flag tune: " + search_time_text(estimate.search))
+        if estimate.untimed:
             options.say(
                 ngettext(
                     "{count:,} candidate of {total:,} has no predicted time, and is listed last: {reason}.",
                     "{count:,} candidates of {total:,} have no predicted time, and are listed last: {reason}.",
-                    found.untimed,
-                    total=found.counts.untried,
-                    reason=found.no_time,
+                    estimate.untimed,
+                    total=estimate.counts.untried,
+                    reason=estimate.no_time,
                 )
             )
 
 
 def _number(explain: str | None) -> int:
-    """Return the number of the candidate to explain, 0 for the baseline or none."""
+    """Return the number of the candidate to explain; 0 for the baseline, or without a candidate."""
     if explain in (None, "baseline"):
         return 0
     if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
@@ -190,8 +194,8 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
         options.show_record(record, form)
         return
     if "candidate" in record:
-        named = {**record.get("settings", {}), **record.get("assumed", {})}
-        settings = [f"{key}={value}" for key, value in named.items() if value not in (False, 0)]
+        settings_and_assumed = {**record.get("settings", {}), **record.get("assumed", {})}
+        settings = [f"{key}={value}" for key, value in settings_and_assumed.items() if value not in (False, 0)]
         values = filter(None, [values_text(record["candidate"], knobs), *settings])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
@@ -200,7 +204,7 @@ def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs, labels: L
 
 
 def _is_pipe(file: str) -> bool:
-    """Return whether the writer of a stream may wait for each answer before it writes the next line."""
+    """Return whether a file is a pipe, whose writer may wait for each prediction before it writes the next line."""
     try:
         mode = os.fstat(0).st_mode if file == "-" else os.stat(file).st_mode
     except OSError:

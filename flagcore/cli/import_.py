@@ -14,7 +14,7 @@ HISTORY = "-history"
 
 
 class _Importers(click.Group):
-    """The commands NAME and NAME-history of each importer that is installed, looked up when they are used."""
+    """The commands NAME and NAME-history of each installed importer, looked up on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from flagcore.plugins import IMPORTERS, names
@@ -50,16 +50,16 @@ def config_command(
     """
     from flagcore import api
 
-    found = api.read_tree(directory, config_name, overrides, importer=context.info_name)
-    options.print_notes(found.notes)
-    api.check_tree(found)
+    config = api.read_tree(directory, config_name, overrides, importer=context.info_name)
+    options.print_notes(config.notes)
+    api.check_tree(config)
     if output is None:
-        click.echo(found.as_yaml(), nl=False)
+        click.echo(config.as_yaml(), nl=False)
         return
     if output.exists():
         raise click.UsageError(_("{file} exists; delete it or choose another file", file=output))
     try:
-        output.write_text(found.as_yaml(), encoding="utf-8")
+        output.write_text(config.as_yaml(), encoding="utf-8")
     except OSError as error:
         raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
 
@@ -90,15 +90,15 @@ def history_command(
     from flagcore.report.text import candidate_columns
 
     importer = str(context.info_name).removesuffix(HISTORY)
-    found = api.import_history(
+    imported = api.import_history(
         csv, spec, run_dir=run_dir, same_machine=same_machine, without=without, importer=importer
     )
-    for note in found.notes:
+    for note in imported.notes:
         options.say(f"flag: {note}")
-    records = [trial_record(trial) for trial in found.trials]
-    columns = {"trial": "number", **candidate_columns(records, found.knobs), **options.columns("imported")}
+    records = [trial_record(trial) for trial in imported.trials]
+    columns = {"trial": "number", **candidate_columns(records, imported.knobs), **options.columns("imported")}
     options.show_records(records, form, columns)
-    count, folder = len(found.trials), found.run_dir
+    count, folder = len(imported.trials), imported.run_dir
     if same_machine:
         options.say(_("Saved {count} trials of this machine to {folder}.", count=count, folder=folder))
     else:

@@ -32,8 +32,10 @@ def schema_command() -> None:
 
 
 @click.command("doctor")
-@click.option("--hosts", type=click.Path(path_type=Path), help=N_("Check the hosts of this host file instead."))
-@click.option("--launcher", default="ssh", show_default=True, help=N_("How to reach them."))
+@click.option(
+    "--hosts", type=click.Path(path_type=Path), help=N_("Check the hosts of this host file instead of this machine.")
+)
+@click.option("--launcher", default="ssh", show_default=True, help=N_("Launcher that connects to the hosts."))
 @options.output
 def doctor_command(hosts: Path | None, launcher: str, form: str) -> None:
     """Check the installation: what each engine lacks, and how to fix it."""
@@ -62,7 +64,7 @@ def completion_command(shell: str) -> None:
 
 
 def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Refuse nan, which is in every range."""
+    """Reject nan, which passes the check of every range."""
     if not math.isfinite(value):
         raise click.BadParameter(_("{value} is not a number of seconds", value=value), context, option)
     return value

@@ -1,4 +1,4 @@
-"""The entry point `flag`: the group of commands, and how errors become messages and exit codes."""
+"""The entry point `flag`: the group of commands, and the conversion of errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return one command, None if there is none of that name."""
+        """Return the command with a name; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         return translated(getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command"))
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _configure_streams() -> None:
-    """Redirect closed streams to /dev/null, and print letters that the encoding lacks as escapes."""
+    """Redirect closed streams to /dev/null, and print characters outside of the encoding as escapes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -140,10 +140,10 @@ def _configure_streams() -> None:
 
 
 def _choose_language() -> None:
-    """Select the language of the environment; English where a stream cannot encode it."""
-    asked = os.environ.get(VARIABLE, "")
-    if not choose(asked):
-        say(f"flag: {VARIABLE} = {asked!r} is not a supported language; use {' or '.join(LANGUAGES)}")
+    """Select the language of the environment; English if a stream cannot encode it."""
+    requested = os.environ.get(VARIABLE, "")
+    if not choose(requested):
+        say(f"flag: {VARIABLE} = {requested!r} is not a supported language; use {' or '.join(LANGUAGES)}")
         sys.exit(2)
     if language() != "en" and not all(map(_encodes_chinese, (sys.stdout, sys.stderr))):
         choose("en")
@@ -180,22 +180,22 @@ def translated(command: click.Command) -> click.Command:
 
 
 def _command(command: click.Command) -> click.Command:
-    made = copy(command)
+    translated_command = copy(command)
     paragraphs = map(_one_line, (command.help or "").split("\n\n"))
-    made.help = "\n\n".join(map(_, paragraphs))
-    first = SENTENCE.match(made.help)
-    made.short_help = first[0].rstrip("。.") if first else None
-    made.params = [_parameter(each) for each in command.params]
-    if isinstance(made, click.Group):
-        made.commands = {name: _command(each) for name, each in made.commands.items()}
-    return made
+    translated_command.help = "\n\n".join(map(_, paragraphs))
+    first = SENTENCE.match(translated_command.help)
+    translated_command.short_help = first[0].rstrip("。.") if first else None
+    translated_command.params = [_parameter(each) for each in command.params]
+    if isinstance(translated_command, click.Group):
+        translated_command.commands = {name: _command(each) for name, each in translated_command.commands.items()}
+    return translated_command
 
 
 def _parameter(parameter: click.Parameter) -> click.Parameter:
-    made = copy(parameter)
-    if isinstance(made, click.Option) and made.help:
-        made.help = _(made.help)
-    return made
+    translated_parameter = copy(parameter)
+    if isinstance(translated_parameter, click.Option) and translated_parameter.help:
+        translated_parameter.help = _(translated_parameter.help)
+    return translated_parameter
 
 
 def _one_line(paragraph: str) -> str:

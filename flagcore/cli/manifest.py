@@ -12,16 +12,18 @@ from flagcore.cli import options
 @click.command("manifest")
 @click.argument("where", type=click.Path(exists=True, path_type=Path), metavar="SPEC|RUN")
 @click.option("--kind", type=click.Choice(("jobset", "pytorchjob", "volcano")), required=True, help="Kind of the job.")
-@click.option("--image", required=True, help="Container image with flagcore, or with what the best needs.")
-@click.option("--name", help="Name of the job [default: that of the file or directory].")
-@click.option("--volume", metavar="CLAIM:PATH", help="Persistent volume claim, and where it is mounted.")
+@click.option(
+    "--image", required=True, help="Container image with flagcore, or with the environment of the best command."
+)
+@click.option("--name", help="Name of the job [default: name of the file or directory].")
+@click.option("--volume", metavar="CLAIM:PATH", help="Persistent volume claim and its mount point.")
 @options.plugins
 def manifest_command(
     where: Path, kind: str, image: str, name: str | None, volume: str | None, without: tuple[str, ...]
 ) -> None:
     """Write a Kubernetes job that tunes SPEC, or that trains with the best configuration of RUN.
 
-    All files have the same paths in the image, or on the volume, as here.
+    All files must have the same paths in the image or on the volume as on this machine.
     """
     from flagcore import api
     from flagcore.report.formats import as_yaml

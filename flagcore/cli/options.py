@@ -25,7 +25,7 @@ FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats but tables are in English."""
+    """Add `--format`, `--json` and `--wide`; the command receives `form`. All formats except tables are in English."""
 
     @wraps(command)
     def with_language(*arguments: Any, **others: Any) -> Any:
@@ -44,19 +44,19 @@ def formats(command: F) -> F:
         with on_terminal(wide):
             return command(*arguments, **others)
 
-    made: Any = fitting
+    decorated: Any = fitting
     choice = click.Choice(FORMATS)
     for add in (
         click.option("--wide", is_flag=True, help="Do not wrap tables to the width of the terminal."),
         click.option("--json", "form", flag_value="json", help="Same as --format json."),
         click.option("--format", "form", type=choice, default="table", help="Output format [default: table]."),
     ):
-        made = add(made)
-    return made  # type: ignore[no-any-return]
+        decorated = add(decorated)
+    return decorated  # type: ignore[no-any-return]
 
 
 def language_of(form: str) -> AbstractContextManager[None]:
-    """Return the context of an output format: tables are in the language of the user, all others in English."""
+    """Return the context of an output format: tables are in the language of the user, other formats in English."""
     return nullcontext() if form == "table" else in_english()
 
 
@@ -65,8 +65,8 @@ def on_terminal(wide: bool = False) -> Iterator[None]:
     """Fit tables to the width of the terminal, unless `wide`."""
     from flagcore.report.formats import fitted
 
-    fit = sys.stdout.isatty() and not wide
-    with fitted(shutil.get_terminal_size().columns if fit else None):
+    fits_terminal = sys.stdout.isatty() and not wide
+    with fitted(shutil.get_terminal_size().columns if fits_terminal else None):
         yield
 
 
@@ -120,15 +120,15 @@ def tree(command: F) -> F:
             raise click.UsageError(_("{name!r} is not an override (a.b=c); --config-path replaces SPEC", name=spec))
         return _with_tree(command, config_path, config_name, [*filter(None, [spec]), *overrides], others)
 
-    made: Any = with_source
+    decorated: Any = with_source
     for add in (
-        click.option("--config-name", metavar="NAME", help="Top-level file of that config."),
+        click.option("--config-name", metavar="NAME", help="Top-level file of the config."),
         click.option("--config-path", metavar="DIR", help="Read a config of another tuner instead of SPEC."),
         click.argument("overrides", nargs=-1),
         click.argument("spec", required=False, type=click.Path(path_type=str)),
     ):
-        made = add(made)
-    return made  # type: ignore[no-any-return]
+        decorated = add(decorated)
+    return decorated  # type: ignore[no-any-return]
 
 
 def _with_tree(command: F, path: str, name: str, overrides: list[str], others: dict[str, Any]) -> Any:
@@ -136,12 +136,12 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
     from flagcore import api
     from flagcore.errors import SpecError
 
-    found = api.read_tree(Path(path), name, overrides)
-    print_notes(found.notes)
+    config = api.read_tree(Path(path), name, overrides)
+    print_notes(config.notes)
     try:
-        return command(source=(found.file, found.data), **others)
+        return command(source=(config.file, config.data), **others)
     except SpecError as error:
-        raise found.translate_error(error) from None
+        raise config.translate_error(error) from None
 
 
 def print_notes(notes: Iterable[ImportNote]) -> None:
@@ -151,7 +151,7 @@ def print_notes(notes: Iterable[ImportNote]) -> None:
 
 
 def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = ", ") -> list[dict[str, Any]]:
-    """Return records whose list under `key` is one text, if the format has columns."""
+    """Return records with the list under `key` joined to one text, if the format has columns."""
     if form not in ("table", "csv"):
         return records
     return [{**record, key: separator.join(record[key])} for record in records]
@@ -178,7 +178,7 @@ def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mappi
 
 
 def show_record(record: Mapping[str, Any], form: str) -> None:
-    """Print one record with all its fields, as JSON an object and not a list."""
+    """Print one record with all its fields. As JSON it is an object, not a list."""
     if form == "json":
         click.echo(json.dumps(record, indent=2, ensure_ascii=False))
     else:
@@ -191,7 +191,7 @@ def show(text: str, form: str = "table") -> None:
 
 
 def _fitted(text: str) -> str:
-    """Wrap long lines to the width of the terminal; a path is never cut."""
+    """Wrap long lines to the width of the terminal; paths are not broken."""
     from flagcore.report.formats import WIDTH
 
     width = WIDTH.get()

@@ -27,8 +27,8 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
 
     records = api.plugin_table(without)
-    warned = any(record["warnings"] for record in records)
-    columns = options.columns("plugins", *(["plugin_warnings"] if warned else []))
+    has_warnings = any(record["warnings"] for record in records)
+    columns = options.columns("plugins", *(["plugin_warnings"] if has_warnings else []))
     rows = options.joined(options.joined(records, form, "chips", " "), form, "warnings", "; ")
     options.show_records(rows, form, columns)
 
@@ -58,13 +58,13 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
     from flagcore.errors import NoDevice
     from flagcore.testing.runner import as_text
 
-    checked = api.check_plugins(targets)
-    records: list[dict[str, Any]] = [plugin.record for plugin in checked]
+    checked_plugins = api.check_plugins(targets)
+    records: list[dict[str, Any]] = [plugin.record for plugin in checked_plugins]
     with options.on_terminal():
-        options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked), form)
-    failed = {record["name"]: record["failed"] for record in records if record["failed"]}
-    if failed:
-        counts = ", ".join(f"{name} ({count})" for name, count in failed.items())
+        options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked_plugins), form)
+    failed_checks = {record["name"]: record["failed"] for record in records if record["failed"]}
+    if failed_checks:
+        counts = ", ".join(f"{name} ({count})" for name, count in failed_checks.items())
         raise NoDevice(_("checks failed: {counts}", counts=counts))
 
 

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     help="Candidate to probe: number in the list of `flag estimate`, baseline, or knobs as name=value,...",
 )
 @click.option(
-    "--top", type=click.IntRange(1), default=1, show_default=True, help="Probe the N fastest predicted.", metavar="N"
+    "--top",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Probe the N fastest predicted candidates.",
+    metavar="N",
 )
 @click.option(
     "--rank",
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     multiple=True,
     metavar="R",
-    help="Global rank to probe (repeatable) [default: the most informative].",
+    help="Global rank to probe (repeatable) [default: the most informative ranks].",
 )
 @options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
@@ -63,7 +68,7 @@ def probe_command(
 
     if candidate is not None and top != 1:
         raise click.UsageError(_("--candidate and --top are mutually exclusive"))
-    found = api.probe(
+    probes = api.probe(
         spec,
         candidate=candidate,
         top=top,
@@ -75,16 +80,16 @@ def probe_command(
         on_rank=lambda line: None if quiet else options.say(f"flag: {line}"),
     )
     if form not in ("table", "csv"):
-        options.show_records([each.as_data() for each in found], form, {})
+        options.show_records([each.as_data() for each in probes], form, {})
         return
-    rows = [{"number": number, **rank} for number, each in enumerate(found, start=1) for rank in each.ranks]
+    rows = [{"number": number, **rank} for number, each in enumerate(probes, start=1) for rank in each.ranks]
     columns = options.columns("probed")
-    if len(found) == 1:
+    if len(probes) == 1:
         del columns["#"]
     options.show_records(rows, form, columns)
     if form == "table":
-        for number, each in enumerate(found, start=1):
-            options.say("\n" + "\n".join(_summary(number if len(found) > 1 else None, each.as_data(), each.knobs)))
+        for number, each in enumerate(probes, start=1):
+            options.say("\n" + "\n".join(_summary(number if len(probes) > 1 else None, each.as_data(), each.knobs)))
 
 
 def _summary(number: int | None, probed: dict[str, Any], knobs: Knobs) -> list[str]:
@@ -96,8 +101,8 @@ def _summary(number: int | None, probed: dict[str, Any], knobs: Knobs) -> list[s
         for rank in probed["ranks"]
         if rank["reason"]
     ]
-    measured = [rank["measured"] for rank in probed["ranks"] if "measured" in rank]
-    for each in [each for each in measured if each["microbatches_run"] < each["microbatches"]][:1]:
+    measurements = [rank["measured"] for rank in probed["ranks"] if "measured" in rank]
+    for each in [each for each in measurements if each["microbatches_run"] < each["microbatches"]][:1]:
         lines.append(_("Times are extrapolated to {count} micro-batches.", count=each["microbatches"]))
     name = f"{number} " if number is not None else ""
     lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}, knobs))

@@ -61,8 +61,8 @@ def line(event: Event) -> str:
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
     if event.kind == "trial_waits":
         return _("{trial} waits for its devices: {reason}", trial=name, reason=trial.reason)
-    measured = trial.measurement if not trial.state.failed else None
-    result = _step(trial, measured, event.objective) if measured else trial.reason or ""
+    measurement = trial.measurement if not trial.state.failed else None
+    result = _step(trial, measurement, event.objective) if measurement else trial.reason or ""
     if trial.state is TrialState.MEASURED and trial.reason:
         result += f"; {trial.reason}"
     return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{_status(event)}]"
@@ -87,8 +87,8 @@ def _details(event: Event) -> list[str]:
     if event.kind != "trial_started":
         return []
     reason = event.trial.chosen_because
-    chosen = ["  " + _("chosen for {reason}", reason=reason)] if reason else []
-    return [*chosen, "  " + _("log: {file}", file=event.trial.log)]
+    reason_lines = ["  " + _("chosen for {reason}", reason=reason)] if reason else []
+    return [*reason_lines, "  " + _("log: {file}", file=event.trial.log)]
 
 
 def _status(event: Event, *, with_time: bool = True) -> str:
@@ -128,8 +128,8 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
         """The time left at the last event, counting down; empty until it is known."""
 
         def render(self, task: Task) -> Text:
-            ends = task.fields["ends"]
-            return Text("" if ends is None else _time_left(ends - time.monotonic()))
+            end_time = task.fields["ends"]
+            return Text("" if end_time is None else _time_left(end_time - time.monotonic()))
 
     console = Console(file=stream)
     text = TextColumn("{task.description}")

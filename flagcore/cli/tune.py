@@ -55,7 +55,7 @@ def tune_command(
     if spec is None:
         raise click.UsageError(_("Missing argument") + " 'SPEC'.")
     with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # tables in saved files are not wrapped
-        found = api.tune(
+        outcome = api.tune(
             spec,
             run_dir=run_dir,
             new=new,
@@ -66,18 +66,18 @@ def tune_command(
             data=data,
         )
     if form == "table":
-        options.show(str(found))
+        options.show(str(outcome))
     elif form == "json":
-        click.echo(json.dumps(found.data, indent=1, ensure_ascii=False))
+        click.echo(json.dumps(outcome.data, indent=1, ensure_ascii=False))
     else:
-        trials = found.data["trials"]
+        trials = outcome.data["trials"]
         figures = "trials_serving" if any((each["measured"] or {}).get("figures") for each in trials) else "trials"
-        columns = {"trial": "number", **candidate_columns(trials, found.plan.knobs), **options.columns(figures)}
-        options.show_records([found.data] if form == "yaml" else trials, form, columns)
+        columns = {"trial": "number", **candidate_columns(trials, outcome.plan.knobs), **options.columns(figures)}
+        options.show_records([outcome.data] if form == "yaml" else trials, form, columns)
     if not quiet:
-        _print_next_steps(found.run_dir, found.reported, found.can_start)
-    if found.run_best:
-        api.run_best(found.run_dir, stdout=2, on_ready=_ready)
+        _print_next_steps(outcome.run_dir, outcome.reported, outcome.can_start)
+    if outcome.run_best:
+        api.run_best(outcome.run_dir, stdout=2, on_ready=_ready)
 
 
 @click.command("run")
@@ -85,8 +85,8 @@ def tune_command(
 def run_command(run: str) -> None:
     """Start the best configuration of RUN (the directory of a run) in the foreground.
 
-    Training replaces this process: the built-in trial program trains `train_iters` steps on generated tokens; your
-    `train.command` is started without the flags that shorten a trial.
+    Your `train.command` replaces this process, without the flags that shorten a trial. Without a `train.command`, the
+    command of Megatron-LM is printed, for you to complete.
 
     Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -175,4 +175,9 @@ class MultiHostLauncher(Protocol):
         """Return the hosts for trials if the spec does not name them; empty if there are none.
 
         `nodes` is the number of nodes in the spec, by default 1. Raises FlagError if the hosts cannot be listed.
+        """
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        """Continue a run: prefer other hosts to those that were `lost`, and end what may be left of trials that were
+        `cut_off`, which are named by their folders.
         """

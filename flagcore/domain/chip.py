@@ -67,7 +67,8 @@ class Chip:
 
     `aliases` are the names that drivers and frameworks report. `dense_flops_per_second` maps a precision
     (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is the rate of the host
-    interface in one direction. Figures that were neither published nor measured are None or absent.
+    interface in one direction, `nic_latency_seconds` the time of a small message to another host (None: as InfiniBand).
+    Figures that were neither published nor measured are None or absent.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Chip:
     link: Link | None = None
     host_bytes_per_second: Fact | None = None
     nic_bytes_per_second: Fact | None = None
+    nic_latency_seconds: float | None = None
     notes: str = ""
 
     @property
@@ -125,8 +127,9 @@ class Device:
         return f"device {self.index}" + (f" of {self.host}" if self.host else "")
 
 
-def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:
-    """Return `chip` with the network rate that the user gives, if any."""
+def with_network(chip: Chip, nic_bytes_per_second: float | None, nic_latency_seconds: float | None = None) -> Chip:
+    """Return `chip` with the network rate and latency that the user gives, if any."""
+    chip = replace(chip, nic_latency_seconds=nic_latency_seconds)
     if nic_bytes_per_second is None:
         return chip
     source = Source(kind="user", detail="cluster.nic_bytes_per_second")

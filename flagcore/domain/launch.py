@@ -63,9 +63,9 @@ class Exit:
     """The exit of a launch. `code` is the exit status, negative for a signal.
 
     `ended_by` is None if the program ended by itself, else `timeout`, `memory`, `disk` (its folder exceeded the limit),
-    `full_disk` (little space is left), `request`, `guard` (the guard process was killed), or `host` (a host was lost;
-    `detail` names it and the problem). `peak_memory_bytes` is the largest observed memory of all processes on a host.
-    `warm` is whether the program was forked from a process that had imported its modules.
+    `full_disk` (little space is left), `request`, `guard` (the guard process was killed), or `host` (a host was lost,
+    `lost_host`; `detail` has the problem). `peak_memory_bytes` is the largest observed memory of all processes on a
+    host. `warm` is whether the program was forked from a process that had imported its modules.
     """
 
     code: int
@@ -73,6 +73,7 @@ class Exit:
     duration_s: float
     peak_memory_bytes: int | None = None
     detail: str = ""
+    lost_host: str | None = None
     warm: bool = False
 
 

@@ -42,6 +42,7 @@ class ClusterSpec:
     hosts: tuple[str, ...] = ()
     spares: int = 0
     nic_bytes_per_second: float | None = None
+    nic_latency_seconds: float | None = None
     groups: tuple[ClusterSpec, ...] = ()
 
 
@@ -77,7 +78,8 @@ class Control:
     each trial. Steps that are predicted to take more than `max_step_time` are shortened; None: never. `disk_limit` is
     the number of bytes that a trial may write to its folder; None: the default of `Launch`. A trial waits up to
     `device_wait` for devices that other programs use. With `warm_start`, a trial may be forked from a process that has
-    imported its modules. Up to `parallel_trials` trials run in parallel, each on its own devices.
+    imported its modules. Up to `parallel_trials` trials run in parallel, each on its own devices. With `compare_hosts`,
+    the speeds of several hosts are compared before the first trial.
 
     A trial runs on `trial_nodes` of the cluster's nodes: on the first number in the search, on the others in repeats.
     Empty: on all.
@@ -94,6 +96,7 @@ class Control:
     disk_limit: int | None = None
     device_wait: float = 60.0
     warm_start: bool = True
+    compare_hosts: bool = True
     max_trials: int = 20
     parallel_trials: int | Literal["auto"] = 1
     trial_nodes: tuple[int, ...] = ()

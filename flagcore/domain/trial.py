@@ -157,9 +157,9 @@ class Trial:
     is the time of its start in seconds since the start of the search. `search_ended` is the reason why the search ended
     before a repeat. `time_limit` is its time limit, `shortened` describes its steps if they were shortened.
 
-    An `inconclusive` trial was disturbed by other programs, so its candidate may be tried again. A `warm` trial was
-    forked from a process that had imported its modules. `group` is the number of its group of devices if it ran beside
-    other trials, None if it ran alone.
+    An `inconclusive` trial was disturbed by other programs, or lost a host, `lost_host`, so its candidate may be tried
+    again. A `warm` trial was forked from a process that had imported its modules. `group` is the number of its group of
+    devices if it ran beside other trials, None if it ran alone.
     """
 
     number: int
@@ -181,6 +181,7 @@ class Trial:
     shortened: Shortened | None = None
     group: int | None = None
     inconclusive: bool = False
+    lost_host: str | None = None
     warm: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""What the trial programs of all engines leave in a folder."""
+"""Reads the metrics that the trial programs of all engines write."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ METRICS = "metrics.json"
 
 
 class NoMetrics(FlagError):
-    """A trial ended without its figures."""
+    """A trial ended without metrics."""
 
 
 def read_metrics(folder: str) -> dict[str, Any]:
-    """Return the figures that a trial program wrote at its end. Raises NoMetrics."""
+    """Return the metrics that a trial program wrote into `folder`. Raises NoMetrics."""
     try:
         data = json.loads(read_regular(Path(folder, METRICS)))
     except FileNotFoundError:

@@ -26,8 +26,8 @@ def latent_widths(model: Model) -> tuple[int, int, int]:
 
 
 def projection_weights(model: Model) -> tuple[int, int]:
-    """Return the weights that compress the input for latent attention (else 0), and those that make queries, keys and
-    values of it.
+    """Return the weights that compress the input for latent attention (else 0), and those that project to queries,
+    keys and values.
     """
     h, (query, key, value) = model.hidden_size, widths(model)
     if not model.multi_latent_attention:

@@ -1,7 +1,7 @@
-"""What flagcore prints, in the language of the user: gettext catalogues in `locale/`, English where a message has none.
+"""Messages in the language of the user: gettext catalogues in `locale/`, English for messages without a translation.
 
-Sources mark a message by `_("...")` or `ngettext`. Records, logs and machine-readable output stay English.
-A catalogue is loaded by the first message, for another language than English only.
+Sources mark a message by `_("...")` or `ngettext`. Records, logs and machine-readable output stay English. The
+catalogue is loaded by the first message; English needs none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "FLAGCORE_LANG"
-"""The environment variable that names the language."""
+"""Environment variable with the language."""
 LANGUAGES = ("en", "zh")
 LOCALE = Path(__file__).parent / "locale"
 
@@ -24,9 +24,9 @@ _chosen = ""
 
 
 def choose(asked: str) -> bool:
-    """Select a language by its name or by that of a locale (`zh_CN.UTF-8`), English for an empty one.
+    """Select a language by its name or by the name of a locale (`zh_CN.UTF-8`); an empty name is English.
 
-    Returns False, and changes nothing, where there is no such language.
+    Returns False, and changes nothing, for an unknown language.
     """
     global _chosen
     name = asked.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
@@ -37,7 +37,7 @@ def choose(asked: str) -> bool:
 
 
 def language() -> str:
-    """Return the selected language, at first that of the environment."""
+    """Return the selected language, by default the language of the environment."""
     if not _chosen and not choose(os.environ.get(VARIABLE, "")):
         choose("en")
     return _chosen
@@ -45,7 +45,7 @@ def language() -> str:
 
 @contextmanager
 def in_english() -> Iterator[None]:
-    """Return English messages within this context, as for records that programs read."""
+    """Return English messages within this context, for records that programs read."""
     global _chosen
     before, _chosen = _chosen, "en"
     try:
@@ -66,9 +66,9 @@ class Message(str):
     """English text for a record, which `_` translates where it is printed."""
 
     def __new__(cls, template: str, /, **values: object) -> Message:
-        made = super().__new__(cls, template.format(**values) if values else template)
-        made.template, made.values = template, values
-        return made
+        message = super().__new__(cls, template.format(**values) if values else template)
+        message.template, message.values = template, values
+        return message
 
     template: str
     values: dict[str, object]
@@ -81,7 +81,7 @@ class Message(str):
 
 
 def from_record(text: str, record: object) -> str:
-    """Return `text` in the selected language by its `Message.record`, as it is where that is not of this text."""
+    """Return `text` in the selected language by its `Message.record`; unchanged if the record has another text."""
     try:
         message = _message(record)
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -93,8 +93,8 @@ def _message(record: Any) -> Message:
     template, values = record["template"], record["values"]
     if _catalogue(language()).gettext(template) == template:
         raise LookupError(template)
-    made = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
-    return Message(template, **made)
+    fields = {name: _message(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return Message(template, **fields)
 
 
 def _translated(value: object) -> object:
@@ -102,7 +102,7 @@ def _translated(value: object) -> object:
 
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
-    """Return the form of a message that fits `count`, which fills its field `{count}`."""
+    """Return the singular or plural form of a message for `count`, which fills its field `{count}`."""
     text = _catalogue(language()).ngettext(one, many, count)
     return text.format(count=count, **values)
 
@@ -113,10 +113,10 @@ def N_(message: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question with the known name that is most like `name`, in any case; empty if none is."""
+    """Return a question with the known name that is most similar to `name`, ignoring case; empty if none is similar."""
     names = {each.casefold(): each for each in known}
-    near = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
-    return _("did you mean {name!r}?", name=names[near[0]]) if near else ""
+    matches = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
+    return _("did you mean {name!r}?", name=names[matches[0]]) if matches else ""
 
 
 @cache

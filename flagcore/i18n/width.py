@@ -1,4 +1,4 @@
-"""Text with double-width letters: the columns that it takes, and where its lines may break."""
+"""Text with double-width characters: its width in columns, and line breaks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PIECES = re.compile(rf"\s+|[{_OPENING}]*(?:{_NARROW}|\S)[{_CLOSING}]*")
 
 
 def columns(text: str) -> int:
-    """Return the columns of a terminal that a line takes."""
+    """Return the width of a line in columns of a terminal."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -30,14 +30,14 @@ def right(text: str, width: int) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """Return a text as blanks and what no line break may split: words, and wide letters with their punctuation."""
+    """Return a text as blanks and pieces that no line break may split: words, and wide characters with punctuation."""
     return _PIECES.findall(text)
 
 
 def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[str]:
-    """Return a text as lines of at most `width` columns, all but the first with an indent.
+    """Return a text as lines of at most `width` columns; all lines except the first have an indent.
 
-    A longer word is cut; without `cut` its line is as long as the word.
+    Longer words are cut; without `cut` they have a longer line.
     """
     lines, line = [], ""
     for piece in pieces(text):

@@ -1,1 +1,1 @@
-"""Launchers start a trial, wait for it and end it."""
+"""Launchers start, await and end trials."""

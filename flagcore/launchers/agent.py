@@ -1,18 +1,19 @@
-"""The agent: starts one trial on a host and mirrors its folder to flagcore. Imports only the standard library.
+"""The agent: starts one trial on a host and copies its folder to flagcore. Imports only the standard library.
 
 flagcore sends this file and the guard over the channel that starts it (ssh, srun): nothing is installed on the host,
-and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing
-arrives for `silence` seconds, the agent ends the trial and removes its folder. Linux and Python 3.9 or later.
+and no file system is shared. Both sides write lines of JSON. When the channel closes, or when nothing arrives for
+`silence` seconds, the agent ends the trial and removes its folder. Linux and Python 3.9 or later.
 
-From flagcore: `{"order": {...}}`, `{"sweep": MARKER}`, `{"stop": true}`, `{}` as a heartbeat. To flagcore:
-`{"hello": {...}}`, `{"started": PID}`, `{"left": PROCESSES}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`,
-`{"exit": {...}}`, `{"problem": TEXT}`, `{}`.
+From flagcore: `{"order": {...}}`, `{"sweep": MARKER}`, `{"stop": true}`, `{}` as a heartbeat. To flagcore: `{"hello":
+{...}}`, `{"started": PID}`, `{"left": PROCESSES}`, `{"file": NAME, "at": OFFSET, "data": BASE64}`, `{"exit": {...}}`,
+`{"problem": TEXT}`, `{}`.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -35,30 +36,32 @@ BEAT_SECONDS = 2.0
 MIRROR_SECONDS = 0.3
 PIECE_BYTES = 48 * 1024
 MAX_PENDING_BYTES = 4 << 20
-"""No file is read while more than this waits to be sent."""
+"""No file is read while the queue of messages is longer."""
 MAX_FILE_BYTES = 64 << 20
 """Larger files, such as checkpoints, stay on the host."""
 SIOCGIFADDR = 0x8915
+BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+"""With these the host is lost; otherwise the trial cannot be started on any host."""
 
 
 def addresses() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one (netdevice(7))."""
-    found = {}
+    by_name = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", os.fsencode(name[:15]))
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-    return found
+                by_name[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+    return by_name
 
 
 def interface_to(host: str) -> str:
     """Return the network interface over which this host reaches another; empty if unknown. Nothing is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
-        own = probe.getsockname()[0]
-        if not own.startswith("127."):
-            return next((name for name, address in addresses().items() if address == own), "")
+        local_address = probe.getsockname()[0]
+        if not local_address.startswith("127."):
+            return next((name for name, address in addresses().items() if address == local_address), "")
         return next((name for name, address in addresses().items() if not address.startswith("127.")), "lo")
     return ""
 
@@ -71,12 +74,12 @@ def free_port() -> int:
 
 
 class Mirror:
-    """Sends what is new in the files of a folder."""
+    """Sends the new content of the files of a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.sent: dict[str, tuple[int, int, int]] = {}
-        """By file: its inode, the time of its last change, and the bytes that were sent."""
+        """By file: its inode, the time of its last change, and the number of bytes that were sent."""
 
     def pieces(self, most: int) -> list[dict[str, Any]]:
         """Return messages with at most about `most` bytes of new content."""
@@ -91,24 +94,26 @@ class Mirror:
         return found
 
     def skip(self, path: str) -> None:
-        """Send nothing of a file that is there until it changes."""
-        seen = os.lstat(path)
-        self.sent[path] = (seen.st_ino, seen.st_mtime_ns, seen.st_size)
+        """Do not send an existing file until it changes."""
+        status = os.lstat(path)
+        self.sent[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def _next(self, path: str) -> dict[str, Any] | None:
-        seen = os.lstat(path)
-        if os.path.islink(path) or not os.path.isfile(path) or seen.st_size > MAX_FILE_BYTES:
+        status = os.lstat(path)
+        if os.path.islink(path) or not os.path.isfile(path) or status.st_size > MAX_FILE_BYTES:
             return None
         inode, changed, at = self.sent.get(path, (0, 0, 0))
-        rewritten = inode != seen.st_ino or seen.st_size < at or (seen.st_size == at and changed != seen.st_mtime_ns)
+        rewritten = (
+            inode != status.st_ino or status.st_size < at or (status.st_size == at and changed != status.st_mtime_ns)
+        )
         if rewritten:
             at = 0
-        elif seen.st_size == at:
+        elif status.st_size == at:
             return None
         with open(path, "rb") as file:
             file.seek(at)
             data = file.read(PIECE_BYTES)
-        self.sent[path] = (seen.st_ino, seen.st_mtime_ns, at + len(data))
+        self.sent[path] = (status.st_ino, status.st_mtime_ns, at + len(data))
         name = os.path.relpath(path, self.folder)
         return {"file": name, "at": at, "data": base64.b64encode(data).decode("ascii")} if data or rewritten else None
 
@@ -126,15 +131,15 @@ class Agent:
         self.connected = self.ended = False
 
     def run(self) -> None:
-        """Serve until the channel closes, falls silent, or all of the trial is sent."""
+        """Run until the channel closes, no message arrives for too long, or all data of the ended trial is sent."""
         os.set_blocking(0, False)
         os.set_blocking(1, False)
         space = os.statvfs(self.home)
         machine = {"time": time.time(), "python": platform.python_version()}
-        free = space.f_bavail * space.f_frsize
-        self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free, **machine})
+        free_bytes = space.f_bavail * space.f_frsize
+        self.send(hello={"wire": WIRE, "port": free_port(), "free_disk_bytes": free_bytes, **machine})
         self.connected = True
-        self.take(b"")
+        self.handle_data(b"")
         try:
             while self.connected and not (self.ended and not self.outgoing):
                 self.wait()
@@ -158,19 +163,19 @@ class Agent:
                 self.write(closed=bool(event & (select.POLLERR | select.POLLHUP)))
 
     def read(self) -> None:
-        """Take what flagcore sent; at its end the channel is closed."""
+        """Read data from flagcore; at the end of the stream the channel is closed."""
         try:
             data = os.read(0, 1 << 16)
         except BlockingIOError:
             return
         if data:
             self.input_at = time.monotonic()
-            self.take(data)
+            self.handle_data(data)
         else:
             self.connected = False
 
     def write(self, *, closed: bool) -> None:
-        """Send what waits, as much as the channel takes."""
+        """Write queued data, as much as the channel accepts."""
         try:
             del self.outgoing[: os.write(1, self.outgoing[: 1 << 16])]
         except BlockingIOError:
@@ -179,8 +184,8 @@ class Agent:
             closed = True
         self.connected = self.connected and not closed
 
-    def take(self, data: bytes) -> None:
-        """Follow each complete line."""
+    def handle_data(self, data: bytes) -> None:
+        """Execute each complete line."""
         self.received += data
         *lines, self.received = self.received.split(b"\n")
         for line in lines:
@@ -193,7 +198,7 @@ class Agent:
                 self.trial.request_stop()
 
     def work(self) -> None:
-        """Notice silence and the end of the trial, send a heartbeat and what is new in its folder."""
+        """Check for silence and the end of the trial, send a heartbeat and new content of its folder."""
         now = time.monotonic()
         if now - self.input_at > self.silence:
             self.connected = False
@@ -219,12 +224,13 @@ class Agent:
     def start(self, order: dict[str, Any]) -> None:
         """Start the trial of an order, or report why it cannot be started.
 
-        In its words, `{folder}` is the trial's folder here, and `{interface}` the network interface to the first host.
+        In its arguments, `{folder}` is the trial's folder on this host, and `{interface}` the network interface to the
+        first host.
         """
-        own = {"{interface}": interface_to(order["master_addr"]), order["folder"]: self.folder}
+        replacements = {"{interface}": interface_to(order["master_addr"]), order["folder"]: self.folder}
 
         def local(text: str) -> str:
-            for name, value in own.items():
+            for name, value in replacements.items():
                 text = text.replace(name, value)
             return text
 
@@ -245,6 +251,8 @@ class Agent:
                 )  # fmt: skip
             self.send(started=self.trial.pid)
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in BROKEN_DISK:
+                raise
             self.send(problem=str(error))
             self.ended = True
 
@@ -252,8 +260,8 @@ class Agent:
 def main(home: str, received: bytes, silence: float) -> None:
     """Run the agent in a private folder, which is removed at the end.
 
-    SIGTERM is the warning of a scheduler that takes the host away: to flagcore the host is lost, whatever the program
-    does on the signal.
+    A scheduler sends SIGTERM before it withdraws the host. For flagcore the host is then lost, even if the program
+    handles the signal.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     agent = Agent(home, received, silence)

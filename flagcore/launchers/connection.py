@@ -1,4 +1,4 @@
-"""The channel to an agent on one host: how it is started, and what it reports."""
+"""The channel to an agent on one host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import binascii
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.launchers import agent
+from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
 
 SILENCE_SECONDS = 12.0
-"""A host that sends nothing for so long after its hello is lost; an agent that receives nothing ends its trial."""
+"""Maximum time between two messages. Afterwards, flagcore counts the host as lost, and the agent ends its trial."""
 MAX_LINE_BYTES = 1 << 20
-MAX_NOISE_BYTES = 1 << 16
-"""What a login shell may print before the agent."""
+INVALID = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error)
+"""Exceptions that a malformed message raises."""
 SENT = ("guard.py", "guarded.py", "agent.py")
 
 BOOT = """
@@ -59,15 +61,31 @@ def sources() -> bytes:
 
 
 def agent_command() -> str:
-    """Return the shell command that starts an agent: with this Python if the host has it, else with its own."""
+    """Return the shell command that starts an agent, with the path of this Python if the host has it, else with
+    `python3`.
+    """
     script = 'p=$0; [ -x "$p" ] || p=python3; exec "$p" -I -S -c "$1" "$2"'
     return shlex.join(["exec", "sh", "-c", script, sys.executable, BOOT, str(SILENCE_SECONDS)])
 
 
-class Connection:
-    """An agent on `host`, reached through the standard input and output of a process on this machine.
+def _exit(end: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a trial ended on a host, as its agent says. Raises INVALID."""
+    seconds, peak = float(end["duration_s"]), end["peak_memory_bytes"]
+    if not math.isfinite(seconds):
+        raise ValueError(seconds)
+    ended_by = None if end["ended_by"] is None else str(end["ended_by"])
+    return {
+        "code": int(end["code"]),
+        "ended_by": ended_by,
+        "duration_s": seconds,
+        "peak_memory_bytes": None if peak is None else int(peak),
+    }
 
-    `problem` says why it cannot be used any more, empty while it can. `exit` is how its trial ended.
+
+class Connection:
+    """An agent on `host`, connected to the standard input and output of a process on this machine.
+
+    `problem` is the reason why it cannot be used any more, or empty. `exit` is the exit record of its trial.
     """
 
     def __init__(self, host: str, argv: Sequence[str], folder: str) -> None:
@@ -88,7 +106,7 @@ class Connection:
         self.hello: Mapping[str, Any] | None = None
         self.started = False
         self.left: int | None = None
-        """Processes of an earlier trial that are left on the host; None until the agent reports it."""
+        """Number of processes of an earlier trial on the host; None until the agent reports it."""
         self.exit: Mapping[str, Any] | None = None
         self.problem = ""
         self.refused = False
@@ -98,7 +116,7 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        """Whether more is expected from the host."""
+        """Whether further messages are expected from the host."""
         return not self.problem and self.exit is None
 
     def send(self, **message: object) -> None:
@@ -107,7 +125,7 @@ class Connection:
         self.flush()
 
     def beat(self) -> None:
-        """Send a heartbeat if one is due, and note if the host has been silent for too long."""
+        """Send a heartbeat if one is due, and set `problem` if the host has sent nothing for too long."""
         now = time.monotonic()
         if now - self.last_beat > agent.BEAT_SECONDS:
             self.last_beat = now
@@ -116,7 +134,7 @@ class Connection:
             self.problem = f"no message for {SILENCE_SECONDS:.0f} s"
 
     def flush(self) -> None:
-        """Write what is queued, as much as the channel takes."""
+        """Write queued data, as much as the channel accepts."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.input, self.outgoing[: 1 << 16])]
@@ -126,7 +144,7 @@ class Connection:
             self.outgoing.clear()  # its output says why
 
     def read(self) -> None:
-        """Take what the agent sent."""
+        """Read and execute messages of the agent."""
         try:
             data = os.read(self.output, 1 << 18)
         except BlockingIOError:
@@ -137,22 +155,20 @@ class Connection:
         self.last_input = time.monotonic()
         *lines, self.received = (self.received + data).split(b"\n")
         if len(self.received) > MAX_LINE_BYTES:
-            self.problem = "sent a line without end"
+            self.problem = "sent a line above the maximum length"
         for line in lines:
             if self.open:
-                self._take(line)
+                self._handle_line(line)
 
-    def _take(self, line: bytes) -> None:
-        """Follow a message. What a login shell prints before the first one is skipped."""
+    def _handle_line(self, line: bytes) -> None:
+        """Execute a message. Output of a login shell before the first message is skipped."""
         try:
             message = json.loads(line)
             if self.hello is None:
-                self.hello = dict(message["hello"])
-                if self.hello["wire"] != agent.WIRE:
-                    self.problem = f"has an agent of version {self.hello['wire']}, not {agent.WIRE}"
+                self._take_hello(message["hello"])
             elif "file" in message:
                 name, at = str(message["file"]), int(message["at"])
-                if os.path.isabs(name) or ".." in Path(name).parts:
+                if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
                     raise ValueError(name)
                 self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
             elif "started" in message:
@@ -160,26 +176,38 @@ class Connection:
             elif "left" in message:
                 self.left = int(message["left"])
             elif "exit" in message:
-                self.exit = dict(message["exit"])
+                self.exit = _exit(message["exit"])
+                if self.exit["ended_by"] == "full_disk":
+                    self.problem = "its disk is full"
             elif "problem" in message:
                 self.problem, self.refused = str(message["problem"]), True
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
-            if self.hello is not None:
+        except INVALID:
+            if self.hello is not None or b'"hello"' in line:
                 self.problem = f"sent an invalid message: {line[:80]!r}"
+
+    def _take_hello(self, hello: Mapping[str, Any]) -> None:
+        """Note what the agent says of its host, and why the host cannot be used. Raises INVALID."""
+        if hello["wire"] != agent.WIRE:
+            self.problem = f"has an agent of version {hello['wire']}, not {agent.WIRE}"
+            return
+        kinds = {"port": int, "time": float, "python": str, "free_disk_bytes": int}
+        self.hello = {name: kind(hello[name]) for name, kind in kinds.items()}
+        if self.hello["free_disk_bytes"] < FREE_DISK_FLOOR_BYTES:
+            self.problem = f"only {self.hello['free_disk_bytes'] >> 20} MiB of disk are free"
 
     def _closed(self) -> None:
         if self.open:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
-            self.problem = self._last_words() or f"the connection closed (exit status {self.process.poll()})"
+            self.problem = self._last_log_line() or f"the connection closed (exit status {self.process.poll()})"
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         with open(self.log, "rb") as file:
             lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
     def hang_up(self) -> None:
-        """Close the channel, on which the agent ends its trial."""
+        """Close the channel. The agent then ends its trial."""
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 assert stream

@@ -1,10 +1,10 @@
-"""The guard: a small process between flagcore and one trial, so that no process of a trial is left over.
+"""The guard: a small process between flagcore and one trial. It ensures that no process of a trial survives.
 
 `guarded.py` runs this file as a script, `template.py` calls its `main` in a fork. It imports only the standard library
 and starts in about 20 ms. The guard starts the trial in its own session, enforces its limits and reports how it ended.
-It is a child subreaper (prctl(2)): orphaned descendants become its children, so none can escape by opening a session,
-and none is left when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, however flagcore
-dies. Linux only.
+It is a child subreaper (prctl(2)): orphaned descendants become its children, even in a new session, so the trial has
+ended when `waitpid` reports no child. It ends the trial when the pipe from flagcore closes, for example because
+flagcore was killed. Linux only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NEVER = float("inf")
 
 Become = Callable[[list[bytes], dict[bytes, bytes]], None]
-"""Turns a process into a trial with these words and variables. It closes descriptors above 2 and does not return."""
+"""Turns a process into a trial with these arguments and variables. It closes descriptors above 2 and does not return.
+"""
 
 
 def write_json(path: str, record: object) -> None:
@@ -55,8 +56,8 @@ def read_proc(pid: int, name: str) -> bytes:
         return b""
 
 
-def family(pid: int) -> tuple[int, int, int, bool] | None:
-    """Return parent, process group, session and whether it is a zombie; None if it is gone (proc_pid_stat(5))."""
+def read_ids(pid: int) -> tuple[int, int, int, bool] | None:
+    """Return parent, process group, session and whether it is a zombie; None if it ended (proc_pid_stat(5))."""
     fields = read_proc(pid, "stat").rpartition(b")")[2].split()
     return (int(fields[1]), int(fields[2]), int(fields[3]), fields[0] == b"Z") if fields else None
 
@@ -94,7 +95,7 @@ class Throttle:
         self.due_at = time.monotonic() + min(pause, self.longest)
 
 
-class Tree:
+class ProcessTree:
     """All descendants of this guard. Other processes never become descendants, so each process is classified once."""
 
     def __init__(self) -> None:
@@ -104,13 +105,15 @@ class Tree:
         self.pace = Throttle(1.0)
 
     def scan(self) -> None:
-        """Find new descendants. `settled` are those of the last scan: a vfork(2) child shows its parent's memory."""
+        """Find new descendants. `settled` are those of the last scan, because a vfork(2) child shows its parent's
+        memory.
+        """
         started = time.process_time()
-        present = all_processes()
-        self.members &= present
-        self.outsiders &= present
+        present_pids = all_processes()
+        self.members &= present_pids
+        self.outsiders &= present_pids
         self.settled = self.members.copy()
-        for pid in present - self.members - self.outsiders:
+        for pid in present_pids - self.members - self.outsiders:
             self._classify(pid)
         self.pace.rest(started)
 
@@ -119,7 +122,7 @@ class Tree:
         self.members, self.outsiders = set(), set()
         self.scan()
         for pid in self.members:
-            ids = family(pid)
+            ids = read_ids(pid)
             if number == signal.SIGKILL and ids and ids[1] not in (0, os.getpgrp()):
                 send(ids[1], number, group=True)
             send(pid, number)
@@ -128,7 +131,7 @@ class Tree:
         guard, line = os.getpid(), []
         while pid not in self.members and pid not in self.outsiders:
             line.append(pid)
-            ids = family(pid)
+            ids = read_ids(pid)
             if ids is None:
                 return
             pid = ids[0]
@@ -137,13 +140,13 @@ class Tree:
         (self.members if pid == guard or pid in self.members else self.outsiders).update(line)
 
 
-class Memory:
+class MemoryMeter:
     """The memory of the tree in bytes: anonymous and shared pages and swap, without file caches.
 
     The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but counts a shared page once per
-    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read now and then,
-    and whenever the limit seems exceeded, and what is counted twice is subtracted from the sum. `relatives` are other
-    processes that share pages with the tree: their parts of them are the tree's, too.
+    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read rarely, and
+    when the sum exceeds the limit; the difference is subtracted from later sums. `relatives` are other processes that
+    share pages with the tree; their share of these pages counts for the tree.
     """
 
     def __init__(self, relatives: tuple[int, ...] = ()) -> None:
@@ -155,19 +158,19 @@ class Memory:
     def over(self, limit: float, pids: set[int]) -> bool:
         """Return whether the processes use more than `limit` bytes."""
         started = time.process_time()
-        resident = {pid: self._resident(pid) for pid in pids}
+        resident_bytes = {pid: self._resident(pid) for pid in pids}
         self.pace.rest(started)
-        total = sum(resident.values())
+        total = sum(resident_bytes.values())
         if total <= self.peak:
             return False
-        shared = self.shared if self.known <= pids else 0
-        if total - shared > limit or self.exact_pace.due():
+        shared_bytes = self.shared if self.known <= pids else 0
+        if total - shared_bytes > limit or self.exact_pace.due():
             started = time.process_time()
-            exact = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
+            exact_total = total if len(pids) == 1 else sum(map(self._proportional, (*pids, *self.relatives)))
             self.exact_pace.rest(started)
-            self.shared, self.known = max(0, total - exact), pids.copy()
-        known = sum(size for pid, size in resident.items() if pid in self.known)
-        self.peak = max(self.peak, known - self.shared)
+            self.shared, self.known = max(0, total - exact_total), pids.copy()
+        known_bytes = sum(size for pid, size in resident_bytes.items() if pid in self.known)
+        self.peak = max(self.peak, known_bytes - self.shared)
         return self.peak > limit
 
     @staticmethod
@@ -188,7 +191,7 @@ def free_disk_bytes(folder: str) -> int:
     return space.f_bavail * space.f_frsize
 
 
-class Disk:
+class DiskMeter:
     """The size of the trial's folder on disk, logs included."""
 
     def __init__(self, folder: str, limit: int) -> None:
@@ -196,13 +199,17 @@ class Disk:
         self.pace = Throttle(5.0)
 
     def problem(self) -> str | None:
-        """Return `disk` if the folder exceeds the limit, `full_disk` if little disk space is free."""
+        """Return `disk` if the folder exceeds the limit, `full_disk` if too little disk space is free, else None."""
         started = time.process_time()
-        used, free = self._used(), NEVER
-        with contextlib.suppress(OSError):
-            free = free_disk_bytes(self.folder)
+        used, full = self._used(), self.full()
         self.pace.rest(started)
-        return "disk" if used > self.limit else "full_disk" if free < FREE_DISK_FLOOR_BYTES else None
+        return "disk" if used > self.limit else "full_disk" if full else None
+
+    def full(self) -> bool:
+        """Return whether too little disk space is free."""
+        with contextlib.suppress(OSError):
+            return free_disk_bytes(self.folder) < FREE_DISK_FLOOR_BYTES
+        return False
 
     def _used(self) -> int:
         """Return the bytes of the folder, links not followed, the folder itself included."""
@@ -255,12 +262,12 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes, 
 
 
 class Trial:
-    """A started trial, and when its processes get SIGTERM and SIGKILL. Without a time limit none is checked."""
+    """A started trial, and the times at which its processes get SIGTERM and SIGKILL."""
 
     def __init__(self, first: int, folder: str, timeout: float, memory_limit: float, disk_limit: int) -> None:
         self.first, self.started_at = first, time.monotonic()
         self.ends_at, self.memory_limit = self.started_at + timeout, memory_limit
-        self.tree, self.memory, self.disk = Tree(), Memory(), Disk(folder, disk_limit)
+        self.tree, self.memory, self.disk = ProcessTree(), MemoryMeter(), DiskMeter(folder, disk_limit)
         self.tree.members = {first}
         self.term_at = self.kill_at = NEVER
         self.code: int | None = None
@@ -317,32 +324,33 @@ class Trial:
 
     def verdict(self) -> dict[str, object]:
         """Return the fields of flagcore.domain.launch.Exit."""
+        failed_alone = bool(self.code) and self.ended_by is None
         return {
             "code": -signal.SIGKILL if self.code is None else self.code,
-            "ended_by": self.ended_by,
+            "ended_by": "full_disk" if failed_alone and self.disk.full() else self.ended_by,
             "duration_s": self.duration or time.monotonic() - self.started_at,
             "peak_memory_bytes": self.memory.peak or None,
         }
 
 
 def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
-    """Wait until no process of the trial is left, or SIGKILL had no effect for too long."""
+    """Wait until all processes of the trial have ended, or SIGKILL had no effect for too long."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(signals, select.POLLIN)
     while trial.alive() and time.monotonic() < trial.kill_at + GIVE_UP_SECONDS:
         for descriptor, _ in poll.poll(trial.act() * 1000):
-            arrived = os.read(descriptor, 4096)
-            if descriptor == signals and set(arrived) <= {signal.SIGCHLD}:
+            received = os.read(descriptor, 4096)
+            if descriptor == signals and set(received) <= {signal.SIGCHLD}:
                 continue
-            trial.end("request", GRACE_SECONDS if arrived else 0)
-            if not arrived:
+            trial.end("request", GRACE_SECONDS if received else 0)
+            if not received:
                 poll.unregister(control)
         if os.getppid() != parent:
             trial.end("request", 0)
 
 
-def signals_as_bytes() -> int:
+def open_signal_pipe() -> int:
     """Return a descriptor that receives a byte for each ended child and each request to end."""
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -354,9 +362,9 @@ def signals_as_bytes() -> int:
 
 
 def begin(control: int, become: Become) -> Trial | None:
-    """Read an order and start its trial; None if flagcore died before sending all of it. Raises OSError."""
+    """Read an order and start its trial; None if the order is incomplete because flagcore died. Raises OSError."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
-        raise OSError("this system has no child subreaper (prctl), without which processes could be left behind")
+        raise OSError("this system has no child subreaper (prctl), so processes of a trial could survive")
     order = b""
     size = int.from_bytes(os.read(control, 8), "little")
     while len(order) < size and (piece := os.read(control, size - len(order))):
@@ -369,10 +377,10 @@ def begin(control: int, become: Become) -> Trial | None:
 
 
 def main(control: int, report: int, parent: int, *, become: Become = execute) -> None:
-    """Take an order from `control`, watch its trial, write two lines to `report`: how it started and how it ended."""
+    """Read an order from `control`, watch its trial, and write two lines to `report`: at the start and at the end."""
     for descriptor in (control, report):
         os.set_inheritable(descriptor, False)
-    signals = signals_as_bytes()
+    signals = open_signal_pipe()
     try:
         trial = begin(control, become)
         message: dict[str, object] = {"first": trial.first if trial else 0}
@@ -381,7 +389,7 @@ def main(control: int, report: int, parent: int, *, become: Become = execute) ->
     write_line(report, message)
     if trial:
         if become is not execute:
-            trial.memory = Memory(relatives=(os.getpid(), parent))
+            trial.memory = MemoryMeter(relatives=(os.getpid(), parent))
         watch(trial, control, signals, parent)
         with contextlib.suppress(OSError):
             write_json(os.path.join(trial.disk.folder, "exit.json"), trial.verdict())

@@ -1,4 +1,4 @@
-"""Starts a trial through a guard process that ends it in any case. Imports only the standard library.
+"""Starts a trial under a guard process, which ensures its end. Imports only the standard library.
 
 The local launcher uses it in flagcore, and the agent on other hosts, where flagcore is not installed.
 """
@@ -26,7 +26,7 @@ LONGEST_WAIT_SECONDS = 86400.0
 
 
 class Limits(NamedTuple):
-    """The limits of a trial: seconds, the bytes of its processes (None: no limit), and the bytes of its folder."""
+    """The limits of a trial: seconds, bytes of memory of its processes (None: no limit), and bytes of its folder."""
 
     seconds: float
     memory_bytes: int | None
@@ -66,7 +66,7 @@ class Guarded:
         return self._report
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """Wait at most `seconds` and return the verdict, None while the trial runs."""
+        """Wait at most `seconds` and return the verdict; None if the trial still runs."""
         if self._verdict is None:
             with contextlib.suppress(TimeoutError):
                 line = self._read_line(seconds)
@@ -83,11 +83,11 @@ class Guarded:
     def stop(self) -> dict[str, Any]:
         """End all processes of the trial and return the verdict."""
         self.request_stop()
-        ended = self.wait(guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5)
-        while ended is None:
+        verdict = self.wait(guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5)
+        while verdict is None:
             self._guard.kill()
-            ended = self.wait(1)
-        return ended
+            verdict = self.wait(1)
+        return verdict
 
     def close(self) -> None:
         """Disconnect from the guard, which then ends the trial, and wait for its exit."""
@@ -107,14 +107,14 @@ class Guarded:
             message = json.loads(self._read_line(START_SECONDS) or b"{}")
         except TimeoutError:
             self._guard.kill()
-            message = {"problem": f"the guard process did not answer in {START_SECONDS:.0f} s"}
+            message = {"problem": f"the guard process did not respond within {START_SECONDS:.0f} s"}
         self.pid = message.get("first", 0)
         if not self.pid:
             problem = message.get("problem", f"the guard process died; see {self._folder}/stderr.log")
             raise OSError(f"cannot start {program!r}: {problem}")
 
     def _read_line(self, seconds: float) -> bytes:
-        """Return the guard's next line, empty if it died without one. Raises TimeoutError."""
+        """Return the guard's next line, empty if the guard died. Raises TimeoutError."""
         deadline = time.monotonic() + min(max(seconds, 0.0), LONGEST_WAIT_SECONDS)
         poll = select.poll()
         poll.register(self._report, select.POLLIN)
@@ -129,29 +129,29 @@ class Guarded:
         return line
 
     def _end_without_guard(self) -> dict[str, Any]:
-        """End the processes that a killed guard left: those of the trial's session, and those with the marker."""
+        """End the remaining processes of a killed guard: those in the trial's session, and those with the marker."""
         sweep(self._marker, self.pid)
         seconds = time.monotonic() - self._started_at
-        ended = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
+        verdict = {"code": -signal.SIGKILL, "ended_by": "guard", "duration_s": seconds, "peak_memory_bytes": None}
         with contextlib.suppress(OSError):
-            guard.write_json(os.path.join(self._folder, "exit.json"), ended)
-        return ended
+            guard.write_json(os.path.join(self._folder, "exit.json"), verdict)
+        return verdict
 
 
 def sweep(marker: str, session: int = 0) -> int:
-    """Kill all processes with a marker, and those of a session. Return how many are left."""
+    """Kill all processes with a marker, and those of a session. Return the number of remaining processes."""
     deadline = time.monotonic() + guard.GIVE_UP_SECONDS
-    while (left := _marked(marker, session)) and time.monotonic() < deadline:
+    while (left := _find_processes(marker, session)) and time.monotonic() < deadline:
         for pid in left:
             guard.send(pid, signal.SIGKILL)
         time.sleep(0.02)
     return len(left)
 
 
-def _marked(marker: str, session: int) -> list[int]:
+def _find_processes(marker: str, session: int) -> list[int]:
     word, found = f"{MARKER}={marker}\0".encode(), []
     for pid in guard.all_processes():
-        _, _, its_session, zombie = guard.family(pid) or (0, 0, 0, True)
+        _, _, its_session, zombie = guard.read_ids(pid) or (0, 0, 0, True)
         if not zombie and ((session and its_session == session) or word in guard.read_proc(pid, "environ")):
             found.append(pid)
     return found
@@ -182,21 +182,21 @@ def start(
 ) -> Guarded:
     """Start `argv` under a guard, in `directory`, and wait until it runs.
 
-    The environment is this process's with `environment` on top, which has a MARKER. `exit.json` in `folder` will
-    record how it ended. Raises OSError if it cannot be started.
+    The environment is the one of this process, updated with `environment`, which has a MARKER. The guard writes the
+    verdict to `exit.json` in `folder`. Raises OSError if the trial cannot be started.
     """
     order = _encode_order(argv, environment, directory, folder, limits)
     try:
-        running = _connect(spawn, folder, environment[MARKER])
+        trial = _connect(spawn, folder, environment[MARKER])
     except OSError as error:
         raise OSError(f"cannot start the guard process of a trial: {error.strerror or error}") from error
     try:
-        running.order(order)
-        running.confirm_start(argv[0])
+        trial.order(order)
+        trial.confirm_start(argv[0])
     except BaseException:
-        running.close()
+        trial.close()
         raise
-    return running
+    return trial
 
 
 def _encode_order(
@@ -211,8 +211,8 @@ def _encode_order(
         if not key or "=" in key:
             raise OSError(f"cannot start {argv[0]!r}: {key!r} is not a name of an environment variable")
         added[_encode(key, f"the name {key!r}")] = _encode(value, f"the environment variable {key}")
-    where = (_encode(directory, "the directory"), _encode(folder, "the folder"))
-    order = marshal.dumps((words, {**os.environb, **added}, *where, *limits))
+    folders = (_encode(directory, "the directory"), _encode(folder, "the folder"))
+    order = marshal.dumps((words, {**os.environb, **added}, *folders, *limits))
     return len(order).to_bytes(8, "little") + order
 
 
@@ -229,7 +229,7 @@ def _encode(text: str, what: str) -> bytes:
 def _connect(spawn: Spawn, folder: str, marker: str) -> Guarded:
     """Start a guard with a pipe in each direction. Raises OSError.
 
-    No other process inherits flagcore's ends: a pipe that another trial held open would not close when flagcore dies.
+    No other process inherits flagcore's ends of the pipes. Otherwise a pipe would stay open after flagcore's death.
     """
     pipes: list[int] = []
     try:

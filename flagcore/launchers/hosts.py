@@ -1,8 +1,9 @@
-"""Starts a trial on several hosts: an agent on each, the first failure ends all, a lost host ends the trial."""
+"""Starts a trial on several hosts, with an agent on each. The first failure and a lost host end the trial."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import resource
@@ -10,7 +11,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,10 @@ LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
 CLOSE_SECONDS = 2.0
 PAUSE_SECONDS = 25e-6
-"""Per host, between two looks at the messages of a running trial: thousands of heartbeats are then read together."""
+"""Pause per host between two reads of messages, so that thousands of heartbeats are read together."""
 OTHER_FILES = 64
 SHARED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS")
-"""Variables of this shell that a trial has on every host, because no login shell sets them there."""
+"""Variables of this shell that are copied to every host, because no login shell sets them there."""
 
 
 @dataclass(kw_only=True)
@@ -38,9 +39,9 @@ class HostsLauncher:
     """Starts trials on the hosts of a launch.
 
     `channel` returns the command that starts an agent on a host, connected to its standard input and output.
-    `find_hosts` returns the hosts that are there without being named, if `has_allocation` is true several. `hold` takes
-    hosts for this process alone, if others may use them, waits until they are there, and returns their names; it raises
-    FlagError if it cannot. `fix` is what to do if there are no hosts.
+    `find_hosts` returns the hosts of the environment, such as a Slurm allocation. `has_allocation` returns whether
+    there are several. `hold` reserves hosts for this process, waits for them, and returns their names; it raises
+    FlagError on failure. `fix` is the advice in the message if there are no hosts.
     """
 
     name: str
@@ -48,31 +49,43 @@ class HostsLauncher:
     find_hosts: Callable[[int], tuple[str, ...]] = lambda nodes: ()
     has_allocation: Callable[[], bool] = lambda: False
     hold: Callable[[Sequence[str]], tuple[str, ...]] = tuple
-    fix: str = "name them in cluster.hostfile"
+    fix: str = "list them in cluster.hostfile"
     reached: set[str] = field(default_factory=set)
-    """Hosts that ran a trial: a later failure to reach them is theirs, not that of the spec."""
+    """Hosts that ran a trial. A later connection failure means that the host is lost, not that the spec is wrong."""
     lost: dict[str, str] = field(default_factory=dict)
-    """The markers of trials in which hosts were lost, by host: processes may be left there."""
+    """By lost host: the marker of the trial whose processes may still run there."""
     failures: Counter[str] = field(default_factory=Counter)
-    """How often each host was lost."""
+    """Number of losses of each host."""
     ended_at: float = -math.inf
-    """When the last trial ended, on the monotonic clock."""
+    """End of the last trial on the monotonic clock."""
 
     def choose_hosts(self, hosts: Sequence[str], count: int) -> tuple[str, ...]:
-        """Return `count` of `hosts`: the first ones, except that others replace those that were lost more often.
+        """Return the first `count` of `hosts`; further hosts replace those that were lost more often.
 
-        A host that was lost MAX_LOSSES times is left out if there are others to choose from. Raises LaunchError if too
-        few are left.
+        A host that was lost MAX_LOSSES times is excluded unless all hosts are needed. Raises LaunchError if too few
+        remain.
         """
         if len(hosts) <= count:
             return tuple(hosts)
-        usable = [host for host in hosts if self.failures[host] < MAX_LOSSES]
-        if len(usable) < count:
-            lost = ", ".join(host for host in hosts if host not in usable)
-            raise LaunchError(f"only {len(usable)} of {count} hosts are left: {lost} cannot be used")
-        best = sorted(usable, key=lambda host: self.failures[host])[:count]
-        others = iter([host for host in best if host not in hosts[:count]])
-        return tuple(host if host in best else next(others) for host in hosts[:count])
+        usable_hosts = [host for host in hosts if self.failures[host] < MAX_LOSSES]
+        if len(usable_hosts) < count:
+            lost_hosts = ", ".join(host for host in hosts if host not in usable_hosts)
+            raise LaunchError(f"only {len(usable_hosts)} of {count} hosts are usable: {lost_hosts} cannot be used")
+        best = sorted(usable_hosts, key=lambda host: self.failures[host])[:count]
+        replacements = iter([host for host in best if host not in hosts[:count]])
+        return tuple(host if host in best else next(replacements) for host in hosts[:count])
+
+    def resume(self, lost: Iterable[str], cut_off: Iterable[str]) -> None:
+        """Prefer other hosts to those that earlier calls `lost`, and end what may be left of trials in these folders.
+
+        A lost host may have been repaired, so it counts as lost once.
+        """
+        for host in lost:
+            self.failures[host] = max(self.failures[host], 1)
+        for folder in cut_off:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                started = json.loads(Path(folder, "launch.json").read_text(encoding="utf-8"))
+                self.lost |= dict.fromkeys(started["hosts"], started["environment"][MARKER])
 
     @property
     def no_hosts(self) -> str:
@@ -82,19 +95,19 @@ class HostsLauncher:
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
 
-        In the words and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
-        `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of its folder
-        are sent to every host, and what the first host writes is mirrored there, with the logs of all; `hosts/NAME` has
-        those of the others. A host that answered before and no longer does ends the trial at once. Raises LaunchError
-        if another cannot be reached, or if one cannot start the program.
+        In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
+        `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of the trial's
+        folder are sent to every host. The files of the first host and the logs of all are copied back to it;
+        `hosts/NAME` has the files of the others. If a host that ran a trial before cannot be reached, the trial ends at
+        once. Raises LaunchError if another host cannot be reached, or if a host cannot start the program.
         """
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
         folder = os.path.abspath(launch.folder)
         variables = {name: os.environ[name] for name in SHARED if name in os.environ}
         places = {"MASTER_ADDR": "{master_addr}", "MASTER_PORT": "{master_port}", "NODE_RANK": "{node_rank}"}
-        fixed = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
-        launch = replace(launch, folder=folder, environment={**fixed, **launch.environment})
+        defaults = {**variables, **places, "NNODES": "{nnodes}", MARKER: secrets.token_hex(8)}
+        launch = replace(launch, folder=folder, environment={**defaults, **launch.environment})
         try:
             prepare(launch, launch.environment, folder, launch.directory or folder)
             for name in LOGS:
@@ -102,19 +115,19 @@ class HostsLauncher:
         except OSError as error:
             reason = error.strerror or error
             raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
-        running = HostsRunning(launch, self)
+        trial = HostsRunning(launch, self)
         try:
-            running.begin()
+            trial.begin()
         except HostLost as problem:
             if problem.host not in self.reached:
-                running.close()
+                trial.close()
                 raise
-            running.end()
+            trial.end()
         except BaseException:
-            running.close()
+            trial.close()
             raise
         self.reached.update(launch.hosts)
-        return running
+        return trial
 
 
 class HostLost(LaunchError):
@@ -139,26 +152,26 @@ class HostsRunning:
         ]
 
     def begin(self) -> None:
-        """Wait for all agents, give each its order, and wait until the program runs everywhere.
+        """Wait for all agents, send each its order, and wait until the program runs on all hosts.
 
-        What a lost trial left is ended first. Raises HostLost, or LaunchError if a host cannot start the program.
+        Processes of a lost trial are ended first. Raises HostLost, or LaunchError if a host cannot start the program.
         """
-        lost = self.launcher.lost
-        self._until(lambda each: each.hello is not None, "does not answer")
+        lost_markers = self.launcher.lost
+        self._until(lambda each: each.hello is not None, "does not respond")
         for each in self.connections:
-            if each.host in lost:
-                each.send(sweep=lost[each.host])
-        self._until(lambda each: each.host not in lost or each.left == 0, "still has processes of a lost trial")
+            if each.host in lost_markers:
+                each.send(sweep=lost_markers[each.host])
+        self._until(lambda each: each.host not in lost_markers or each.left == 0, "still has processes of a lost trial")
         for each in self.connections:
-            lost.pop(each.host, None)
+            lost_markers.pop(each.host, None)
         first = self.connections[0]
         assert first.hello is not None
         ports = ",".join(str(each.hello["port"]) for each in self.connections if each.hello)
         values = {"master_addr": first.host, "master_port": str(first.hello["port"]), "node_ports": ports}
-        files = _files(self.launch.folder)
+        files = _trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
-            mine = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
-            each.send(order=_order(self.launch, mine, files))
+            host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
+            each.send(order=_order_for_host(self.launch, host_values, files))
         self._until(lambda each: each.started or each.exit is not None, "does not start the program")
         if self.launch.client:
             self._client = self._start_client()
@@ -178,7 +191,7 @@ class HostsRunning:
         """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
         deadline = time.monotonic() + START_SECONDS
         while waiting := [each for each in self.connections if not done(each)]:
-            self._step(0.2)
+            self._exchange(0.2)
             if time.monotonic() > deadline:
                 waiting[0].problem = waiting[0].problem or f"{problem} within {START_SECONDS:.0f} s"
             for each in self.connections:
@@ -194,8 +207,8 @@ class HostsRunning:
         deadline = time.monotonic() + seconds
         while self._exit is None:
             time.sleep(max(0.0, min(PAUSE_SECONDS * len(self.connections), deadline - time.monotonic())))
-            self._step(max(0.0, min(1.0, deadline - time.monotonic())))
-            if self._over():
+            self._exchange(max(0.0, min(1.0, deadline - time.monotonic())))
+            if self._is_over():
                 self.end()
             elif time.monotonic() >= deadline:
                 break
@@ -207,62 +220,69 @@ class HostsRunning:
         assert self._exit is not None
         return self._exit
 
-    def _over(self) -> bool:
-        """Whether all hosts are done, or one failed or was lost."""
-        failed = any(each.problem or (each.exit and _failed(each.exit)) for each in self.connections)
+    def _is_over(self) -> bool:
+        """Whether the trial has ended on all hosts, or a host failed or was lost, or its client has ended."""
+        any_failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
         if self._client:
-            return failed or self._client.wait(0) is not None
-        return failed or not any(each.open for each in self.connections)
+            return any_failed or self._client.wait(0) is not None
+        return any_failed or not any(each.open for each in self.connections)
 
     def end(self, *, asked: bool = False) -> None:
-        """End the trial on all hosts that still run it, and note how it ended.
+        """End the trial on all hosts that still run it, and set its exit record.
 
-        A host that turns out to be lost is the reason, even if the program failed on another one before.
+        A lost host is the reason, even if the program failed on another host before.
         """
-        lost = next((each for each in self.connections if each.problem), None)
-        failed = next((each for each in self.connections if each.exit and _failed(each.exit)), None)
+        lost_connection = next((each for each in self.connections if each.problem), None)
+        failed_connection = next((each for each in self.connections if each.exit and _has_failed(each.exit)), None)
         client = self._client.stop() if self._client else None
         deadline = time.monotonic() + STOP_SECONDS
-        running = [each for each in self.connections if each.open and each.started]
-        for each in running:
+        running_hosts = [each for each in self.connections if each.open and each.started]
+        for each in running_hosts:
             each.send(stop=True)
-        while any(each.open for each in running) and time.monotonic() < deadline:
-            self._step(0.2)
-        for each in running:
+        while any(each.open for each in running_hosts) and time.monotonic() < deadline:
+            self._exchange(0.2)
+        for each in running_hosts:
             if each.open:
-                each.problem = "does not end its part of the trial"
-        lost = lost or next((each for each in running if each.problem), None)  # the cause of what failed elsewhere
-        if lost:
-            self.launcher.failures[lost.host] += 1
-        if client and not lost and not (failed and _failed(client)):
+                each.problem = "does not end its processes of the trial"
+        lost_connection = lost_connection or next(
+            (each for each in running_hosts if each.problem), None
+        )  # the cause of what failed elsewhere
+        if lost_connection:
+            self.launcher.failures[lost_connection.host] += 1
+        if client and not lost_connection and not (failed_connection and _has_failed(client)):
             self._exit = Exit(**{**client, "peak_memory_bytes": self._peak()})
         else:
-            self._exit = self._verdict(lost or failed, asked)
+            self._exit = self._verdict(lost_connection or failed_connection, asked)
         self.close()
         with contextlib.suppress(OSError):
             guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
 
     def _verdict(self, first: Connection | None, asked: bool) -> Exit:
         seconds = time.monotonic() - self.started_at
-        ends, peak = [each.exit for each in self.connections if each.exit], self._peak()
+        exit_records, peak = [each.exit for each in self.connections if each.exit], self._peak()
         if first is not None and first.problem:
-            again = self.launcher.failures[first.host] == MAX_LOSSES
-            detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if again else "")
-            return Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
-        end = (first.exit if first else None) or (ends[0] if ends else None)
-        if end is None:
-            return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host answered")
-        seconds = max(float(each["duration_s"]) for each in ends)
-        ended_by = "request" if asked and end["ended_by"] is None and end["code"] else end["ended_by"]
+            is_second_loss = self.launcher.failures[first.host] == MAX_LOSSES
+            detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if is_second_loss else "")
+            ended = Exit(code=1, ended_by="host", duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+            return replace(ended, lost_host=first.host)
+        exit_record = (first.exit if first else None) or (exit_records[0] if exit_records else None)
+        if exit_record is None:
+            return Exit(code=1, ended_by="host", duration_s=seconds, detail="no host responded")
+        seconds = max(float(each["duration_s"]) for each in exit_records)
+        ended_by = (
+            "request" if asked and exit_record["ended_by"] is None and exit_record["code"] else exit_record["ended_by"]
+        )
         detail = first.host if first else ""
-        return Exit(code=int(end["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail)
+        return Exit(
+            code=int(exit_record["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail
+        )
 
     def _peak(self) -> int | None:
         peaks = [each.exit.get("peak_memory_bytes") or 0 for each in self.connections if each.exit]
         return max(peaks, default=0) or None
 
-    def _step(self, seconds: float) -> None:
-        """Exchange messages for at most `seconds`, and write what arrived."""
+    def _exchange(self, seconds: float) -> None:
+        """Exchange messages for at most `seconds`, and write received files."""
         poll = select.poll()
         if self._client and self._client.wait(0) is None:
             poll.register(self._client, select.POLLIN)
@@ -284,7 +304,7 @@ class HostsRunning:
             self._write(each, rank)
 
     def _write(self, connection: Connection, rank: int) -> None:
-        """Write what a host reported about its files."""
+        """Write the new content of a host's files."""
         news, connection.news = connection.news, []
         for name, at, data in news:
             mirror = host_folder(self.launch.folder, self.launch.hosts, rank)
@@ -296,8 +316,8 @@ class HostsRunning:
                     file.write(data)
                 if name in LOGS:
                     self._merge(connection.host, name, data)
-            except OSError as error:
-                connection.problem = f"its file {name} cannot be written here: {error.strerror or error}"
+            except (OSError, ValueError) as error:
+                connection.problem = f"its file {name!r} cannot be written here: {getattr(error, 'strerror', error)}"
 
     def _merge(self, host: str, name: str, data: bytes) -> None:
         """Append the complete lines of one host's log to the log of the trial."""
@@ -308,7 +328,7 @@ class HostsRunning:
                 file.write(whole + newline)
 
     def close(self) -> None:
-        """Close all channels, on which the agents end what still runs. Hosts that did not confirm that are noted."""
+        """Close all channels; the agents then end the trial. Hosts that did not confirm its end count as lost."""
         if self._client:
             self._client.stop()
         for each in self.connections:
@@ -321,31 +341,31 @@ class HostsRunning:
         self.launcher.ended_at = time.monotonic()
 
 
-def _failed(ended: Mapping[str, object]) -> bool:
+def _has_failed(ended: Mapping[str, object]) -> bool:
     return bool(ended["code"] or ended["ended_by"])
 
 
 def _allow_files(more: int) -> None:
-    """Raise this process's limit of open files if it is too low for `more`. Raises LaunchError if that is forbidden."""
+    """Raise the limit of open files if it is too low for `more` files. Raises LaunchError above the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
-    if resource.RLIM_INFINITY != soft < needed:
+    needed_files = len(os.listdir("/proc/self/fd")) + more + OTHER_FILES
+    if resource.RLIM_INFINITY != soft < needed_files:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
         except ValueError:
-            problem = f"the channels to the hosts need {needed} open files, and {hard} are allowed"
+            problem = f"the channels to the hosts need {needed_files} open files, and {hard} are allowed"
             raise LaunchError(f"{problem}; raise the hard limit (ulimit -Hn) or use fewer hosts") from None
 
 
-def _files(folder: str) -> dict[str, str]:
+def _trial_files(folder: str) -> dict[str, str]:
     """Return the text of the files that the engine wrote into a trial's folder."""
     names = [name for name in os.listdir(folder) if name not in (*LOGS, "launch.json", "exit.json")]
     paths = [path for name in names if (path := Path(folder, name)).is_file()]
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def _order(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
-    """Return the order for one host. The agent replaces the trial's folder by its own."""
+def _order_for_host(launch: Launch, values: Mapping[str, str], files: Mapping[str, str]) -> dict[str, object]:
+    """Return the order for one host. The agent replaces the trial's folder by a folder on its host."""
 
     def filled(text: str) -> str:
         for name, value in values.items():

@@ -1,7 +1,7 @@
-"""A hub: a process beside flagcore that holds the connections to all hosts, for launchers that need one.
+"""A hub: a separate process on flagcore's machine that holds the connections to all hosts.
 
-Ray's client library, or a port that pods connect to, is so kept out of flagcore's own process. The hub answers lines
-of JSON on its standard input, ends when that closes, and serves channels on a socket in a private folder.
+It keeps Ray's client library, or the port to which pods connect, out of flagcore's own process. The hub answers lines
+of JSON on its standard input, ends when the input closes, and serves channels on a socket in a private folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Connect = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 
 
 class Hub:
-    """The hub that `module` serves. It starts when it is first asked."""
+    """The hub in the process of `module`. It starts with the first request."""
 
     def __init__(self, launcher: str, module: str) -> None:
         self.launcher, self.module = launcher, module
@@ -44,7 +44,7 @@ class Hub:
         return [sys.executable, "-I", "-S", relay.__file__, self.socket, host]
 
     def ask(self, seconds: float, /, **request: object) -> Mapping[str, Any]:
-        """Return the answer to a request. Raises NoDevice for a problem, or without an answer in time."""
+        """Return the answer to a request. Raises NoDevice for a problem, or after a timeout."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         assert self.process
@@ -71,7 +71,7 @@ class Hub:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the hub, on which all its channels close."""
+        """End the hub and all its channels."""
         atexit.unregister(self.close)
         if self.process is not None:
             for stream in (self.process.stdin, self.process.stdout):
@@ -87,7 +87,7 @@ class Hub:
 
 
 async def serve(path: str, answer: Answer, connect: Connect) -> None:
-    """Be a hub: answer requests, and connect channels to hosts, until flagcore closes the standard input."""
+    """Run a hub: answer requests, and connect channels to hosts, until flagcore closes the standard input."""
     tasks = set[asyncio.Task[None]]()
 
     async def reply(line: bytes) -> None:
@@ -112,8 +112,8 @@ async def serve(path: str, answer: Answer, connect: Connect) -> None:
     os._exit(0)
 
 
-async def both(first: Awaitable[None], second: Awaitable[None]) -> None:
-    """Run two directions of a channel until one ends. Raises what that raised."""
+async def run_both(first: Awaitable[None], second: Awaitable[None]) -> None:
+    """Run both directions of a channel until one ends. Raises its exception, if any."""
     tasks = {asyncio.ensure_future(first), asyncio.ensure_future(second)}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

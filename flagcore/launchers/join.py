@@ -1,7 +1,7 @@
-"""Offers this host to a tune: `python -m flagcore.launchers.join CONTROLLER[:PORT] [NAME]`, for pods of Kubernetes.
+"""Connects a pod of Kubernetes to `flag tune`: `python -m flagcore.launchers.join CONTROLLER[:PORT] [NAME]`.
 
-It connects to the controller, again and again. Both sides prove that they know FLAGCORE_TOKEN, without sending it.
-Then the connection is the channel of an agent, whose order arrives on it. This host listens on no port.
+It connects to the controller repeatedly. Both sides prove that they have FLAGCORE_TOKEN, without sending it. Then the
+connection is the channel of an agent. This host listens on no port.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ MIN_TOKEN = 16
 CONNECT_SECONDS, RETRY_SECONDS = 10.0, 1.0
 LONGEST_LINE = 4096
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""An idle connection whose other end is gone closes after 20 s."""
+"""Closes an idle connection 20 s after the loss of the other end."""
 
 
 def token() -> bytes:
     """Return the secret. Raises ValueError if it is missing or short."""
-    found = os.environ.get(TOKEN, "").strip()
-    if len(found) < MIN_TOKEN:
-        raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it by a Kubernetes Secret")
-    return found.encode()
+    secret = os.environ.get(TOKEN, "").strip()
+    if len(secret) < MIN_TOKEN:
+        raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters; set it with a Kubernetes Secret")
+    return secret.encode()
 
 
 def proof(key: bytes, *words: str) -> str:
-    """Return the HMAC of `words`, which only a side with the secret can compute."""
+    """Return the HMAC of `words`, which proves the possession of the secret."""
     return hmac.new(key, json.dumps(words).encode(), "sha256").hexdigest()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the system notice that the other end is gone."""
+    """Enable the detection of a lost peer (TCP keepalive)."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def main(controller: str, name: str = "") -> None:
-    """Serve one trial after the other, until this process is ended. Raises ValueError for a bad port or secret."""
+    """Serve one trial after the other, until this process is ended. Raises ValueError for an invalid port or secret."""
     host, _, port = controller.partition(":")
     if port and not port.isdecimal():
         raise ValueError(f"{controller}: the port is not a number")
     key, name = token(), name or socket.gethostname()
-    last = ""
+    last_state = ""
     while True:
         try:
-            with _joined(host, int(port or PORT), key, name) as connection:
+            with _connect(host, int(port or PORT), key, name) as connection:
                 _serve(connection)
-            state = f"joined {controller} as {name}"
+            connection_state = f"joined {controller} as {name}"
         except (OSError, ValueError) as error:
-            state = f"cannot join {controller}: {error}"
-        if state != last:
-            print(f"flagcore: {state}", file=sys.stderr, flush=True)
-        last = state
+            connection_state = f"cannot join {controller}: {error}"
+        if connection_state != last_state:
+            print(f"flagcore: {connection_state}", file=sys.stderr, flush=True)
+        last_state = connection_state
         time.sleep(RETRY_SECONDS)
 
 
 def _serve(connection: socket.socket) -> None:
-    """Run an agent on a connection once its first bytes arrive. The secret is not in its environment."""
+    """Run an agent on a connection once data arrives. The environment of the agent does not contain the secret."""
     if connection.recv(1, socket.MSG_PEEK):
         environment = {name: value for name, value in os.environ.items() if name != TOKEN}
         command = ["sh", "-c", agent_command()]
@@ -76,16 +76,16 @@ def _serve(connection: socket.socket) -> None:
             agent.wait()
 
 
-def _joined(host: str, port: int, key: bytes, name: str) -> socket.socket:
-    """Return a connection to a controller that knows the secret. Raises OSError or ValueError."""
+def _connect(host: str, port: int, key: bytes, name: str) -> socket.socket:
+    """Return an authenticated connection to the controller. Raises OSError or ValueError."""
     connection = socket.create_connection((host, port), CONNECT_SECONDS)
     try:
         keep_alive(connection)
-        theirs, mine = _line(connection), secrets.token_hex(16)
+        theirs, mine = _read_line(connection), secrets.token_hex(16)
         answer = {"host": name, "nonce": mine, "proof": proof(key, "host", theirs, mine, name)}
         connection.sendall(json.dumps(answer).encode() + b"\n")
-        if not hmac.compare_digest(_line(connection), proof(key, "controller", mine, theirs, name)):
-            raise ValueError("the controller does not know the secret")
+        if not hmac.compare_digest(_read_line(connection), proof(key, "controller", mine, theirs, name)):
+            raise ValueError("the controller has another secret")
         connection.settimeout(None)
     except BaseException:
         connection.close()
@@ -93,8 +93,8 @@ def _joined(host: str, port: int, key: bytes, name: str) -> socket.socket:
     return connection
 
 
-def _line(connection: socket.socket) -> str:
-    """Return the next line, without what follows it. Raises OSError or ValueError."""
+def _read_line(connection: socket.socket) -> str:
+    """Return the next line; later data stays in the connection. Raises OSError or ValueError."""
     text = b""
     while not text.endswith(b"\n"):
         piece = connection.recv(1)

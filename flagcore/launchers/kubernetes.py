@@ -1,4 +1,4 @@
-"""The kubernetes launcher: the pods of one job, which connect to the pod that tunes (`flagcore.launchers.join`)."""
+"""The kubernetes launcher: the pods of one job connect to the pod that runs `flag tune` (`flagcore.launchers.join`)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from flagcore.launchers.hub import Hub
 from flagcore.launchers.join import PORT, TOKEN
 
 HOSTS = "FLAGCORE_HOSTS"
-"""Variable of the job: the names of its pods, that of the tuning one first."""
+"""Environment variable with the names of the job's pods, the tuning pod first."""
 PORT_VARIABLE = "FLAGCORE_PORT"
-"""Variable of the job: the port on which the tuning pod listens."""
+"""Environment variable with the port on which the tuning pod listens."""
 JOIN_SECONDS = 600.0
-"""How long a tune waits for its pods: images are large."""
+"""Maximum time until all pods have joined; images are large."""
 HUB = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return the pods of this job, none outside of one."""
+    """Return the pods of this job; empty outside of a job."""
     return tuple(os.environ.get(HOSTS, "").split())
 
 
 def hold(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Wait until the pods have joined, all but this one. Raises NoDevice, UsageError."""
+    """Wait until all other pods have joined. Raises NoDevice, UsageError."""
     names = [_name(host) for host in hosts if not _is_this(host)]
     port = os.environ.get(PORT_VARIABLE, str(PORT))
     if not port.isdecimal():
-        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not the number of a port; leave it out")
+        raise UsageError(f"{PORT_VARIABLE} = {port!r} is not a port number; omit it or use a number")
     HUB.ask(JOIN_SECONDS + 10, names=names, port=int(port), seconds=JOIN_SECONDS)
     return tuple(hosts)
 
@@ -46,7 +46,7 @@ def _is_this(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return a pod's name for itself: that of its host, without the domain of the service."""
+    """Return the host name of a pod without the domain of the service."""
     return host.partition(".")[0]
 
 

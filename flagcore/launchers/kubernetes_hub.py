@@ -1,4 +1,4 @@
-"""The hub of the kubernetes launcher: accepts connections from the pods of a job, and gives each trial its own."""
+"""The hub of the kubernetes launcher: accepts connections from the pods of a job, one for each trial."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.launchers.hub import both, serve
+from flagcore.launchers.hub import run_both, serve
 from flagcore.launchers.join import CONNECT_SECONDS, keep_alive, proof, token
 
 JOIN_SECONDS = 50.0
-"""How long a channel waits for a pod to join again."""
+"""Maximum time until a pod joins again for the next trial."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Pods:
-    """The pods that joined and are free, by their names."""
+    """The connections of pods that joined and have no trial, by name."""
 
     def __init__(self) -> None:
         self.free: dict[str, Stream] = {}
@@ -39,14 +39,14 @@ class Pods:
             async with self.joined:
                 await asyncio.wait_for(self.joined.wait_for(lambda: names <= self.free.keys()), request["seconds"])
         except (TimeoutError, asyncio.TimeoutError):
-            missing = ", ".join(sorted(names - self.free.keys()))
-            return {"problem": f"{missing}: did not connect within {request['seconds']:.0f} s"}
+            missing_pods = ", ".join(sorted(names - self.free.keys()))
+            return {"problem": f"{missing_pods}: did not connect within {request['seconds']:.0f} s"}
         except (OSError, ValueError) as error:
             return {"problem": str(error)}
         return {}
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a pod that knows the secret; what else connects is closed."""
+        """Accept a pod that proves the secret; close other connections."""
         try:
             name = await asyncio.wait_for(self._check(reader, writer), CONNECT_SECONDS)
         except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
@@ -61,24 +61,24 @@ class Pods:
     async def _check(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         connection: socket.socket = writer.get_extra_info("socket")
         keep_alive(connection)
-        mine = secrets.token_hex(16)
-        writer.write(mine.encode() + b"\n")
+        own_nonce = secrets.token_hex(16)
+        writer.write(own_nonce.encode() + b"\n")
         answer = json.loads(await reader.readline())
         name, theirs = str(answer["host"]), str(answer["nonce"])
-        if not hmac.compare_digest(str(answer["proof"]), proof(self.key, "host", mine, theirs, name)):
+        if not hmac.compare_digest(str(answer["proof"]), proof(self.key, "host", own_nonce, theirs, name)):
             raise ValueError(name)
-        writer.write(proof(self.key, "controller", theirs, mine, name).encode() + b"\n")
+        writer.write(proof(self.key, "controller", theirs, own_nonce, name).encode() + b"\n")
         return name
 
     async def connect(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a channel to a pod's agent, which starts with the first bytes."""
-        pod = await asyncio.wait_for(self._take(name), JOIN_SECONDS)
+        pod = await asyncio.wait_for(self._take_pod(name), JOIN_SECONDS)
         try:
-            await both(_copy(reader, pod[1]), _copy(pod[0], writer))
+            await run_both(_copy(reader, pod[1]), _copy(pod[0], writer))
         finally:
             pod[1].close()
 
-    async def _take(self, name: str) -> Stream:
+    async def _take_pod(self, name: str) -> Stream:
         async with self.joined:
             while True:
                 await self.joined.wait_for(lambda: name in self.free)
@@ -95,7 +95,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(path: str) -> None:
-    """Be the hub at a socket."""
+    """Run the hub at a socket."""
     pods = Pods()
     await serve(path, pods.answer, pods.connect)
 

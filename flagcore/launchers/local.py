@@ -1,4 +1,4 @@
-"""The local launcher starts a trial on this machine, through a guard process that ends it in any case."""
+"""The local launcher starts a trial on this machine, under a guard process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flagcore.launchers.template import NO_FOLDER, Template
 
 LOG = logging.getLogger("flagcore")
 OF_ONE_TRIAL = (MARKER, "MASTER_PORT")
-"""Variables that differ from trial to trial, and that no module reads when it is imported."""
+"""Variables that differ between trials, and that no module reads on import."""
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
     except OSError as error:
-        fix = "free some, or give MASTER_PORT in the trial's environment"
+        fix = "free a port, or set MASTER_PORT in the trial's environment"
         raise LaunchError(f"no free TCP port on 127.0.0.1: {error.strerror}; {fix}") from error
 
 
@@ -55,17 +55,17 @@ class LocalRunning:
         return self._exit(self._running.stop())
 
     def _exit(self, verdict: Mapping[str, Any]) -> Exit:
-        """Return how the trial ended. Unless that was well, or as requested, nothing else comes from its template."""
-        ended = Exit(**verdict, warm=self._template is not None)
-        if self._template and ended.ended_by != "request" and (ended.code or ended.ended_by):
+        """Return the exit record of the trial. After a failure, its template is closed."""
+        exit_record = Exit(**verdict, warm=self._template is not None)
+        if self._template and exit_record.ended_by != "request" and (exit_record.code or exit_record.ended_by):
             self._template.close()
-        return ended
+        return exit_record
 
 
 class LocalLauncher:
-    """Starts trials on this machine, several at once if asked.
+    """Starts trials on this machine, also several at once.
 
-    One whose program may be forked comes from a template if that is idle. The template is kept for trials with the same
+    A trial with `Launch.warm` is forked from a template if it is idle. The template is kept for trials with the same
     program, environment, cores and control group, until one of them fails.
     """
 
@@ -74,14 +74,14 @@ class LocalLauncher:
     def __init__(self) -> None:
         self._template: Template | None = None
         self._template_of: object = None
-        """What the template was started for; without a template, what has none."""
+        """Program, environment, cores and control group of the template, or of a failed attempt to start one."""
 
     def start(self, launch: Launch) -> LocalRunning:
-        """Start `launch` in its own session.
+        """Start `launch` in a new session.
 
-        Its environment is flagcore's with `launch.environment` on top, and MASTER_ADDR and a free MASTER_PORT unless
-        given. `launch.json` records the launch without secrets, `exit.json` how it ended. Raises LaunchError if it
-        cannot be started.
+        Its environment is flagcore's, updated with `launch.environment`, and with MASTER_ADDR and a free MASTER_PORT
+        unless these are set. `launch.json` records the launch without secrets, `exit.json` its end. Raises LaunchError
+        if the trial cannot be started.
         """
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: secrets.token_hex(8), **launch.environment}
         if "MASTER_PORT" not in environment:
@@ -111,17 +111,17 @@ class LocalLauncher:
             self._template = self._template_of = None
 
     def _template_for(self, launch: Launch, environment: Mapping[str, str], directory: str) -> Template | None:
-        """Return an idle template for `launch`; None if there can be none now."""
+        """Return an idle template for `launch`; None if the trial has to start cold."""
         if not launch.warm or launch.argv[:2] != (sys.executable, "-m") or (self._template and self._template.busy):
             return None
-        kept = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
+        template_environment = {key: value for key, value in environment.items() if key not in OF_ONE_TRIAL}
         cores, group = os.sched_getaffinity(0), guard.read_proc(os.getpid(), "cgroup")
-        wanted = (launch.argv[2], {**os.environ, **kept}, cores, group)
-        if wanted != self._template_of or (self._template and self._template.closed):
+        template_key = (launch.argv[2], {**os.environ, **template_environment}, cores, group)
+        if template_key != self._template_of or (self._template and self._template.closed):
             self.close()
-            self._template_of = wanted
+            self._template_of = template_key
             try:
-                self._template = Template(launch.argv, kept, directory)
+                self._template = Template(launch.argv, template_environment, directory)
             except OSError as problem:
                 LOG.info("trials start cold: %s", problem)
         return self._template
@@ -131,14 +131,16 @@ LAUNCHER: Launcher = LocalLauncher()
 
 
 def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` for users: without limits or files, its output goes to two descriptors.
+    """Start `launch` without limits or files; its output goes to two descriptors, and it ends with this process.
 
-    It ends with this process. Raises LaunchError if it cannot be started.
+    Raises LaunchError if it cannot be started.
     """
-    free = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
+    unlimited_launch = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: secrets.token_hex(8), **launch.environment}
     directory = os.path.abspath(launch.directory or launch.folder)
-    return LocalRunning(_start(free, environment, directory, NO_FOLDER, partial(spawn_guard, stdout, stderr)))
+    return LocalRunning(
+        _start(unlimited_launch, environment, directory, NO_FOLDER, partial(spawn_guard, stdout, stderr))
+    )
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
@@ -152,9 +154,11 @@ def _new_log(folder: str, name: str) -> BinaryIO:
 def prepare(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> None:
     """Create the folder with `launch.json`. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
-    free = guard.free_disk_bytes(folder)
-    if free < guard.FREE_DISK_FLOOR_BYTES:
-        raise OSError(f"only {free >> 20} MiB of disk are left, {guard.FREE_DISK_FLOOR_BYTES >> 20} MiB are needed")
+    free_bytes = guard.free_disk_bytes(folder)
+    if free_bytes < guard.FREE_DISK_FLOOR_BYTES:
+        raise OSError(
+            f"only {free_bytes >> 20} MiB of disk are left, {guard.FREE_DISK_FLOOR_BYTES >> 20} MiB are needed"
+        )
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, "exit.json"))
     record = {

@@ -1,4 +1,4 @@
-"""The ray launcher: agents are actors on whole nodes of a Ray cluster, which this tune holds for itself."""
+"""The ray launcher: agents are actors on whole nodes of a Ray cluster, which are reserved until the search ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.hub import Hub
 
 ANY = "any-"
-"""Starts the name of a host that Ray has yet to choose."""
+"""Prefix of the name of a host that Ray has not chosen yet."""
 HOLD_SECONDS = 120.0
 HUB = Hub("ray", "flagcore.launchers.ray_hub")
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return names of `nodes` hosts; `hold` replaces them. A plan needs no cluster."""
+    """Return placeholders for `nodes` hosts, which `hold` replaces. A plan needs no cluster."""
     return tuple(f"{ANY}{number}" for number in range(1, nodes + 1))
 
 
 def hold(hosts: Sequence[str]) -> tuple[str, ...]:
-    """Hold hosts of the cluster until this process ends, and return their addresses. Raises NoDevice."""
+    """Reserve hosts of the cluster until this process ends, and return their addresses. Raises NoDevice."""
     if find_spec("ray") is None:
         raise NoDevice('auto_tuner.launcher = ray: Ray is not installed; pip install "flagcore[ray]"')
     names = [host for host in hosts if not host.startswith(ANY)]

@@ -1,6 +1,6 @@
-"""The hub of the ray launcher: holds whole nodes of a Ray cluster by a placement group, with an actor for each agent.
+"""The hub of the ray launcher: reserves whole nodes of a Ray cluster by a placement group, with an actor per agent.
 
-The group and the actors belong to this process, so Ray removes them however it ends. An actor relays the channel of an
+Ray removes the group and the actors when this process ends, even if it is killed. An actor relays the channel of an
 agent, and ends with its node, its group or this process; then the agent ends its trial.
 """
 
@@ -20,28 +20,31 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flagcore.launchers.connection import agent_command
-from flagcore.launchers.hub import both, serve
+from flagcore.launchers.hub import run_both, serve
 
 WAIT_SECONDS = 60.0
-"""How long a tune waits for hosts that others use."""
+"""Maximum time until nodes are free."""
 CONNECT_SECONDS = 5.0
 PIECE_BYTES = 1 << 16
 Resources = Mapping[str, float]
 
 
 class Agent:
-    """An actor: an agent on a node. It is pickled, so it uses nothing of flagcore, which nodes may lack.
+    """An actor that runs an agent on a node. It is pickled and must not import flagcore, which nodes may not have.
 
-    Ray kills the children of an actor that ends. The agent has to end its trial first, so a shell that exits starts it.
+    Ray kills the children of an actor that ends. The agent has to end its trial first, so a shell that exits starts the
+    agent.
     """
 
     START = 'exec 3<&0; sh -c "$1" <&3 3<&- & exit 0'
 
     def __init__(self, command: str) -> None:
-        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("RAY_", "OMP_NUM_THREADS"))}
+        environment = {
+            name: os.environ[name] for name in os.environ if not name.startswith(("RAY_", "OMP_NUM_THREADS"))
+        }
         shell = ["sh", "-c", self.START, "sh", command]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(shell, stdin=pipe, stdout=pipe, env=kept, start_new_session=True)
+        self.process = subprocess.Popen(shell, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self.process.wait()
 
     def write(self, data: bytes) -> None:
@@ -51,13 +54,13 @@ class Agent:
         self.process.stdin.flush()
 
     def read(self, size: int) -> bytes:
-        """Wait for what the agent writes; empty at its end."""
+        """Wait for output of the agent and return it; empty at its end."""
         assert self.process.stdout
         return os.read(self.process.stdout.fileno(), size)
 
 
 class Cluster:
-    """The nodes of a Ray cluster that this process holds."""
+    """The nodes of a Ray cluster that are reserved for this process."""
 
     def __init__(self) -> None:
         self.group: PlacementGroup | None = None
@@ -66,7 +69,7 @@ class Cluster:
         """The bundle of each host, by its address."""
 
     async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Hold the named hosts, or as many as asked, and return their addresses."""
+        """Reserve hosts by name or number, and return their addresses."""
         try:
             if not ray.is_initialized():
                 _require_answer(os.environ.get("RAY_ADDRESS", ""))
@@ -77,11 +80,11 @@ class Cluster:
             return {"problem": (lines or [type(error).__name__])[0]}
 
     def hold(self, count: int, names: Sequence[str]) -> list[str]:
-        """Hold whole nodes, so that nothing else runs beside a trial. Raises ValueError if there are too few."""
+        """Reserve whole nodes, so that no other task runs beside a trial. Raises ValueError if there are too few."""
         if self.group is not None:
             remove_placement_group(self.group)
         nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
-        self.bundles = _named(nodes, names) if names else _equal(nodes, count)
+        self.bundles = _bundles_by_name(nodes, names) if names else _bundles_by_count(nodes, count)
         self.group = placement_group(self.bundles, strategy="STRICT_SPREAD")
         if not self.group.wait(WAIT_SECONDS):
             remove_placement_group(self.group)
@@ -91,7 +94,7 @@ class Cluster:
         return list(names) or sorted(self.places)
 
     def _addresses(self) -> dict[int, str]:
-        """Return the address of the node on which each bundle is now; after a loss Ray moves it to another."""
+        """Return the address of the current node of each bundle; after a loss Ray moves a bundle to another node."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         placed = placement_group_table(self.group)["bundles_to_node_id"]
         return {bundle: addresses.get(node, "") for bundle, node in placed.items()}
@@ -102,9 +105,9 @@ class Cluster:
         if self._addresses().get(bundle) != host:
             raise ValueError("its Ray node is lost")
         needs = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
-        where = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         cpus, gpus = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "scheduling_strategy": where}
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "scheduling_strategy": strategy}
         actor = ray.remote(Agent).options(max_concurrency=2, max_restarts=0, **options).remote(agent_command())
 
         async def down() -> None:
@@ -117,13 +120,13 @@ class Cluster:
                 await writer.drain()
 
         try:
-            await both(down(), up())
+            await run_both(down(), up())
         finally:
             ray.kill(actor)
 
 
 def _require_answer(address: str) -> None:
-    """Raise OSError at once if nothing listens at HOST:PORT; Ray would wait for minutes."""
+    """Raise OSError if nothing listens at HOST:PORT; Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdecimal() and "/" not in host:
         try:
@@ -132,8 +135,8 @@ def _require_answer(address: str) -> None:
             raise OSError(f"no Ray cluster at RAY_ADDRESS = {address}: {error.strerror or error}") from None
 
 
-def _whole(node: Mapping[str, Any]) -> dict[str, float]:
-    """Return the processors and devices of a node: all resources but memory and the node's own names."""
+def _whole_node(node: Mapping[str, Any]) -> dict[str, float]:
+    """Return the processors and devices of a node: all resources except memory and the names of the node."""
     return {
         name: size
         for name, size in node["Resources"].items()
@@ -141,15 +144,15 @@ def _whole(node: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _named(nodes: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, float]]:
+def _bundles_by_name(nodes: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, float]]:
     if missing := [name for name in names if name not in nodes]:
         raise ValueError(f"{', '.join(missing)}: not in the Ray cluster, which has {', '.join(sorted(nodes))}")
-    return [{**_whole(nodes[name]), f"node:{name}": 0.001} for name in names]
+    return [{**_whole_node(nodes[name]), f"node:{name}": 0.001} for name in names]
 
 
-def _equal(nodes: Mapping[str, Mapping[str, Any]], count: int) -> list[dict[str, float]]:
-    """Return bundles for `count` of the most common kind of node that has processors."""
-    kinds = Counter(tuple(sorted(_whole(node).items())) for node in nodes.values() if _whole(node).get("CPU"))
+def _bundles_by_count(nodes: Mapping[str, Mapping[str, Any]], count: int) -> list[dict[str, float]]:
+    """Return bundles for `count` nodes of the most common kind that has processors."""
+    kinds = Counter(tuple(sorted(_whole_node(node).items())) for node in nodes.values() if _whole_node(node).get("CPU"))
     kind, found = next(iter(kinds.most_common(1)), ((), 0))
     if found < count:
         raise ValueError(f"the Ray cluster has {found} equal hosts, but cluster.nodes = {count}")

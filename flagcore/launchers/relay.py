@@ -8,11 +8,11 @@ import socket
 import sys
 
 REASON = b"\0"
-"""Precedes the reason why a hub closes a channel; the messages themselves are lines of JSON."""
+"""Marks the reason why a hub closes a channel; other messages are lines of JSON."""
 
 
 def main(path: str, host: str) -> int:
-    """Pass everything on until one side closes. A reason goes to stderr."""
+    """Copy data in both directions until one side closes. A reason goes to stderr."""
     with socket.socket(socket.AF_UNIX) as hub:
         hub.connect(path)
         hub.sendall(os.fsencode(host) + b"\n")
@@ -21,8 +21,8 @@ def main(path: str, host: str) -> int:
         poll.register(hub, select.POLLIN)
         output = 1
         while True:
-            ready = [descriptor for descriptor, _ in poll.poll()]
-            if hub.fileno() in ready:
+            ready_descriptors = [descriptor for descriptor, _ in poll.poll()]
+            if hub.fileno() in ready_descriptors:
                 data = hub.recv(1 << 16)
                 if not data:
                     return int(output == 2)
@@ -31,7 +31,7 @@ def main(path: str, host: str) -> int:
                 if reason:
                     output = 2
                     _write(output, after)
-            if 0 in ready:
+            if 0 in ready_descriptors:
                 data = os.read(0, 1 << 16)
                 if not data:
                     return 0

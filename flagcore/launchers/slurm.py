@@ -1,4 +1,4 @@
-"""The slurm launcher: agents are steps of the allocation that flagcore runs in."""
+"""The slurm launcher: agents are steps of the current allocation."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ def channel(host: str) -> list[str]:
     """Return the command that starts an agent on `host` as a step. Raises LaunchError outside an allocation."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
-        raise LaunchError("not inside a Slurm allocation: run `flag tune` by salloc or sbatch")
+        raise LaunchError("not inside a Slurm allocation: run `flag tune` with salloc or sbatch")
     step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--input=all"]
     return [*step, "--unbuffered", "--quiet", "sh", "-c", agent_command()]
 
 
 def find_hosts(nodes: int) -> tuple[str, ...]:
-    """Return the hosts of this allocation, none outside of one. Raises LaunchError if Slurm does not list them."""
-    listed = os.environ.get("SLURM_JOB_NODELIST")
-    if not listed:
+    """Return the hosts of this allocation; empty outside of an allocation. Raises LaunchError if Slurm does not list
+    them.
+    """
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodelist:
         return ()
-    command = ["scontrol", "show", "hostnames", listed]
+    command = ["scontrol", "show", "hostnames", nodelist]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"the hosts of the allocation are unknown: {' '.join(command)}: {error}") from error
-    return tuple(found.stdout.split())
+    return tuple(completed.stdout.split())
 
 
 def has_allocation() -> bool:

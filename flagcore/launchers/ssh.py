@@ -1,4 +1,4 @@
-"""The ssh launcher: agents are started by the system's OpenSSH client, with the user's own configuration."""
+"""The ssh launcher: the system's OpenSSH client starts agents, with the configuration of the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flagcore.launchers.connection import agent_command
 from flagcore.launchers.hosts import HostsLauncher
 
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=3", "ServerAliveCountMax=3", "ControlPath=none")
-"""No password is asked for, and a connection of its own notices a lost host."""
+"""No password prompts, and a separate connection per agent that detects a lost host."""
 
 
 def channel(host: str) -> list[str]:

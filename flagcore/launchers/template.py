@@ -1,12 +1,11 @@
-"""The template: a process that has imported a trial's program, and is forked for each trial that runs it.
+"""The template: a process that has imported a trial's program, and is forked for each trial.
 
 A fork starts in milliseconds. The guard of a trial is a fork of the template, and the first process of the trial is a
-fork of that guard; all else is as for a trial that is started as a program. The template itself runs under a guard
-of its own: it ends when flagcore ends, and whatever a killed guard leaves behind ends with it. While a trial runs, the
-template sleeps.
+fork of that guard. The template has its own guard: it ends when flagcore ends, and ends the remaining processes of a
+killed guard. The template sleeps while a trial runs.
 
 A program that can be forked has `ready(arguments)`, which imports its modules, and `main(arguments)`, which returns the
-exit code. It is fit for that if it then has a single thread and no open file, and so has not touched a device.
+exit code. After `ready` it must have a single thread and no open file, and so has used no device.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from typing import Any, BinaryIO, NoReturn
 from flagcore.launchers import guard, guarded
 
 NO_FOLDER = "/dev/null/none"
-"""A folder that cannot exist: nothing is written, and no disk limit applies."""
+"""A folder that cannot exist, so that the guard writes no files and applies no disk limit."""
 UNLIMITED = guarded.Limits(float("inf"), None, 1 << 62)
 START_SECONDS = 300.0
 READY, ENDED = b"ready", b"ended"
 
 
 class Template:
-    """A template, and the guard of the trial that it was forked for last. It has one trial at a time."""
+    """A template, which has one trial at a time. It is also the guard process of its last trial."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
         """Start a template of `python -m PACKAGE ARGUMENT...` and wait until it is ready.
 
-        Raises OSError if it cannot start, or is not fit to be forked.
+        Raises OSError if it cannot start or must not be forked.
         """
         self.busy = self.closed = False
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -76,7 +75,7 @@ class Template:
         self.busy = False
 
     def close(self) -> None:
-        """End the template, and all that it was forked for."""
+        """End the template and its trial."""
         if not self.closed:
             self.closed = True
             self._channel.close()
@@ -86,7 +85,7 @@ class Template:
 
 
 def serve(channel: socket.socket, program: ModuleType) -> None:
-    """Fork the guard of a trial for each message, until flagcore's end closes."""
+    """Fork the guard of a trial for each message, until flagcore closes the channel."""
     template = os.getpid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, len(READY), 4)
@@ -94,7 +93,7 @@ def serve(channel: socket.socket, program: ModuleType) -> None:
             return
         pid = os.fork()
         if pid == 0:
-            _end(_guard_trial, program, template, *descriptors)
+            _exit_after(_guard_trial, program, template, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(pid, 0)
@@ -109,13 +108,16 @@ def _guard_trial(program: ModuleType, template: int, control: int, report: int, 
         os.dup2(source, number)
         os.close(source)
     guard.main(
-        control, report, template, become=lambda argv, environment: _end(_run_program, program, argv, environment)
+        control,
+        report,
+        template,
+        become=lambda argv, environment: _exit_after(_run_program, program, argv, environment),
     )
     return 0
 
 
 def _run_program(program: ModuleType, argv: list[bytes], environment: dict[bytes, bytes]) -> int:
-    """Run the program in a fork of the guard, as if Python had been started for it."""
+    """Run the program in a fork of the guard, in the state of a newly started Python."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -127,8 +129,8 @@ def _run_program(program: ModuleType, argv: list[bytes], environment: dict[bytes
     return int(program.main([os.fsdecode(word) for word in argv[3:]]))
 
 
-def _end(work: Callable[..., int], *arguments: Any) -> NoReturn:
-    """Run `work` as all that this process does, and exit with the code that it returns."""
+def _exit_after(work: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run `work`, and exit this process with the code that it returns."""
     code = 1
     try:
         code = work(*arguments)
@@ -144,8 +146,8 @@ def _descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
-def unfit() -> str:
-    """Return why this process must not be forked, empty if it may be."""
+def fork_problem() -> str:
+    """Return why this process must not be forked; empty if it may."""
     if len(os.listdir("/proc/self/task")) > 1:
         return "its modules start threads"
     for number in _descriptors():
@@ -157,12 +159,12 @@ def unfit() -> str:
 
 
 def main(package: str, *arguments: str) -> int:
-    """Import the program of a package, and serve flagcore at the other end of stdin."""
+    """Import the program of a package, and serve requests of flagcore, which arrive on stdin."""
     with socket.socket(fileno=0) as channel:
         try:
             program = importlib.import_module(f"{package}.__main__")
             program.ready(list(arguments))
-            problem = unfit()
+            problem = fork_problem()
         except Exception as error:
             problem = repr(error)
         channel.send(os.fsencode(problem)[:4096] or READY)
@@ -172,4 +174,4 @@ def main(package: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    _end(main, *sys.argv[1:])
+    _exit_after(main, *sys.argv[1:])

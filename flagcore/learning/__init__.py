@@ -1,1 +1,1 @@
-"""Learns the ratio of measured to predicted figures, with its uncertainty."""
+"""Learns the ratio of measured to predicted figures and its uncertainty."""

@@ -1,8 +1,8 @@
-"""The prior of the error of predictions: scales, length scales, and a covariance.
+"""The Gaussian prior of the errors of predictions: standard deviations, length scales, and a covariance.
 
-The error is the sum of one factor per chip, per task, per part of the step (so that slow links affect all candidates
-that use them) and per part and task, of smooth functions of kernel sizes and of each knob, of one of all knobs for each
-task, and of an independent error per candidate.
+The error of a candidate is a sum of independent terms: for the chip; for the task; for each part of the step, so that a
+slow link affects all candidates that use it; for each part in a task; smooth functions of kernel sizes, of each knob,
+and of all knobs in a task; and an error of the candidate alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from flagcore.domain.space import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Standard deviations of the logarithm of measured over predicted, and lengths in factors of two.
+    """Standard deviations of the logarithm of measured over predicted, and length scales in octaves.
 
-    `part_of_task` is the additional deviation of a part in one task, `row` the prior error of a single candidate.
+    `part_of_task` is the deviation of a part of the step in one task, `own` that of the function of all knobs in a
+    task, and `row` that of a single candidate.
     """
 
     chip: float
@@ -35,15 +36,15 @@ class Scales:
 
 
 TIME = Scales(chip=0.25, task=0.10, part=0.15, part_of_task=0.05, size=0.15, knob=0.03, own=0.05, row=0.03)
-"""Of step times, from published runs that were not fitted (bias of a source 5 to 20%, within a source 7 to 10%)."""
+"""The scales for step times, from published runs that were not fitted: 5 to 20% between sources, 7 to 10% within."""
 
 MEMORY = Scales(chip=0.10, task=0.03, part=0.0, part_of_task=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
-"""Of memory in use: 2 to 4% if the size of a chip's context is known, more if it is estimated."""
+"""The scales for memory in use: 2 to 4% if the context size of the chip is known, more if it is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """Candidates as matrices with one row each: `task` is one column, the others have one column per feature."""
+    """The features of candidates as matrices: one row per candidate, and one column per feature or for the task."""
 
     task: FloatArray
     parts: FloatArray
@@ -52,7 +53,7 @@ class Points:
 
     @classmethod
     def of(cls, features: Features, task: IntArray | FloatArray) -> Points:
-        """Return candidates of one or several tasks."""
+        """Return the points of candidates with some features and task numbers."""
         count = len(features)
         groups = (list(group.values()) for group in (features.parts, features.sizes, features.knobs))
         matrices = (np.stack(columns, axis=1) if columns else np.zeros((count, 0)) for columns in groups)
@@ -62,45 +63,45 @@ class Points:
         return int(self.task.shape[0])
 
     def take(self, rows: IntArray) -> Points:
-        """Return some of the candidates."""
+        """Return the points of some rows."""
         return Points(self.task[rows], self.parts[rows], self.sizes[rows], self.knobs[rows])
 
 
-def covariance(scales: Scales, here: Points, there: Points) -> FloatArray:
-    """Return the covariance of each of `here` with each of `there`, without their independent errors."""
-    same = here.task == there.task.T
-    found: FloatArray = scales.chip**2 + scales.task**2 * same
-    if here.parts.shape[1] and scales.part:
-        found = found + (scales.part**2 + scales.part_of_task**2 * same) * (here.parts @ there.parts.T)
-    if here.sizes.shape[1]:
-        found += scales.size**2 * _near(here.sizes, there.sizes, scales.size_length)
-    if here.knobs.shape[1]:
-        found += scales.own**2 * same * _near(here.knobs, there.knobs, scales.knob_length)
-        found += scales.knob**2 * _near_along_each(here.knobs, there.knobs, scales.knob_length)
-    return found
+def covariance(scales: Scales, left: Points, right: Points) -> FloatArray:
+    """Return the covariance of each of `left` with each of `right`, without the errors of single candidates."""
+    same_task = left.task == right.task.T
+    total: FloatArray = scales.chip**2 + scales.task**2 * same_task
+    if left.parts.shape[1] and scales.part:
+        total = total + (scales.part**2 + scales.part_of_task**2 * same_task) * (left.parts @ right.parts.T)
+    if left.sizes.shape[1]:
+        total += scales.size**2 * _rbf_kernel(left.sizes, right.sizes, scales.size_length)
+    if left.knobs.shape[1]:
+        total += scales.own**2 * same_task * _rbf_kernel(left.knobs, right.knobs, scales.knob_length)
+        total += scales.knob**2 * _additive_rbf_kernel(left.knobs, right.knobs, scales.knob_length)
+    return total
 
 
-def variance(scales: Scales, here: Points) -> FloatArray:
-    """Return the diagonal of the covariance of `here` with itself."""
-    alike = scales.chip**2 + scales.task**2 + scales.size**2 * bool(here.sizes.shape[1])
-    alike += scales.knob**2 * here.knobs.shape[1] + scales.own**2 * bool(here.knobs.shape[1])
-    found: FloatArray = alike + (scales.part**2 + scales.part_of_task**2) * (here.parts**2).sum(axis=1)
-    return found
+def variance(scales: Scales, points: Points) -> FloatArray:
+    """Return the diagonal of the covariance of `points` with themselves."""
+    constant = scales.chip**2 + scales.task**2 + scales.size**2 * bool(points.sizes.shape[1])
+    constant += scales.knob**2 * points.knobs.shape[1] + scales.own**2 * bool(points.knobs.shape[1])
+    total: FloatArray = constant + (scales.part**2 + scales.part_of_task**2) * (points.parts**2).sum(axis=1)
+    return total
 
 
-def _near(here: FloatArray, there: FloatArray, length: float) -> FloatArray:
-    squares = (here**2).sum(axis=1)[:, None] + (there**2).sum(axis=1) - 2.0 * (here @ there.T)
-    near: FloatArray = np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2))
-    return near
+def _rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
+    squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1) - 2.0 * (left @ right.T)
+    kernel: FloatArray = np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2))
+    return kernel
 
 
-def _near_along_each(here: FloatArray, there: FloatArray, length: float) -> FloatArray:
-    """Return the sum over columns of exp(-d^2 / 2 length^2). A knob has few values, so matrix products suffice."""
-    left, right = [], []
-    for column in np.concatenate((here, there)).T:
-        values, place = np.unique(column, return_inverse=True)
-        which = np.eye(values.size)[place]
-        left.append(which[: len(here)] @ np.exp(-0.5 * ((values[:, None] - values) / length) ** 2))
-        right.append(which[len(here) :])
-    total: FloatArray = np.concatenate(left, axis=1) @ np.concatenate(right, axis=1).T
+def _additive_rbf_kernel(left: FloatArray, right: FloatArray, length: float) -> FloatArray:
+    """Return the sum of the RBF kernels of single columns. Columns have few distinct values, so products are fast."""
+    left_factors, right_factors = [], []
+    for column in np.concatenate((left, right)).T:
+        values, index = np.unique(column, return_inverse=True)
+        one_hot = np.eye(values.size)[index]
+        left_factors.append(one_hot[: len(left)] @ np.exp(-0.5 * ((values[:, None] - values) / length) ** 2))
+        right_factors.append(one_hot[len(left) :])
+    total: FloatArray = np.concatenate(left_factors, axis=1) @ np.concatenate(right_factors, axis=1).T
     return total

@@ -1,8 +1,8 @@
-"""A Gaussian process over the logarithm of measured over predicted figures.
+"""Gaussian processes for the logarithm of measured over predicted figures.
 
-The independent error of candidates is unknown in advance, and earlier runs may not apply to the current task. So there
-are several processes, one per size of that error, with and without earlier runs. They are weighted by how well they
-predicted the trials of the task (Bayesian model averaging; Hoeting et al. 1999).
+The independent error of single candidates is unknown, and earlier runs may not apply to the current task. Therefore
+there are several processes, for different sizes of this error, with and without earlier runs. They are averaged with
+their likelihood of the task's trials as weights (Bayesian model averaging; Hoeting et al. 1999).
 """
 
 from __future__ import annotations
@@ -17,85 +17,93 @@ from flagcore.domain.experience import Features, Observations
 from flagcore.domain.space import FloatArray
 from flagcore.learning.prior import Points, Scales, covariance, variance
 
-TRUST = 4.0
-"""Weight of the prior's scale, in measurements: after as many, prior and measurements count equally."""
+PRIOR_WEIGHT = 4.0
+"""The weight of the prior's scale, as a number of measurements."""
 
-ROUGHER, CHANCES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
-"""Factors on the prior's independent error of a candidate, and their prior probabilities."""
+ERROR_FACTORS, FACTOR_PROBABILITIES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
+"""Factors of the prior's independent error of a candidate, and their prior probabilities."""
 
 PRIOR_VALIDITY = 0.97
-"""Prior probability that earlier runs apply to the current task."""
+"""The prior probability that earlier runs apply to the current task."""
 
-NEGLIGIBLE = 1e-3
+MIN_PROBABILITY = 1e-3
 """Processes with a smaller probability are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
-    """Posterior of the logarithm of the ratio: means and standard deviations (processes, candidates), and the
-    probabilities of the processes."""
+class Posterior:
+    """The posterior of the logarithm of the ratio.
 
-    chances: FloatArray
+    `means` and `deviations` have the shape (processes, candidates); `probabilities` are those of the processes.
+    """
+
+    probabilities: FloatArray
     means: FloatArray
     deviations: FloatArray
 
     @property
     def mean(self) -> FloatArray:
-        """Of the mixture of all processes."""
-        mean: FloatArray = self.chances @ self.means
+        """The means of the mixture of all processes."""
+        mean: FloatArray = self.probabilities @ self.means
         return mean
 
     @property
     def deviation(self) -> FloatArray:
-        """Of the mixture of all processes."""
-        square = self.chances @ (self.deviations**2 + self.means**2)
+        """The standard deviations of the mixture of all processes."""
+        square = self.probabilities @ (self.deviations**2 + self.means**2)
         deviation: FloatArray = np.sqrt(np.maximum(square - self.mean**2, 0.0))
         return deviation
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Measurements with the Cholesky root of their covariance, and its inverse times the measured values.
+    """A fit of measurements: the Cholesky root of their covariance, and the inverse covariance times their values.
 
-    `wider` is the posterior scale of all variances, `likely` the log-likelihood up to a constant.
+    `scale` is the posterior scale of all variances, `log_likelihood` the log-likelihood up to a constant.
     """
 
     root: FloatArray
     weights: FloatArray
-    wider: float
-    likely: float
+    scale: float
+    log_likelihood: float
 
     @classmethod
     def of(
-        cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0, least: float = 0.0
+        cls,
+        covariance: FloatArray,
+        noise: FloatArray,
+        measured: FloatArray,
+        prior_scale: float = 1.0,
+        min_scale: float = 0.0,
     ) -> _Fit:
-        """Fit `measured` about 0, with variances `noise`. `wide` is the prior scale, `least` the least posterior one.
+        """Fit `measured` with mean 0 and the variances `noise`.
 
-        The scale is unknown, with a prior worth TRUST measurements (a Student distribution).
+        The scale of all variances is unknown, so the marginal distribution is a Student distribution. Its prior is
+        `prior_scale` with the weight PRIOR_WEIGHT, and the posterior scale is at least `min_scale`.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
         weights = scipy.linalg.cho_solve((root, True), measured)
-        surprise, count = float(measured @ weights), len(measured)
-        wider = max(least, (TRUST * wide + surprise) / (TRUST + count))
-        scaled = count * np.log(wide) + (TRUST + count) * np.log1p(surprise / (TRUST * wide))
-        likely = -np.log(np.diag(root)).sum() - 0.5 * scaled
-        return cls(root, weights, wider, float(likely))
+        distance, count = float(measured @ weights), len(measured)
+        scale = max(min_scale, (PRIOR_WEIGHT * prior_scale + distance) / (PRIOR_WEIGHT + count))
+        student = (PRIOR_WEIGHT + count) * np.log1p(distance / (PRIOR_WEIGHT * prior_scale))
+        log_likelihood = -np.log(np.diag(root)).sum() - 0.5 * (count * np.log(prior_scale) + student)
+        return cls(root, weights, scale, float(log_likelihood))
 
 
 @dataclass(frozen=True, slots=True)
 class _TaskPrior:
     """The prior of a task before its trials, with or without earlier runs.
 
-    `rough` are the log-probabilities of ROUGHER.
+    `factor_log_probabilities` are the log-probabilities of ERROR_FACTORS.
     """
 
     scales: Scales
-    chance: float
-    rough: FloatArray
+    probability: float
+    factor_log_probabilities: FloatArray
     past: Points | None = None
     fit: _Fit | None = None
 
-    def about(self, points: Points) -> tuple[FloatArray, FloatArray]:
+    def mean_and_root(self, points: Points) -> tuple[FloatArray, FloatArray]:
         """Return the mean of `points`, and a root of the part of their covariance that earlier runs explain."""
         if self.past is None or self.fit is None:
             return np.zeros(len(points)), np.zeros((0, len(points)))
@@ -107,108 +115,111 @@ class _TaskPrior:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A `_TaskPrior` with the trials of the task, for an independent error `row` of candidates."""
+    """A process: a prior that is fitted to the trials of the task, with the independent error `row` of candidates."""
 
     task_prior: _TaskPrior
     fit: _Fit
     row: float
-    chance: float
+    probability: float
 
 
 class Ratios:
     """Posterior of the ratios of candidates of the current task, task 0 of `observed`.
 
-    The variances of each process are scaled by the errors of its predictions, as in a Student process (Shah et al.
-    2014), so that a wrong model gets wide intervals.
+    As in a Student process (Shah et al. 2014), the variances of each process are scaled by the errors of its
+    predictions, so that intervals are wide if the model does not match the measurements.
     """
 
     def __init__(self, observed: Observations, rows: Features, scales: Scales) -> None:
-        """Learn from `observed`. Later queries have the same features as `rows`."""
-        like = rows.take(np.zeros(0, dtype=np.int64))
-        self._names = Features.join((observed.features, like)) if len(observed) else like
-        points = Points.of(self._names, observed.task)
+        """Learn from `observed`. Rows for which the posterior is computed later have the same features as `rows`."""
+        no_rows = rows.take(np.zeros(0, dtype=np.int64))
+        self._features = Features.join((observed.features, no_rows)) if len(observed) else no_rows
+        points = Points.of(self._features, observed.task)
         own, past = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
         self._scales, self._own = scales, points.take(own)
-        task_priors = [_TaskPrior(scales, 1.0, np.log(CHANCES))]
+        task_priors = [_TaskPrior(scales, 1.0, np.log(FACTOR_PROBABILITIES))]
         if past.size:
             task_priors = _task_priors(scales, points.take(past), observed.log_ratio[past], observed.noise[past])
         self._processes = _processes(scales, task_priors, self._own, observed.log_ratio[own], observed.noise[own])
 
-    def of(self, rows: Features) -> Belief:
+    def of(self, rows: Features) -> Posterior:
         """Return the posterior of each of `rows`."""
-        asked = self._asked(rows)
-        alone = variance(self._scales, asked)
+        points = self._points(rows)
+        prior_variance = variance(self._scales, points)
         means, deviations = [], []
-        for process, middle, roots in self._posteriors(asked):
-            spread = np.maximum(alone - sum((root**2).sum(axis=0) for root in roots), 0.0)
-            means.append(middle)
-            deviations.append(np.sqrt((spread + process.row**2) * process.fit.wider))
-        chances = np.array([process.chance for process in self._processes])
-        return Belief(chances, np.stack(means), np.stack(deviations))
+        for process, mean, roots in self._posteriors(points):
+            unexplained = np.maximum(prior_variance - sum((root**2).sum(axis=0) for root in roots), 0.0)
+            means.append(mean)
+            deviations.append(np.sqrt((unexplained + process.row**2) * process.fit.scale))
+        probabilities = np.array([process.probability for process in self._processes])
+        return Posterior(probabilities, np.stack(means), np.stack(deviations))
 
-    def drawn(self, rows: Features, count: int) -> FloatArray:
-        """Return about `count` joint draws of the logarithms of the ratios of `rows`. Deterministic."""
-        asked, rng = self._asked(rows), np.random.default_rng(0)
-        alone = covariance(self._scales, asked, asked)
-        draws = []
-        for process, middle, roots in self._posteriors(asked):
-            together = alone - sum(root.T @ root for root in roots)
-            values, vectors = np.linalg.eigh(together)
+    def sample(self, rows: Features, count: int) -> FloatArray:
+        """Return about `count` joint samples of the logarithms of the ratios of `rows`. Deterministic."""
+        points, rng = self._points(rows), np.random.default_rng(0)
+        prior_covariance = covariance(self._scales, points, points)
+        samples = []
+        for process, mean, roots in self._posteriors(points):
+            posterior_covariance = prior_covariance - sum(root.T @ root for root in roots)
+            values, vectors = np.linalg.eigh(posterior_covariance)
             root = vectors * np.sqrt(np.maximum(values, 0.0))
-            several = max(1, round(process.chance * count))
-            deviates = rng.standard_normal((several, len(asked))) @ root.T
-            deviates += process.row * rng.standard_normal((several, len(asked)))
-            draws.append(middle + np.sqrt(process.fit.wider) * deviates)
-        return np.concatenate(draws)
+            process_count = max(1, round(process.probability * count))
+            deviates = rng.standard_normal((process_count, len(points))) @ root.T
+            deviates += process.row * rng.standard_normal((process_count, len(points)))
+            samples.append(mean + np.sqrt(process.fit.scale) * deviates)
+        return np.concatenate(samples)
 
-    def _posteriors(self, asked: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
-        """Yield the mean of `asked` for each process, and roots of the explained part of the covariance."""
-        prior = covariance(self._scales, self._own, asked)
-        about = {}
+    def _posteriors(self, points: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
+        """Yield the mean of `points` for each process, and roots of the explained part of the covariance."""
+        prior = covariance(self._scales, self._own, points)
+        by_prior = {}
         for process in self._processes:
-            if id(process.task_prior) not in about:
-                middle, root = process.task_prior.about(asked)
-                about[id(process.task_prior)] = middle, root, prior - process.task_prior.about(self._own)[1].T @ root
-            middle, root, cross = about[id(process.task_prior)]
-            own = scipy.linalg.solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
-            yield process, middle + process.fit.weights @ cross, (root, own)
+            task_prior = process.task_prior
+            if id(task_prior) not in by_prior:
+                mean, root = task_prior.mean_and_root(points)
+                own_root = task_prior.mean_and_root(self._own)[1]
+                by_prior[id(task_prior)] = mean, root, prior - own_root.T @ root
+            mean, root, cross = by_prior[id(task_prior)]
+            explained = scipy.linalg.solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
+            yield process, mean + process.fit.weights @ cross, (root, explained)
 
-    def _asked(self, rows: Features) -> Points:
-        aligned = Features.join((self._names.take(np.zeros(0, dtype=np.int64)), rows))
+    def _points(self, rows: Features) -> Points:
+        aligned = Features.join((self._features.take(np.zeros(0, dtype=np.int64)), rows))
         return Points.of(aligned, np.zeros(len(rows)))
 
 
 def _task_priors(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> list[_TaskPrior]:
-    """Return the prior without and with earlier runs."""
+    """Return the priors of the task without and with earlier runs."""
     shared = covariance(scales, past, past)
-    fits = [_Fit.of(shared, noise**2 + (times * scales.row) ** 2, measured) for times in ROUGHER]
-    likely = np.log(CHANCES) + [fit.likely for fit in fits]
-    likely -= scipy.special.logsumexp(likely)
-    best = fits[int(np.argmax(likely))]
-    widened = np.logaddexp(np.log(CHANCES), likely) - np.log(2.0)
+    fits = [_Fit.of(shared, noise**2 + (factor * scales.row) ** 2, measured) for factor in ERROR_FACTORS]
+    log_posterior = np.log(FACTOR_PROBABILITIES) + [fit.log_likelihood for fit in fits]
+    log_posterior -= scipy.special.logsumexp(log_posterior)
+    best = fits[int(np.argmax(log_posterior))]
+    mixed = np.logaddexp(np.log(FACTOR_PROBABILITIES), log_posterior) - np.log(2.0)
     return [
-        _TaskPrior(scales, 1.0 - PRIOR_VALIDITY, np.log(CHANCES)),
-        _TaskPrior(scales, PRIOR_VALIDITY, widened, past, best),
+        _TaskPrior(scales, 1.0 - PRIOR_VALIDITY, np.log(FACTOR_PROBABILITIES)),
+        _TaskPrior(scales, PRIOR_VALIDITY, mixed, past, best),
     ]
 
 
 def _processes(
     scales: Scales, task_priors: list[_TaskPrior], own: Points, measured: FloatArray, noise: FloatArray
 ) -> tuple[_Process, ...]:
-    """Return the processes of all task priors and errors, weighted by their likelihood.
+    """Return the processes of all task priors and error factors with their posterior probabilities.
 
-    Earlier runs may have narrowed the scale; the few trials of a task only widen it.
+    The scale of a process is at least that of its prior, because a task has few trials.
     """
-    prior, found, likely = covariance(scales, own, own), [], []
+    prior, found, log_posterior = covariance(scales, own, own), [], []
     for task_prior in task_priors:
-        middle, root = task_prior.about(own)
-        left = prior - root.T @ root
-        for times, rough in zip(ROUGHER, task_prior.rough, strict=True):
-            row, wide = times * scales.row, task_prior.fit.wider if task_prior.fit else 1.0
-            fit = _Fit.of(left, noise**2 + row**2, measured - middle, wide, least=wide)
+        mean, root = task_prior.mean_and_root(own)
+        unexplained = prior - root.T @ root
+        prior_scale = task_prior.fit.scale if task_prior.fit else 1.0
+        for factor, log_probability in zip(ERROR_FACTORS, task_prior.factor_log_probabilities, strict=True):
+            row = factor * scales.row
+            fit = _Fit.of(unexplained, noise**2 + row**2, measured - mean, prior_scale, min_scale=prior_scale)
             found.append((task_prior, fit, row))
-            likely.append(np.log(task_prior.chance) + rough + fit.likely)
-    chances = np.exp(np.array(likely) - scipy.special.logsumexp(likely))
-    kept = np.flatnonzero(chances > NEGLIGIBLE)
-    chances /= chances[kept].sum()
-    return tuple(_Process(*found[at], float(chances[at])) for at in kept)
+            log_posterior.append(np.log(task_prior.probability) + log_probability + fit.log_likelihood)
+    probabilities = np.exp(np.array(log_posterior) - scipy.special.logsumexp(log_posterior))
+    kept = np.flatnonzero(probabilities > MIN_PROBABILITY)
+    probabilities /= probabilities[kept].sum()
+    return tuple(_Process(*found[index], float(probabilities[index])) for index in kept)

@@ -1,4 +1,4 @@
-"""The program of `flag calibrate`: measures kernels and collectives with torch, in separate processes.
+"""The program of `flag calibrate`, which measures kernels and collectives with torch in separate processes.
 
-Started as `python -m flagcore.microbench JOB.json`. No other part of flagcore imports it.
+It is started as `python -m flagcore.microbench JOB.json`. No other part of flagcore imports it.
 """

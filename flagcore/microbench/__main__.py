@@ -1,4 +1,4 @@
-"""Entry point: `python -m flagcore.microbench JOB.json`. Exit codes of a trial: 0 measured, 3 out of memory."""
+"""Entry point: `python -m flagcore.microbench JOB.json`. Exit codes: 0 success, 3 out of memory, 1 other failures."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flagcore.microbench.job import Job, load
 
 
 def main(arguments: list[str]) -> int:
-    """Run the job named on the command line, and return the exit code."""
+    """Run the job in the file `arguments[0]`, and return the exit code."""
     job = load(Path(arguments[0]))
-    warnings.filterwarnings("ignore")  # torch renames its collectives; the old names work in all versions
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
+    warnings.filterwarnings("ignore")  # torch deprecates names of collectives that work in all versions
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise importing numpy starts threads before the fork
     if job.shared:
         os.environ["OMP_NUM_THREADS"] = str(job.threads)
-        _import(job)  # once for all; a driver that was touched would not survive a fork, a plain CPU does
+        _import(job)  # only on a CPU: the driver of an accelerator does not survive a fork
     return run_ranks(job.devices, partial(_work, job))
 
 
@@ -32,7 +32,7 @@ def _import(job: Job) -> None:
 
 
 def _work(job: Job, number: int, listener: socket.socket) -> int:
-    """Run process `number`, and return the exit code. Failures are written to stderr."""
+    """Run the process `number`, and return the exit code. Failures are written to stderr."""
     try:
         _import(job)
         from flagcore.microbench.measurement import measure

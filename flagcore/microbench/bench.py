@@ -1,4 +1,4 @@
-"""Times calls one after another, synchronized with the processes on the other devices."""
+"""Measures the times of calls, synchronized with the processes on the other devices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 
 SAMPLE_SECONDS = 1e-3
-"""Minimum seconds of a sample of calls, so that timer overhead is negligible."""
+"""The minimum duration of a sample of calls, so that the overhead of the timer is negligible."""
 
-MOST_SAMPLES, LEAST_SAMPLES = 25, 3
+MAX_SAMPLES, MIN_SAMPLES = 25, 3
 
-QUIET = 0.1
-"""The quantile of samples that is taken as a call's time: disturbances only make it slower."""
+TIME_QUANTILE = 0.1
+"""The quantile of the samples that is used as the time of a call, because disturbances only make calls slower."""
 
-QUEUE = 200
-"""Maximum calls by which the host may be ahead of an accelerator."""
+MAX_QUEUED_CALLS = 200
+"""The maximum number of calls by which the host may be ahead of an accelerator."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: a low quantile or the median of `repeats` samples, and the spread between quartiles."""
+    """The seconds of one call, from `repeats` samples, and the relative spread of the samples."""
 
     seconds: float
     spread: float
@@ -33,10 +33,10 @@ class Timing:
 
 
 class Bench:
-    """Times calls on one device. All processes must make the same timings in the same order."""
+    """Measures calls on one device. All processes must measure the same calls in the same order."""
 
-    def __init__(self, kind: str, number: int, several: bool) -> None:
-        self.cpu, self._several = kind == "cpu", several
+    def __init__(self, kind: str, number: int, is_distributed: bool) -> None:
+        self.cpu, self._is_distributed = kind == "cpu", is_distributed
         self._module: Any = getattr(torch, kind)
         self._filler: torch.Tensor | None = None
         if not self.cpu:
@@ -50,12 +50,12 @@ class Bench:
 
     @staticmethod
     def clock() -> float:
-        """Return the host's clock."""
+        """Return the time of the host's clock in seconds."""
         return time.perf_counter()
 
     def agree(self, value: float) -> float:
-        """Return the largest value of all processes."""
-        if not self._several:
+        """Return the maximum of `value` over all processes."""
+        if not self._is_distributed:
             return value
         shared = torch.tensor([value], dtype=torch.float32, device=self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
@@ -64,29 +64,29 @@ class Bench:
     def time(self, call: Callable[[], object], seconds: float, *, alone: bool = True) -> Timing:
         """Return the time of `call` on the slowest device, measured for about `seconds`.
 
-        On an accelerator it is the time of the device, not of the host. A kernel `alone` on one core, without other
-        processes, is measured in processor time, so other load does not count.
+        On an accelerator, it is the time of the device. On a CPU with one thread, a call that runs `alone` is measured
+        in processor time, which does not depend on other load.
         """
         call()
         once = self.agree(self._host(call, 1))
         if once < SAMPLE_SECONDS:
-            calls = max(1, min(QUEUE, int(SAMPLE_SECONDS / once)))
+            calls = max(1, min(MAX_QUEUED_CALLS, int(SAMPLE_SECONDS / once)))
             once = self.agree(self._host(call, calls) / calls)
-        calls = max(1, min(QUEUE, int(SAMPLE_SECONDS / max(once, 1e-7))))
-        samples = int(max(LEAST_SAMPLES, min(MOST_SAMPLES, seconds / (once * calls))))
+        calls = max(1, min(MAX_QUEUED_CALLS, int(SAMPLE_SECONDS / max(once, 1e-7))))
+        samples = int(max(MIN_SAMPLES, min(MAX_SAMPLES, seconds / (once * calls))))
         self.agree(0.0)
         sample = self._device
         if self.cpu:
             sample = self._core if alone and torch.get_num_threads() == 1 else self._host
         found = sorted(sample(call, calls) / calls for _ in range(samples))
-        middle, spread = found[len(found) // 2], found[(3 * len(found)) // 4] - found[len(found) // 4]
-        return Timing(self.agree(found[int(QUIET * len(found))]), spread / middle, samples)
+        median, spread = found[len(found) // 2], found[(3 * len(found)) // 4] - found[len(found) // 4]
+        return Timing(self.agree(found[int(TIME_QUANTILE * len(found))]), spread / median, samples)
 
     def host_time(self, call: Callable[[], object], calls: int) -> Timing:
-        """Return the host's processor time to launch `call`; the device may still be busy."""
+        """Return the host's processor time to launch `call`, without waiting for the device."""
         call()
         found = []
-        for _ in range(LEAST_SAMPLES):
+        for _ in range(MIN_SAMPLES):
             self.synchronize()
             start = time.process_time()
             for _ in range(calls):
@@ -94,7 +94,7 @@ class Bench:
             found.append((time.process_time() - start) / calls)
         self.synchronize()
         found.sort()
-        return Timing(found[1], (found[-1] - found[0]) / found[1], LEAST_SAMPLES)
+        return Timing(found[1], (found[-1] - found[0]) / found[1], MIN_SAMPLES)
 
     def _core(self, call: Callable[[], object], calls: int) -> float:
         """Return the processor time of `calls` calls."""
@@ -104,7 +104,7 @@ class Bench:
         return time.process_time() - start
 
     def _host(self, call: Callable[[], object], calls: int) -> float:
-        """Return the seconds of `calls` calls by the host's clock."""
+        """Return the seconds of `calls` calls on the host's clock."""
         self.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
@@ -113,7 +113,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _device(self, call: Callable[[], object], calls: int) -> float:
-        """Return the seconds of `calls` calls by the device's clock, with the host ahead of it."""
+        """Return the seconds of `calls` calls on the device's clock, with the host ahead of the device."""
         if not hasattr(self._module, "Event"):
             return self._host(call, calls)
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
@@ -127,9 +127,9 @@ class Bench:
 
     @contextlib.contextmanager
     def _host_ahead(self) -> Iterator[None]:
-        """Keep the device busy for some milliseconds, while the host launches the timed calls."""
+        """Keep the device busy for some milliseconds while the host launches the measured calls."""
         if self._filler is None:
             self._filler = torch.zeros(64 << 20, dtype=torch.uint8, device=self.device)
-        for _ in range(QUEUE):
+        for _ in range(MAX_QUEUED_CALLS):
             self._filler.bitwise_not_()
         yield

@@ -1,7 +1,7 @@
-"""Compares hosts: `python -m flagcore.microbench.hosts JOB RANK HOSTS ADDRESS PORT`, started once on each.
+"""Compares hosts: `python -m flagcore.microbench.hosts JOB RANK HOSTS ADDRESS PORT`, started once on each host.
 
-JOB is JSON with `kind`, `backend`, `preload` and `devices`. Prints the seconds of one product on each device, and of an
-all-reduce with each neighbour.
+JOB is JSON with `kind`, `backend`, `preload` and `devices`. The program prints the seconds of a matrix product on each
+device, and of an all-reduce with each neighbouring host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from flagcore.microbench.bench import Bench
 
-SIZES = {"cpu": 512}
-ACCELERATORS_SIZE = 4096
-"""Rows and columns of the product."""
+CPU_SIZE, ACCELERATOR_SIZE = 512, 4096
+"""The number of rows and columns of the product."""
 PRODUCT_SECONDS = 0.1
 LINK_BYTES = 4 << 20
 ROUNDS = 5
@@ -31,17 +30,17 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main(job: dict[str, Any], rank: int, hosts: int, address: str, port: str) -> None:
-    """Measure as host `rank` of `hosts`, which meet at `address`."""
+    """Measure on the host `rank` of `hosts` hosts. The host 0 has the `address`."""
     for name in job["preload"]:
         importlib.import_module(name)
     torch.set_num_threads(1)
-    Bench(job["kind"], 0, several=False)  # selects the device of the collectives
+    Bench(job["kind"], 0, is_distributed=False)  # selects the device of the collectives
     if hosts > 1:
-        meeting = f"tcp://{address}:{port}"
-        dist.init_process_group(job["backend"], meeting, rank=rank, world_size=hosts, timeout=TIMEOUT)
+        url = f"tcp://{address}:{port}"
+        dist.init_process_group(job["backend"], url, rank=rank, world_size=hosts, timeout=TIMEOUT)
         dist.barrier()
-    products = [_product(Bench(job["kind"], number, several=False)) for number in range(job["devices"])]
-    bench = Bench(job["kind"], 0, several=hosts > 1)
+    products = [_product(Bench(job["kind"], number, is_distributed=False)) for number in range(job["devices"])]
+    bench = Bench(job["kind"], 0, is_distributed=hosts > 1)
     links = _links(bench, rank, hosts) if hosts > 1 else {}
     print(json.dumps({"products_s": products, "links_s": links}), flush=True)
     if hosts > 1:
@@ -49,28 +48,28 @@ def main(job: dict[str, Any], rank: int, hosts: int, address: str, port: str) ->
 
 
 def _product(bench: Bench) -> float:
-    size = SIZES.get(bench.device.type, ACCELERATORS_SIZE)
+    size = CPU_SIZE if bench.cpu else ACCELERATOR_SIZE
     dtype = torch.float32 if bench.cpu else torch.bfloat16
-    left = torch.ones(size, size, dtype=dtype, device=bench.device)
-    return bench.time(lambda: torch.mm(left, left), PRODUCT_SECONDS).seconds
+    matrix = torch.ones(size, size, dtype=dtype, device=bench.device)
+    return bench.time(lambda: torch.mm(matrix, matrix), PRODUCT_SECONDS).seconds
 
 
 def _links(bench: Bench, rank: int, hosts: int) -> dict[int, float]:
-    """Return the seconds of an all-reduce with each neighbour, by its rank. Neighbours are pairs of a ring."""
+    """Return the seconds of an all-reduce with each neighbour in a ring of hosts, by the rank of the neighbour."""
     pairs = [(first, (first + 1) % hosts) for first in range(hosts if hosts > 2 else 1)]
     groups = [dist.new_group(sorted(pair)) for pair in pairs]
-    data, found = torch.zeros(LINK_BYTES // 4, device=bench.device), {}
-    turns = (pairs[0:-1:2], pairs[1:-1:2], pairs[-1:]) if hosts > 2 else (pairs,)
-    for turn in turns:  # no host is in two pairs of a turn
+    data, seconds = torch.zeros(LINK_BYTES // 4, device=bench.device), {}
+    rounds = (pairs[0:-1:2], pairs[1:-1:2], pairs[-1:]) if hosts > 2 else (pairs,)
+    for round_pairs in rounds:  # in a round, each host is in at most one pair
         for pair, group in zip(pairs, groups, strict=True):
-            if pair in turn and rank in pair:
+            if pair in round_pairs and rank in pair:
                 (other,) = set(pair) - {rank}
-                found[other] = _fastest(bench, partial(dist.all_reduce, data, group=group))
+                seconds[other] = _min_seconds(bench, partial(dist.all_reduce, data, group=group))
         dist.barrier()
-    return found
+    return seconds
 
 
-def _fastest(bench: Bench, call: Callable[[], object]) -> float:
+def _min_seconds(bench: Bench, call: Callable[[], object]) -> float:
     call()
     times = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""The job of the program, as plain data without torch."""
+"""The input of the program. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """`kind`, `backend`, `preload`: torch device, collectives, and modules to import first.
+    """The input of the program.
 
-    One process runs for each of `devices`. If they are `shared`, all measure each kernel at once, because ranks
-    in training also share the machine, with `threads` each. `precisions` are those of the chip's facts;
-    `memory_bytes` is the limit of a process, `seconds` that of the whole job. Results go to the file `output`.
+    `kind` is the torch device, `backend` the backend of collectives, `preload` are modules to import first. One process
+    runs for each of `devices` devices. If the devices are `shared`, each process has `threads` threads, and all measure
+    a kernel at the same time, because ranks in training also share the machine. `precisions` are those of the chip.
+    `memory_bytes` is the memory limit of a process, `seconds` the time limit of the job. The results are written to the
+    file `output`.
     """
 
     kind: str
@@ -30,7 +32,7 @@ class Job:
 
 
 def load(path: Path) -> Job:
-    """Read a job, whose keys are the fields. Raises OSError, ValueError, KeyError or TypeError."""
+    """Read a job from a JSON file. Raises OSError, ValueError, KeyError or TypeError."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     lists = {name: tuple(data[name]) for name in ("preload", "precisions")}
     return Job(**{**data, **lists, "output": Path(data["output"])})

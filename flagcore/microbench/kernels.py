@@ -1,4 +1,4 @@
-"""Matrix products, attention, memory, launches, copies to the host: what `flagcore.physics.kernels.sheet` holds."""
+"""Kernels to measure, as in `flagcore.physics.kernels.sheet`: products, attention, memory, copies and launches."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ ROWS = (1.0, 16.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0)
 SIDES = tuple(2.0**power for power in range(7, 15))
 LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
 HEADS = ((1.0, 8.0, 8.0, 64.0), (1.0, 16.0, 4.0, 128.0), (8.0, 8.0, 8.0, 64.0))
-"""Sequences, heads, groups and width of a head."""
+"""Numbers of sequences, heads and groups, and the width of a head."""
 BYTES = tuple(2.0**power for power in (12, 16, 20, 22, 24, 26, 28, 30))
-MOVED = {
+ELEMENTWISE_KERNELS = {
     "copy": (2, 0, 2.0**28),
     "cast": (1, 1, 2.0**30),
     "mul": (3, 0, 2.0**30),
     "sigmoid": (2, 0, 2.0**24),
     "accumulate": (1, 2, 2.0**26),
 }
-"""Tensors of the 16-bit format (or of fp32 where there is none) and of fp32 that an element-wise kernel reads and
-writes, and its maximum bytes in training: activation functions process activations, accumulations weights, and the
-largest kernels are the optimizer's. A cast fills an fp32 tensor, an accumulation adds to one."""
-NOISE = (1 << 16) + 1
+"""For each kernel the numbers of 16-bit tensors (fp32 without a 16-bit format) and of fp32 tensors that it reads and
+writes, and its maximum size in training in bytes. Activations limit `sigmoid`, weights limit `accumulate`, and the
+largest kernels are those of the optimizer."""
+NOISE_LENGTH = (1 << 16) + 1
 ROUNDS = 2
 
-LEAST_CALLS = 6
-"""Calls of an item that must fit into the remaining time."""
+MIN_CALLS = 6
+"""The minimum number of calls of an item that must fit into the remaining time."""
 
 Row = dict[str, Any]
 
@@ -51,32 +51,32 @@ class Item:
 
 
 def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = True) -> Iterator[Row]:
-    """Time the items within `seconds`, `alone` or not; items that would take too long are skipped.
+    """Measure the items within `seconds`, and yield their rows. Items that would take too long are skipped.
 
-    Each is timed in two rounds, against disturbances of some seconds; the shorter time counts. A coarse selection of
-    sizes comes first, so a short time limit leaves gaps instead of missing large sizes.
+    Each item is measured in two rounds, and the shorter time is used, in case a disturbance lasts some seconds. A
+    coarse selection of sizes is measured first, so that a short time limit leaves gaps instead of missing large sizes.
     """
     items = sorted(items, key=lambda item: item.work)
-    order = [place for first in (0, 4, 2, 6, 1, 5, 3, 7) for place in range(first, len(items), 8)]
+    order = [index for first in (0, 4, 2, 6, 1, 5, 3, 7) for index in range(first, len(items), 8)]
     found: dict[int, Timing] = {}
     for _ in range(ROUNDS):
         start = bench.clock()
-        for done, place in enumerate(order):
+        for done, index in enumerate(order):
             left = seconds / ROUNDS - bench.agree(bench.clock() - start)
-            if left <= 0 or LEAST_CALLS * _expected(items, found, place) > left:
+            if left <= 0 or MIN_CALLS * _expected_seconds(items, found, index) > left:
                 continue
-            timing = bench.time(items[place].make(), 0.7 * left / (len(items) - done), alone=alone)
-            if place not in found or timing.seconds < found[place].seconds:
-                found[place] = timing
-    return (items[place].row | record(timing) for place, timing in sorted(found.items()))
+            timing = bench.time(items[index].make(), 0.7 * left / (len(items) - done), alone=alone)
+            if index not in found or timing.seconds < found[index].seconds:
+                found[index] = timing
+    return (items[index].row | record(timing) for index, timing in sorted(found.items()))
 
 
-def _expected(items: list[Item], found: dict[int, Timing], place: int) -> float:
-    """Return the estimated seconds of an item from the nearest timed one, scaled with the work if it is more."""
+def _expected_seconds(items: list[Item], found: dict[int, Timing], index: int) -> float:
+    """Return the estimated seconds of an item from the nearest measured item, scaled if it has more work."""
     if not found:
         return 0.0
-    nearest = min(found, key=lambda other: abs(other - place))
-    return found[nearest].seconds * max(1.0, items[place].work / items[nearest].work)
+    nearest = min(found, key=lambda other: abs(other - index))
+    return found[nearest].seconds * max(1.0, items[index].work / items[nearest].work)
 
 
 def record(timing: Timing) -> Row:
@@ -84,8 +84,8 @@ def record(timing: Timing) -> Row:
     return {"us": round(timing.seconds * 1e6, 4), "spread": round(timing.spread, 4), "repeats": timing.repeats}
 
 
-def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
-    """Return whether the device supports a small item of the kind."""
+def is_supported(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
+    """Return whether the device supports the call that `make` returns."""
     try:
         make()()
         bench.synchronize()
@@ -95,15 +95,15 @@ def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
 
 
 def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
-    """Return products of the usual sizes in one precision; none if torch does not support it."""
-    if not works(bench, partial(product, bench.device, 64, 64, 64, precision)):
+    """Return matrix products of common sizes in one precision; none if torch does not support it."""
+    if not is_supported(bench, partial(product, bench.device, 64, 64, 64, precision)):
         return []
     items = []
     for side in SIDES:
         for n, k in ((side, side), (4 * side, side), (side, 4 * side)):
             for m in ROWS:
                 fits = 4.0 * (m * n + m * k + n * k) < job.memory_bytes / 4 and k <= SIDES[-1]
-                if fits and (precision != "fp8" or m >= 16.0):  # torch's 8-bit product wants multiples of 16
+                if fits and (precision != "fp8" or m >= 16.0):  # torch's 8-bit product needs multiples of 16
                     row = {"kernel": "gemm", "precision": precision, "m": int(m), "n": int(n), "k": int(k)}
                     make = partial(product, bench.device, m, n, k, precision)
                     items.append(Item(row, m * n * k + 20.0 * (m * n + m * k + n * k), make))
@@ -122,24 +122,24 @@ def product(device: torch.device, m: float, n: float, k: float, precision: str) 
 
 
 def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
-    """Return normal noise, like activations: a chip's power, and so its clock, depends on the data.
+    """Return normally distributed values, like activations, because the power and the clock of a chip depend on data.
 
-    A block of it is repeated, because drawing all values would take longer than the measurement.
+    A block of values is repeated, because generating all values would take longer than the measurement.
     """
     count = math.prod(shape)
-    stretch = torch.randn(NOISE, device=device, dtype=DTYPES[precision])
-    return stretch.repeat(-(-count // NOISE))[:count].view(shape)
+    block = torch.randn(NOISE_LENGTH, device=device, dtype=DTYPES[precision])
+    return block.repeat(-(-count // NOISE_LENGTH))[:count].view(shape)
 
 
 def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
     """Return causal attention, forward or backward, in one precision."""
     name = "attention_backward" if backward else "attention"
-    if not works(bench, partial(attention, bench.device, (1, 2, 1, 64, 64), precision, backward)):
+    if not is_supported(bench, partial(attention, bench.device, (1, 2, 1, 64, 64), precision, backward)):
         return []
     items = []
     for batch, heads, groups, width in HEADS:
         for length in LENGTHS:
-            unfused = 8.0 * batch * heads * length**2  # what it takes where torch has no fused kernel
+            unfused = 8.0 * batch * heads * length**2  # bytes without a fused kernel
             if max(64.0 * batch * heads * length * width, unfused) < job.memory_bytes / 2:
                 shape = (int(batch), int(heads), int(groups), int(length), int(width))
                 sizes = dict(zip(("batch", "heads", "groups", "queries", "head_dim"), shape, strict=True))
@@ -171,29 +171,29 @@ def attention(
 
 
 def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
-    """Return copies, and element-wise kernels; none allocates memory."""
+    """Return copies and element-wise kernels that do not allocate memory."""
     items, width = [], torch.finfo(DTYPES[precision]).bits // 8
-    for name, (narrow, wide, most) in MOVED.items():
-        each = narrow * width + wide * 4
-        for size in (size for size in BYTES if size <= min(most, job.memory_bytes / 8)):
-            count = int(size / each)
+    for name, (narrow_tensors, fp32_tensors, max_bytes) in ELEMENTWISE_KERNELS.items():
+        bytes_per_element = narrow_tensors * width + fp32_tensors * 4
+        for size in (size for size in BYTES if size <= min(max_bytes, job.memory_bytes / 8)):
+            count = int(size / bytes_per_element)
             kind = "copy" if name == "copy" else "elementwise"
-            row = {"kernel": kind, "name": name, "bytes": count * each}
-            items.append(Item(row, size, partial(moving, bench.device, name, count, precision)))
+            row = {"kernel": kind, "name": name, "bytes": count * bytes_per_element}
+            items.append(Item(row, size, partial(elementwise, bench.device, name, count, precision)))
     return items
 
 
-def moving(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
-    """Return a call of a kernel of `MOVED` over `count` elements."""
-    one, other = (noise(device, precision, count) for _ in range(2))
-    result = torch.empty_like(one)
-    wide = torch.zeros(count if name in ("cast", "accumulate") else 1, device=device)
+def elementwise(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
+    """Return a call of a kernel of `ELEMENTWISE_KERNELS` over `count` elements."""
+    first, second = (noise(device, precision, count) for _ in range(2))
+    result = torch.empty_like(first)
+    fp32 = torch.zeros(count if name in ("cast", "accumulate") else 1, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "copy": lambda: one.copy_(other),
-        "cast": lambda: wide.copy_(one),
-        "mul": lambda: torch.mul(one, other, out=result),
-        "sigmoid": lambda: torch.sigmoid(one, out=other),
-        "accumulate": lambda: wide.add_(one),
+        "copy": lambda: first.copy_(second),
+        "cast": lambda: fp32.copy_(first),
+        "mul": lambda: torch.mul(first, second, out=result),
+        "sigmoid": lambda: torch.sigmoid(first, out=second),
+        "accumulate": lambda: fp32.add_(first),
     }
     return calls[name]
 
@@ -205,11 +205,11 @@ def host_copies(bench: Bench) -> list[Item]:
 
     def make(size: float, to_device: bool) -> Callable[[], object]:
         host = torch.empty(int(size), dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(int(size), dtype=torch.uint8, device=bench.device)
-        into, out_of = (there, host) if to_device else (host, there)
-        return lambda: into.copy_(out_of, non_blocking=True)
+        remote = torch.empty(int(size), dtype=torch.uint8, device=bench.device)
+        target, source = (remote, host) if to_device else (host, remote)
+        return lambda: target.copy_(source, non_blocking=True)
 
-    if not works(bench, partial(make, 1024.0, True)):
+    if not is_supported(bench, partial(make, 1024.0, True)):
         return []
     return [
         Item({"kernel": "host_copy", "name": name, "bytes": int(size)}, size, partial(make, size, name == "to device"))
@@ -226,13 +226,13 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]  # torch is not f
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the product."""
+        """Return the product of both."""
         ctx.save_for_backward(value, weight)
         return value * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two products."""
+        """Return the gradients of both."""
         value, weight = ctx.saved_tensors
         return gradient * weight, gradient * value
 
@@ -245,9 +245,9 @@ class _Scale(torch.nn.Module):  # type: ignore[misc]
         self.weight = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a product."""
-        found: torch.Tensor = _Product.apply(value, self.weight)
-        return found
+        """Return `value` times the weight."""
+        result: torch.Tensor = _Product.apply(value, self.weight)
+        return result
 
 
 def launches(bench: Bench) -> list[Row]:

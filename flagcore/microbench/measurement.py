@@ -26,11 +26,11 @@ SHARES = {
     "host_copy": 0.03,
     "collectives": 0.3,
 }
-"""Share of the time for each kind of kernel."""
+"""The share of the time for each kind of kernel."""
 
 
 def measure(job: Job, number: int, listener: socket.socket) -> None:
-    """Measure as process `number`; the processes meet at `listener`. Process 0 writes the output."""
+    """Measure in the process `number`. The processes connect through `listener`, and process 0 writes the output."""
     start = time.perf_counter()
     if job.shared:
         torch.set_num_threads(job.threads)
@@ -69,7 +69,7 @@ def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
 
 
 def _precisions(bench: Bench, job: Job) -> tuple[str, ...]:
-    """Return the precisions to measure: bf16 also counts for fp16, and a CPU has neither tf32 nor fp8."""
+    """Return the precisions to measure. If a chip has bf16, fp16 is left out; a CPU has neither tf32 nor fp8."""
     known = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
     if "bf16" in known and "fp16" in known:
         known.remove("fp16")
@@ -95,7 +95,7 @@ def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]
 def _join(job: Job, number: int, listener: socket.socket) -> None:
     host, port = listener.getsockname()
     if job.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks for the address of this host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo resolves the name of this host
     store = dist.TCPStore(
         host,
         port,

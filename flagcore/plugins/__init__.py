@@ -1,7 +1,7 @@
-"""Loads plugins, engines, launchers, strategies and importers by entry point. Knows no vendor's name.
+"""Loads plugins, engines, launchers, strategies and importers by their entry points.
 
-`load_plugins()` gives the hooks as typed methods; `workload`, `launcher` and `strategy` give one named object.
-What is broken is left out and reported as a `PluginFailure`.
+`load_plugins` returns the hooks of all plugins as typed methods; `workload`, `launcher` and `strategy` return the
+object with a name. Plugins that fail are left out and reported as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (

@@ -1,4 +1,4 @@
-"""Engines, launchers, strategies and importers: one object per entry point."""
+"""Loads engines, launchers, strategies and importers, one object per entry point."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ IMPORTERS = "flagcore.importers"
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the names of the entry points in `group`, sorted, loadable or not."""
+    """Return the sorted names of the entry points in `group`, also of those that cannot be loaded."""
     return tuple(sorted(installed(group).points))
 
 
 def workload(name: str, key: str = "engine") -> Workload:
-    """Return the engine called `name`, which `key` of a spec gives.
+    """Return the engine `name`, which the `key` of a spec names.
 
-    Raises SpecError if it is not installed, NoDevice if it is broken.
+    Raises SpecError if it is not installed, NoDevice if it cannot be loaded.
     """
     found: Workload = _named(WORKLOADS, "engine", name, Workload, key)
     return found
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine that does `work`. Raises like `workload`."""
+    """Return the engine of a job. Raises like `workload`."""
     return workload(work.engine, "serve.engine" if isinstance(work, ServeSpec) else "train.engine")
 
 
 class _Engines(Mapping[str, Workload]):
-    """Engines by name, those of flagcore itself first. Each is loaded when it is looked up, once."""
+    """Engines by name, those of flagcore first. Each is loaded on first use."""
 
     def __init__(self) -> None:
         points = installed(WORKLOADS).points
-        own = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
-        self._names = sorted(points, key=lambda name: (name not in own, name))
+        builtin = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
+        self._names = sorted(points, key=lambda name: (name not in builtin, name))
         self._loaded: dict[str, Workload] = {}
 
     def __getitem__(self, name: str) -> Workload:
@@ -66,12 +66,12 @@ class _Engines(Mapping[str, Workload]):
 
 
 def engines() -> Mapping[str, Workload]:
-    """Return the engines that are installed now. Reading entry points takes milliseconds: call it once per command."""
+    """Return the installed engines. Reading entry points takes milliseconds, so call it once per command."""
     return _Engines()
 
 
 def kind_of(engine: str) -> str:
-    """Return the kind of an engine, "train" or "serve"; empty if it is not installed or does not load."""
+    """Return the kind of an engine, "train" or "serve"; empty if it cannot be loaded."""
     try:
         return _kind(engine)
     except FlagError:
@@ -80,24 +80,24 @@ def kind_of(engine: str) -> str:
 
 @cache
 def _kind(engine: str) -> str:
-    """Return the kind of an engine that loads. It is asked for with each hook, and reading entry points is slow."""
+    """Return the kind of an engine. It is cached, because hooks need it often and reading entry points is slow."""
     return workload(engine).kind
 
 
 def launcher(name: str) -> Launcher:
-    """Return the launcher called `name`. Raises like `workload`."""
+    """Return the launcher `name`. Raises like `workload`."""
     found: Launcher = _named(LAUNCHERS, "launcher", name, Launcher, "auto_tuner.launcher")
     return found
 
 
 def strategy(name: str) -> Strategy:
-    """Return the strategy called `name`. Raises like `workload`."""
+    """Return the strategy `name`. Raises like `workload`."""
     found: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
     return found
 
 
 def importer(name: str | None = None) -> Importer:
-    """Return the importer called `name`; without a name, the only one that is installed. Raises like `workload`."""
+    """Return the importer `name`, or the only installed importer if there is no name. Raises like `workload`."""
     installed_names = names(IMPORTERS)
     if name is None and len(installed_names) != 1:
         raise UsageError(f"several importers are installed, or none: {', '.join(installed_names) or 'none'}")
@@ -108,9 +108,9 @@ def importer(name: str | None = None) -> Importer:
 def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
     points = installed(group).points
     if name not in points:
-        near = get_close_matches(name, points, n=3)
+        similar = get_close_matches(name, points, n=3)
         known = ", ".join(sorted(points)) or "none"
-        fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
+        fix = f"did you mean {' or '.join(similar)}?" if similar else f"installed: {known}"
         raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     try:
         return check_protocol(protocol, load_only(points[name]))

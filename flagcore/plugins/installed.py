@@ -1,7 +1,7 @@
-"""What is installed: the entry points of a group and where they come from, and how to load one of them safely.
+"""Finds the entry points of installed distributions, and loads them.
 
-Entry points are read each time, one distribution at a time: stevedore's own list comes from a cache file that can be
-stale for two minutes after an install, and one unreadable distribution would cost all others. stevedore loads.
+Entry points are read anew each time, one distribution after the other. stevedore's list is not used, because its cache
+may be stale for two minutes after an install, and because an unreadable distribution breaks the whole list.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from flagcore import __version__
 
 
 class BadPlugin(Exception):
-    """A plugin that does not follow the hooks. The message has the reason."""
+    """A plugin that does not implement the hooks correctly."""
 
 
 class Clash(BadPlugin):
-    """Several distributions have a plugin of one name."""
+    """Several distributions have a plugin with the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginFailure:
-    """The failure of one plugin, or of one of its answers.
+    """The failure of a plugin or of one of its hooks.
 
-    `stage` is discover, load, check, ask, answer or disable; `hook` is empty outside of ask and answer.
+    `stage` is discover, load, check, ask (a hook raised), answer (a hook returned an invalid result) or disable. `hook`
+    is empty except for ask and answer.
     """
 
     name: str
@@ -49,15 +50,18 @@ class PluginFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """The entry points of one group by name (more than one: a clash), and the distributions that cannot be read."""
+class EntryPoints:
+    """The entry points of a group by name, and the distributions that cannot be read.
+
+    A name with several entry points is a clash.
+    """
 
     points: dict[str, list[EntryPoint]]
     skipped_files: tuple[PluginFailure, ...]
 
 
-def installed(group: str) -> Installed:
-    """Return the entry points in `group`. As in an import, the first distribution of a name on the path counts."""
+def installed(group: str) -> EntryPoints:
+    """Return the entry points in `group`. Of distributions with the same name, the first on the path is used."""
     points: dict[str, list[EntryPoint]] = {}
     skipped, seen = [], set()
     for distribution in distributions():
@@ -73,34 +77,34 @@ def installed(group: str) -> Installed:
         except Exception as error:
             where = str(getattr(distribution, "_path", "?"))
             skipped.append(PluginFailure(name=where, distribution="", stage="discover", reason=one_line(error)))
-    return Installed(points=points, skipped_files=tuple(skipped))
+    return EntryPoints(points=points, skipped_files=tuple(skipped))
 
 
 def origin(point: EntryPoint) -> Distribution:
-    """Return the distribution that `point` comes from."""
+    """Return the distribution of an entry point."""
     assert point.dist is not None, "installed() reads entry points from distributions only"
     return point.dist
 
 
 def origins(points: Iterable[EntryPoint]) -> str:
-    """Return the names of the distributions that the entry points come from."""
+    """Return the names of the distributions of entry points."""
     return ", ".join(sorted(origin(point).metadata["Name"] for point in points))
 
 
 def _incompatible(distribution: Distribution) -> str | None:
-    """Return why `distribution` does not work with this flagcore, from its own `Requires-Dist`, or None."""
+    """Return why `distribution` does not support this release of flagcore, by its `Requires-Dist`, or None."""
     for requirement in map(Requirement, distribution.requires or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(
             __version__, prereleases=True
         ):
-            return f"needs {requirement}, but this is flagcore {__version__}; install a version made for it"
+            return f"needs {requirement}, but this is flagcore {__version__}; install a version for this release"
     return None
 
 
 class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
-    """stevedore's loader, given the one entry point that it may load."""
+    """A stevedore manager that loads a given entry point."""
 
     def __init__(self, point: EntryPoint) -> None:
         self._point = point
@@ -111,13 +115,13 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 
 
 def load_only(points: Sequence[EntryPoint]) -> object:
-    """Import what the entry points of one name have, of which there may be only one.
+    """Import the object of the entry points with one name, of which there must be only one.
 
-    Raises Clash, BadPlugin for one that was made for another flagcore, and any exception of the import.
+    Raises Clash if there are several, BadPlugin if it needs another release of flagcore, and exceptions of the import.
     """
     point, *others = points
     if others:
-        raise Clash(f"several distributions have one of this name: {origins(points)}; uninstall all but one")
+        raise Clash(f"several distributions have this name: {origins(points)}; uninstall all but one")
     if reason := _incompatible(origin(point)):
         raise BadPlugin(reason)
     with stdout_to_stderr():
@@ -131,7 +135,7 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, also of native code: stdout carries only results."""
+    """Redirect stdout to stderr, also for native code, because stdout is reserved for results."""
     copy = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
         sys.stdout.flush()
@@ -147,7 +151,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return kind and message of `error` as one printable line."""
+    """Return the type and the message of `error` as one printable line."""
     try:
         message = " ".join(str(error).split())
     except Exception:
@@ -161,12 +165,12 @@ def one_line(error: BaseException, limit: int = 400) -> str:
 
 @contextmanager
 def capture_warnings() -> Iterator[list[str]]:
-    """Collect the texts of warnings and errors that are logged in this context; handlers still receive them."""
+    """Collect the texts of warnings and errors that are logged in this context. They are also logged as usual."""
     texts: list[str] = []
-    make = logging.getLogRecordFactory()
+    create_record = logging.getLogRecordFactory()
 
     def record_and_collect(*arguments: object, **named: object) -> logging.LogRecord:
-        record = make(*arguments, **named)
+        record = create_record(*arguments, **named)
         if record.levelno >= logging.WARNING:
             texts.append(record.getMessage())
         return record
@@ -175,4 +179,4 @@ def capture_warnings() -> Iterator[list[str]]:
     try:
         yield texts
     finally:
-        logging.setLogRecordFactory(make)
+        logging.setLogRecordFactory(create_record)

@@ -1,4 +1,4 @@
-"""The hooks as typed methods over the plugins that loaded. Each plugin is called in its own try."""
+"""The hooks of the loaded plugins as typed methods. An exception in one plugin does not affect the others."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 T = TypeVar("T")
 
 
-class _Failed(Exception):
-    """A plugin could not answer."""
+class _HookFailed(Exception):
+    """A hook of a plugin failed."""
 
     def __init__(self, failure: PluginFailure) -> None:
         self.failure = failure
@@ -52,9 +52,9 @@ class _Failed(Exception):
 
 
 class LoadedPlugins:
-    """`flagcore.contracts.Plugins` over real plugins. A plugin's error never raises, except in `prepare_launch`.
+    """The loaded plugins. Implements `flagcore.contracts.Plugins`.
 
-    `failures` grows as plugins are called.
+    Errors of plugins are added to `failures`; only `prepare_launch` raises them.
     """
 
     def __init__(self, plugins: Iterable[Plugin], failures: Iterable[PluginFailure] = ()) -> None:
@@ -62,102 +62,102 @@ class LoadedPlugins:
         self._failures = dict.fromkeys(failures)
         self._devices: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
-        self._undetected: dict[str, str] = {}
+        self._detection_failures: dict[str, str] = {}
         self._catalogue: dict[str, tuple[Chip, str]] | None = None
         self._chips: list[Chip] = []
 
     @classmethod
     def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
-        """Take modules or objects as plugins by name, without any installed distribution."""
-        made, failures = [], []
+        """Return plugins from modules or objects by name, without installed distributions."""
+        loaded, failures = [], []
         for name, module in plugins.items():
             try:
-                made.append(make_plugin(name, module))
+                loaded.append(make_plugin(name, module))
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
                 failures.append(PluginFailure(name=name, distribution="", stage="check", reason=one_line(error)))
-        return cls(made, failures)
+        return cls(loaded, failures)
 
     @property
     def failures(self) -> tuple[PluginFailure, ...]:
-        """All failures so far, each once."""
+        """All failures so far, without duplicates."""
         return tuple(self._failures)
 
     def find_chip(self, name: str) -> Chip | None:
-        """Return the chip of that name or alias; letter case, spaces and dashes do not matter."""
+        """Return the chip with a name or alias, or None. Letter case, spaces and dashes are ignored."""
         chip, _ = self._known_chips().get(normalize_name(name), (None, ""))
         return chip
 
     def owner(self, chip: str) -> str | None:
-        """Return the name of the plugin that catalogues `chip` (name or alias)."""
+        """Return the name of the plugin that lists `chip`, a name or an alias; None if there is none."""
         return self._known_chips().get(normalize_name(chip), (None, None))[1]
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices that all plugins found. Asked once."""
+        """Return the devices that all plugins find. The result is cached."""
         if self._devices is None:
             self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
         return self._devices
 
     def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
-        """Take these devices, which are on other hosts, for those that plugins found, and read them by `telemetry`."""
+        """Use devices of other hosts instead of the detected ones, and `telemetry` to read them."""
         self._devices, self._telemetry = devices, telemetry
 
     def detection_failures(self) -> Mapping[str, str]:
-        """Return, by plugin, why it found no device though something of it is here: its warnings, or its failure."""
+        """Return for each plugin that found no device its warnings, or the reason of its failure."""
         self.devices()
-        return self._undetected
+        return self._detection_failures
 
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
         with capture_warnings() as messages:
             try:
-                found = self._try(plugin, "flagcore_devices", validation.several(Device)) or ()
-            except _Failed as failed:
+                found = self._call(plugin, "flagcore_devices", validation.several(Device)) or ()
+            except _HookFailed as failed:
                 found, messages = (), [failed.failure.reason]
         if messages and not found:
-            self._undetected[plugin.name] = "; ".join(messages)
+            self._detection_failures[plugin.name] = "; ".join(messages)
         return found
 
     def chips(self) -> tuple[Chip, ...]:
-        """Return all chips. Asked once. Of two chips with one name or alias, the first plugin's counts."""
+        """Return the chips of all plugins. Of two chips with the same name or alias, the first is used. Cached."""
         self._known_chips()
         return tuple(self._chips)
 
     def vendor(self, environment: Mapping[str, str]) -> str | None:
-        """Return the vendor that variables of a job ask for: the first plugin's answer."""
-        answers = (
-            self._ask(plugin, "flagcore_vendor", validation.one(str), environment=environment)
+        """Return the vendor that the variables of a job select: the first result of a plugin, or None."""
+        results = (
+            self._try_call(plugin, "flagcore_vendor", validation.one(str), environment=environment)
             for plugin in self.plugins
         )
-        return next((answer for answer in answers if answer), None)
+        return next((result for result in results if result), None)
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
-        return self._ask(plugin, "flagcore_maturity", validation.one(Maturity))
+        return self._try_call(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def topology(self, group: NodeGroup) -> Topology | None:
-        """Return the first plugin's answer, or None to derive the levels from the chip."""
+        """Return the first result of a plugin, or None to derive the levels from the chip."""
         return self._first(
             [group.chip], "flagcore_topology", lambda answer: validation.topology(answer, group), group=group
         )
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
-        about = {"group": group, "engine": engine, "kind": kind_of(engine)}
-        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **about)
+        arguments = {"group": group, "engine": engine, "kind": kind_of(engine)}
+        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **arguments)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
-        """Return the first plugin's costs and the roofline below them; None if no plugin has any."""
-        about = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
-        table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **about)
-        if table is None:
+        """Return the first costs of a plugin on top of the roofline; None if no plugin has costs."""
+        arguments = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
+        costs = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **arguments)
+        if costs is None:
             return None
-        return KernelCostStack(((f"plugin {plugin_name(table)}", table), (ROOFLINE, Roofline(chip=chip))))
+        return KernelCostStack(((f"plugin {plugin_name(costs)}", costs), (ROOFLINE, Roofline(chip=chip))))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return the first plugin's answer, with the topology's where that is NaN; None for the topology alone."""
+        """Return the first costs of a plugin on top of those of the topology; None if no plugin has costs."""
         levels = self.topology(group) or topology_of(group)
 
-        def check(answer: object) -> CollectiveCosts:
-            return validation.collective_costs(answer, levels)
+        def check(result: object) -> CollectiveCosts:
+            return validation.collective_costs(result, levels)
 
         found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
         return None if found is None else CollectiveCostStack((found, Collectives(topology=levels)))
@@ -165,28 +165,29 @@ class LoadedPlugins:
     def environment(
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
     ) -> Mapping[str, str]:
-        """Return all plugins' variables; where several set one, the plugin asked first wins."""
+        """Return the variables of all plugins. If several set a variable, the first is used."""
         joined: dict[str, str] = {}
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
-        for found in self._all([chip], "flagcore_environment", validation.environment, task=task, **about):
-            joined = {**found, **joined}
+        arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
+        for variables in self._all([chip], "flagcore_environment", validation.environment, task=task, **arguments):
+            joined = {**variables, **joined}
         return joined
 
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
-        """Return all plugins' knobs; where several have one of a name, that of the plugin asked first."""
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
+        """Return the knobs of all plugins. Of knobs with the same name, the first is used."""
+        arguments = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        results = self._all([chip], "flagcore_knobs", validation.knobs, **arguments)
+        found = [knob for knobs in results for knob in knobs]
         return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
 
     def knobs_on_any_chip(self, engine: str) -> tuple[Knob, ...]:
-        """Return the knobs that plugins add to `engine` on any chip, sorted by name, one for each name."""
+        """Return the knobs that plugins add to `engine` on any chip, one for each name, sorted by name."""
         found = {knob.name: knob for chip in self.chips() for knob in self.knobs(chip, engine)}
         return tuple(found[name] for name in sorted(found))
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the first plugin's answer; UNKNOWN if there is none."""
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
-        found = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **about)
+        """Return the first result of a plugin, or UNKNOWN."""
+        arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
+        found = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
         return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
@@ -195,14 +196,15 @@ class LoadedPlugins:
         return tuple(rule for rules in found for rule in rules)
 
     def prepare_launch(self, launch: Launch, task: Task) -> Launch:
-        """Return `launch` as the plugins want it, the chip's own plugin first, so that an add-on has the last word.
+        """Return `launch` with the changes of all plugins. The plugin of the chip is called first.
 
-        Raises UsageError if a plugin could not do its part: the trial would not be what it should be.
+        Raises UsageError if a plugin fails, because the trial would run without its changes.
         """
+        check = validation.one(Launch)
         for plugin in reversed(self._order([group.chip for group in task.cluster.groups])):
             try:
-                changed = self._try(plugin, "flagcore_prepare_launch", validation.one(Launch), launch=launch, task=task)
-            except _Failed as failed:
+                changed = self._call(plugin, "flagcore_prepare_launch", check, launch=launch, task=task)
+            except _HookFailed as failed:
                 raise UsageError(str(failed.failure)) from failed
             launch = changed or launch
         return launch
@@ -210,9 +212,9 @@ class LoadedPlugins:
     def failure_patterns(
         self, chip: Chip, engine: str, engine_version: str | None = None
     ) -> tuple[FailurePattern, ...]:
-        """Return all plugins' patterns, the chip's own plugin's last."""
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **about)
+        """Return the patterns of all plugins, those of the chip's plugin last."""
+        arguments = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        found = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **arguments)
         return tuple(pattern for patterns in found for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
@@ -222,26 +224,26 @@ class LoadedPlugins:
         return self._first([chip] if chip else [], "flagcore_telemetry", validation.telemetry, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return chip and plugin by every spelling of name and aliases."""
+        """Return chips and the names of their plugins by all spellings of chip names and aliases."""
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._ask(plugin, "flagcore_chips", validation.several(Chip)) or ():
-                    self._enter(plugin, chip, self._catalogue)
+                for chip in self._try_call(plugin, "flagcore_chips", validation.several(Chip)) or ():
+                    self._add_chip(plugin, chip, self._catalogue)
         return self._catalogue
 
-    def _enter(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
+    def _add_chip(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
         for name in (chip.name, *chip.aliases):
             if normalize_name(name) in catalogue:
                 first, owner = catalogue[normalize_name(name)]
-                reason = f"chip {chip.name} answers to {name}, but so does {first.name} of plugin {owner}, which wins"
+                reason = f"chip {chip.name} is ignored: {name} is already a name of {first.name} of plugin {owner}"
                 self._fail(plugin, "answer", "flagcore_chips", reason)
                 return
         catalogue.update(dict.fromkeys(chip.spellings, (chip, plugin.name)))
         self._chips.append(chip)
 
     def _order(self, chips: Iterable[Chip]) -> list[Plugin]:
-        """Return the plugins by name, those that catalogue one of `chips` last."""
+        """Return the plugins sorted by name, but those that list one of `chips` last."""
         owners = {self.owner(chip.name) for chip in chips}
         return sorted(self.plugins, key=lambda plugin: (plugin.name in owners, plugin.name))
 
@@ -250,28 +252,28 @@ class LoadedPlugins:
 
     def _all(self, chips: Iterable[Chip], hook: str, check: Callable[[object], T], **arguments: object) -> Iterator[T]:
         for plugin in self._order(chips):
-            answer = self._ask(plugin, hook, check, **arguments)
-            if answer is not None:
-                yield answer
+            result = self._try_call(plugin, hook, check, **arguments)
+            if result is not None:
+                yield result
 
-    def _ask(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
+    def _try_call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
         try:
-            return self._try(plugin, hook, check, **arguments)
-        except _Failed:
+            return self._call(plugin, hook, check, **arguments)
+        except _HookFailed:
             return None
 
-    def _try(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
-        """Ask one plugin and check its answer. Raises _Failed, after recording the failure, and KeyboardInterrupt."""
+    def _call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
+        """Call a hook of one plugin and check its result. Records a failure, and raises _HookFailed."""
         stage = "ask"
         try:
             with stdout_to_stderr():
-                answer = plugin.ask(hook, arguments)
+                result = plugin.call(hook, arguments)
                 stage = "answer"
-                return None if answer is None else wrap_objects(plugin.name, hook, check(answer))
+                return None if result is None else wrap_objects(plugin.name, hook, check(result))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise _Failed(self._fail(plugin, stage, hook, one_line(error))) from error
+            raise _HookFailed(self._fail(plugin, stage, hook, one_line(error))) from error
 
     def _fail(self, plugin: Plugin, stage: str, hook: str, reason: str) -> PluginFailure:
         failure = PluginFailure(
@@ -282,13 +284,14 @@ class LoadedPlugins:
 
 
 def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
-    """Load every installed plugin except those named in `disabled` or in FLAGCORE_DISABLE_PLUGINS (by commas)."""
+    """Load all installed plugins, except those in `disabled` or in the comma-separated FLAGCORE_DISABLE_PLUGINS."""
     found = installed(GROUP)
-    off = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
-    off = {name.strip() for name in off} - {""}
-    failures = [*found.skipped_files, *(_unknown(name, found.points) for name in sorted(off - set(found.points)))]
+    excluded = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
+    excluded = {name.strip() for name in excluded} - {""}
+    unknown = sorted(excluded - set(found.points))
+    failures = [*found.skipped_files, *(_unknown_plugin(name, found.points) for name in unknown)]
     plugins = []
-    for name in sorted(set(found.points) - off):
+    for name in sorted(set(found.points) - excluded):
         points = found.points[name]
         stage = "load"
         try:
@@ -305,8 +308,8 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     return LoadedPlugins(plugins, failures)
 
 
-def _unknown(name: str, known: Collection[str]) -> PluginFailure:
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"installed are {', '.join(sorted(known)) or 'none'}"
+def _unknown_plugin(name: str, known: Collection[str]) -> PluginFailure:
+    similar = get_close_matches(name, known, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"installed: {', '.join(sorted(known)) or 'none'}"
     reason = f"cannot be disabled: no plugin has this name; {hint}"
     return PluginFailure(name=name, distribution="", stage="disable", reason=reason)

@@ -1,4 +1,4 @@
-"""One plugin, loaded into its own pluggy manager: its errors cannot affect another plugin."""
+"""Loads a plugin into its own pluggy manager, so that its errors do not affect other plugins."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A plugin that loaded. `hooks` are the ones it implements; `manager` has only this plugin.
+    """A loaded plugin. `hooks` are the hooks that it implements; `manager` has only this plugin.
 
-    `warnings` say what will stop working in a later release.
+    `warnings` are about hooks that will be removed in a later release.
     """
 
     name: str
@@ -33,24 +33,24 @@ class Plugin:
     manager: pluggy.PluginManager
     warnings: tuple[str, ...] = ()
 
-    def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
-        """Call this plugin's implementation of `hook`. Raises its exceptions; None if there is none."""
+    def call(self, hook: str, arguments: Mapping[str, object]) -> object:
+        """Return the result of this plugin's implementation of `hook`, None if there is none. Raises its exceptions."""
         caller = getattr(self.manager.hook, hook)
-        answer = caller(**arguments)
+        result = caller(**arguments)
         if caller.spec.opts["firstresult"]:
-            return answer
-        return answer[0] if answer else None
+            return result
+        return result[0] if result else None
 
 
 def make_plugin(name: str, module: object, distribution: Distribution | None = None) -> Plugin:
-    """Check that `module` (or object) implements the hooks. Raises BadPlugin with the reason."""
+    """Return a plugin from a module or an object. Raises BadPlugin if it does not implement the hooks correctly."""
     if isinstance(module, type):
-        raise BadPlugin(f"names the class {module.__name__}; name a module, or an object")
+        raise BadPlugin(f"the entry point names the class {module.__name__}; name a module, or an object")
     for member in dir(module):
         value = getattr(module, member) if member.startswith("flagcore_") else None
         if inspect.isroutine(value) and not hasattr(value, "flagcore_impl"):
-            raise BadPlugin(f"{member} lacks @hookimpl, so it would never be asked; add the decorator")
-    _written_for(module)
+            raise BadPlugin(f"{member} lacks @hookimpl, so it would never be called; add the decorator")
+    _check_api_version(module)
     module, warnings = _with_new_names(module)
     manager = pluggy.PluginManager("flagcore")
     for group in HOOK_GROUPS:
@@ -61,10 +61,10 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
         raise BadPlugin(str(error)) from error
     callers = manager.get_hookcallers(module) or []
     for caller in callers:
-        if not caller.has_spec():  # what manager.check_pending() refuses, with a suggestion
-            bare = [hook.removeprefix("flagcore_") for hook in HOOKS]
-            near = get_close_matches(caller.name.removeprefix("flagcore_"), bare, n=1)
-            hint = f"did you mean flagcore_{near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
+        if not caller.has_spec():  # manager.check_pending() also rejects these, but without a suggestion
+            hooks_without_prefix = [hook.removeprefix("flagcore_") for hook in HOOKS]
+            similar = get_close_matches(caller.name.removeprefix("flagcore_"), hooks_without_prefix, n=1)
+            hint = f"did you mean flagcore_{similar[0]}?" if similar else f"the hooks are {', '.join(HOOKS)}"
             raise BadPlugin(f"{caller.name} is not a hook; {hint}")
     if not callers:
         raise BadPlugin("implements no hooks; mark its functions with @hookimpl")
@@ -78,8 +78,8 @@ def make_plugin(name: str, module: object, distribution: Distribution | None = N
     )
 
 
-def _written_for(module: object) -> None:
-    """Raise BadPlugin for a plugin that was written for hooks that this flagcore does not have."""
+def _check_api_version(module: object) -> None:
+    """Raise BadPlugin for a plugin that was written for a later version of the hooks."""
     api = getattr(module, "HOOKS_API", hooks.HOOKS_API)
     if isinstance(api, bool) or not isinstance(api, int) or api < 1:
         raise BadPlugin(
@@ -87,7 +87,7 @@ def _written_for(module: object) -> None:
         )
     if api > hooks.HOOKS_API:
         fix = "install a newer flagcore, or an older version of the plugin"
-        raise BadPlugin(f"was written for hooks {api}, but this flagcore has hooks {hooks.HOOKS_API}; {fix}")
+        raise BadPlugin(f"was written for HOOKS_API {api}, but this flagcore has HOOKS_API {hooks.HOOKS_API}; {fix}")
 
 
 def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Wraps objects of plugins, so that their errors name the plugin."""
+"""Wraps the objects of plugins, so that their errors name the plugin."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ COLUMNS = frozenset(
         *("memory_seconds", "host_copy_seconds", "seconds", "compute_share"),
     )
 )
-"""Methods whose answer is made an array of float64."""
+"""Methods whose results are converted to arrays of float64."""
 
 
-def wrap_objects(plugin: str, hook: str, answer: T) -> T:
-    """Return `answer`, with every object in it wrapped if `hook` answers with objects."""
+def wrap_objects(plugin: str, hook: str, result: T) -> T:
+    """Return the result of a hook with its objects wrapped, if the hook returns objects."""
     if hook not in HOOKS_WITH_OBJECTS:
-        return answer
-    if isinstance(answer, tuple):
-        return cast(T, tuple(PluginProxy(plugin, one) for one in answer))
-    return cast(T, PluginProxy(plugin, answer))
+        return result
+    if isinstance(result, tuple):
+        return cast(T, tuple(PluginProxy(plugin, each) for each in result))
+    return cast(T, PluginProxy(plugin, result))
 
 
-def plugin_name(answer: object) -> str:
-    """Return the name of the plugin that answered with an object, or an empty string."""
-    return answer._owner if isinstance(answer, PluginProxy) else ""
+def plugin_name(wrapped: object) -> str:
+    """Return the name of the plugin that an object is from, empty if it is not from a plugin."""
+    return wrapped._owner if isinstance(wrapped, PluginProxy) else ""
 
 
 class PluginProxy:
-    """Wraps a plugin's object. What its methods raise becomes NoDevice, with the option that disables the plugin."""
+    """Wraps an object of a plugin. Exceptions in its methods become NoDevice, with a hint to disable the plugin."""
 
-    def __init__(self, plugin: str, answer: object) -> None:
-        self._owner, self._answer = plugin, answer
+    def __init__(self, plugin: str, wrapped: object) -> None:
+        self._owner, self._wrapped = plugin, wrapped
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        member = getattr(self._answer, name)
+        member = getattr(self._wrapped, name)
         return self._guard(name, member) if callable(member) else member
 
     def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
         def call(*arguments: object, **named: object) -> object:
             try:
-                found = method(*arguments, **named)
-                return np.asarray(found, dtype=np.float64) if name in COLUMNS else found
+                result = method(*arguments, **named)
+                return np.asarray(result, dtype=np.float64) if name in COLUMNS else result
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                whose = f"plugin {self._owner}: {name} of {type(self._answer).__name__}"
+                source = f"plugin {self._owner}: {name} of {type(self._wrapped).__name__}"
                 hint = f"disable it with --no-plugin {self._owner}"
-                raise NoDevice(f"{whose} raised {one_line(error)}; {hint}") from error
+                raise NoDevice(f"{source} raised {one_line(error)}; {hint}") from error
 
         return call

@@ -1,7 +1,7 @@
-"""Whether an answer is what its hook promises. A plugin's mistake is found here, not in the middle of a run.
+"""Validates the results of hooks when they are returned, so that errors of plugins do not appear later in a run.
 
-Plain data is compared with the annotations of its dataclass, down to every field. An object that the hot loop will
-call is tried on two small columns.
+Plain data is validated with the annotations of its dataclass, including all fields. Objects are called with columns of
+two rows.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ T = TypeVar("T")
 
 
 def one(kind: type[T]) -> Callable[[object], T]:
-    """Return a check that an answer is a `kind`."""
+    """Return a function that checks that a result is a `kind`."""
     return lambda answer: cast(T, data(kind, answer, kind.__name__))
 
 
 def several(kind: type[T]) -> Callable[[object], tuple[T, ...]]:
-    """Return a check that an answer is a sequence of `kind`."""
+    """Return a function that checks that a result is a sequence of `kind`."""
     return lambda answer: tuple(data(Sequence[kind], answer, kind.__name__))  # type: ignore[valid-type]
 
 
 def environment(answer: object) -> dict[str, str]:
-    """Return `answer` as variables that a process can be given."""
+    """Return `answer` if it maps names of environment variables to valid values."""
     variables = dict(data(Mapping[str, str], answer))
     for name, value in variables.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or "\0" in value:
-            raise BadPlugin(f"answered the variable {name!r}: a name has letters, digits and '_', a value no NUL")
+            raise BadPlugin(f"returned the variable {name!r}: a name has letters, digits and '_', a value no NUL")
     return variables
 
 
 def knobs(answer: object) -> tuple[Knob, ...]:
-    """Return `answer` as knobs: each has a valid name, a source, and effects of values that differ from the neutral."""
+    """Return `answer` if it consists of knobs with valid names, sources, and effects of distinct values."""
     found = tuple(data(Sequence[Knob], answer))
     for knob in found:
         values = [(type(value), value) for value in knob.values]
-        sourced = knob.source is not None and knob.source.detail.strip()
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.effects or not sourced:
-            raise BadPlugin(f"answered the knob {knob.name!r}: it needs a name of small letters, effects and a source")
+        has_source = knob.source is not None and knob.source.detail.strip()
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.effects or not has_source:
+            raise BadPlugin(f"returned the knob {knob.name!r}: it needs a name of small letters, effects and a source")
         if len(set(values)) != len(values) or len({kind for kind, _ in values} - {type(None)}) > 1:
-            raise BadPlugin(f"answered the knob {knob.name}, whose values {knob.values} are equal, or of several kinds")
+            raise BadPlugin(f"returned the knob {knob.name}, whose values {knob.values} are equal, or of several kinds")
         for effect in knob.effects.values():
             environment(effect.environment)
     return found
 
 
 def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
-    """Return `answer` as patterns that compile and mean a failure."""
+    """Return `answer` if it consists of valid patterns for states that are failures."""
     patterns = tuple(data(Sequence[FailurePattern], answer))
     for pattern in patterns:
         if not pattern.state.failed:
@@ -69,32 +69,32 @@ def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
         try:
             re.compile(pattern.pattern)
         except re.error as error:
-            raise BadPlugin(f"answered the pattern {pattern.pattern!r}, which does not compile: {error}") from error
+            raise BadPlugin(f"returned the pattern {pattern.pattern!r}, which does not compile: {error}") from error
     return patterns
 
 
 def topology(answer: object, group: NodeGroup) -> Topology:
-    """Return `answer` as levels that grow and end at every device of `group`."""
+    """Return `answer` if its levels have increasing sizes, and the last one has all devices of `group`."""
     found: Topology = data(Topology, answer)
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
-        raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at {group.devices}")
+        raise BadPlugin(f"returned levels of {sizes} devices; they must increase and end at {group.devices}")
     return found
 
 
 def memory_model(answer: object) -> MemoryModel:
-    """Return `answer` as a memory model that answers two small columns."""
+    """Return `answer` if it is a memory model whose methods work with columns."""
     model: MemoryModel = check_protocol(MemoryModel, answer)
     capacity = model.capacity_bytes()
     if capacity is not None and not capacity > 0:
-        raise BadPlugin(f"answered a memory model whose capacity_bytes() is {capacity!r}")
+        raise BadPlugin(f"returned a memory model whose capacity_bytes() is {capacity!r}")
     for method in (model.reserved_bytes, model.device_used_bytes):
         _two_numbers(method, np.array([2.0**20, 2.0**30]))
     return model
 
 
 def kernel_costs(answer: object) -> KernelCosts:
-    """Return `answer` as kernel costs that answer two small columns, NaN allowed."""
+    """Return `answer` if it is an object with kernel costs whose methods work with columns. NaN is valid."""
     costs: KernelCosts = check_protocol(KernelCosts, answer)
     sizes = np.array([128.0, 256.0])
     _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
@@ -105,17 +105,17 @@ def kernel_costs(answer: object) -> KernelCosts:
     _two_numbers(costs.attention_backward_seconds, shape, "bf16")
     _two_numbers(costs.memory_seconds, sizes)
     _two_numbers(costs.host_copy_seconds, sizes)
-    for method, least in (("launch_seconds", 0.0), ("run_slowdown", 1.0)):
+    for method, minimum in (("launch_seconds", 0.0), ("run_slowdown", 1.0)):
         value = data(float, getattr(costs, method)(), f"{method}()")
-        if value < least:  # false for NaN
-            raise BadPlugin(f"answered an object whose {method}() is {value:g}, not {least:g} or more")
+        if value < minimum:  # false for NaN
+            raise BadPlugin(f"returned an object whose {method}() is {value:g}, not {minimum:g} or more")
     return costs
 
 
 def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
-    """Return `answer` as collective costs that answer two small columns, NaN allowed for times.
+    """Return `answer` if it is an object with collective costs whose methods work with columns. NaN is a valid time.
 
-    Measured curves become the costs that `topology` has with them.
+    Measured curves are converted to costs on `topology`.
     """
     if isinstance(answer, CollectiveTable):
         answer = Collectives(topology=topology, table=data(CollectiveTable, answer))
@@ -125,25 +125,25 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
         _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
     _two_numbers(costs.compute_share, ranks, stride)
     if not bool((np.asarray(costs.compute_share(ranks, stride)) <= 1.0).all()):
-        raise BadPlugin("answered collective costs whose compute_share is above 1")
+        raise BadPlugin("returned collective costs whose compute_share is above 1")
     return costs
 
 
 def pruning_rules(answer: object) -> tuple[PruningRule, ...]:
-    """Return `answer` as pruning rules."""
+    """Return `answer` if it consists of pruning rules."""
     return tuple(check_protocol(PruningRule, rule) for rule in data(Sequence[object], answer))
 
 
 def telemetry(answer: object) -> Telemetry:
-    """Return `answer` as telemetry."""
+    """Return `answer` if it implements Telemetry."""
     found: Telemetry = check_protocol(Telemetry, answer)
     return found
 
 
 def data(kind: Any, answer: object, where: str = "") -> Any:
-    """Return `answer` if it is a `kind`, elements and fields included. Raises BadPlugin.
+    """Return `answer` if it is a valid `kind`, including elements and fields. Raises BadPlugin.
 
-    A list may stand for a tuple.
+    Lists are valid instead of tuples.
     """
     try:
         _adapter(kind).validate_python((answer,))
@@ -153,13 +153,13 @@ def data(kind: Any, answer: object, where: str = "") -> Any:
                 path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"][1:])
                 message = found["msg"].replace("Input should be", "must be")
                 shown = f"{where}{path} = {_short_repr(found['input'])}".lstrip(". =")
-                raise BadPlugin(f"answered {shown}: {message}") from None
+                raise BadPlugin(f"returned {shown}: {message}") from None
     return answer
 
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return the validator of a `kind`; in a tuple, because a dataclass alone takes no configuration."""
+    """Return the validator of a `kind`, in a tuple, because a dataclass alone does not support a configuration."""
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
     return TypeAdapter(tuple[kind], config=config)
 
@@ -167,12 +167,12 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def check_protocol(protocol: Any, answer: object) -> Any:
     """Return `answer` if it has the methods and attributes of `protocol`. Raises BadPlugin."""
     if isinstance(answer, type):
-        raise BadPlugin(f"answered the class {answer.__name__}; answer an object of it")
+        raise BadPlugin(f"returned the class {answer.__name__}; return an object of it")
     members = {name: member for base in protocol.__mro__[:-1] for name, member in vars(base).items()}
     methods = [name for name, member in members.items() if not name.startswith("_") and callable(member)]
     missing = [name for name in methods if not callable(getattr(answer, name, None))]
     if missing:
-        raise BadPlugin(f"answered {_short_repr(answer)}, not a {protocol.__name__}: no method {', '.join(missing)}")
+        raise BadPlugin(f"returned {_short_repr(answer)}, not a {protocol.__name__}: no method {', '.join(missing)}")
     for name, kind in get_type_hints(protocol).items():
         data(kind, getattr(answer, name, None), f"{type(answer).__name__}.{name}")
     return answer
@@ -183,7 +183,7 @@ def _two_numbers(method: Callable[..., object], *arguments: object) -> None:
     if found.shape != (2,) or bool((found < 0).any()):
         name = getattr(method, "__name__", "a method")
         raise BadPlugin(
-            f"answered an object whose {name} gives {_short_repr(found)} for two rows; it must give two numbers"
+            f"returned an object whose {name} returns {_short_repr(found)} for two rows; it must return two numbers"
         )
 
 

@@ -25,7 +25,7 @@ from flagcore.report.text import (
 )
 
 SAME = 1e-9
-"""The largest relative difference of equal figures."""
+"""Maximum relative difference of equal figures."""
 
 
 def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
@@ -37,20 +37,20 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     lines = [title, f"  {state_name(account['state'])}", *(f"  - {line}" for line in account["because"])]
     if account["typed"]:
         pairs = {knob: (asked, account["candidate"][knob]) for knob, asked in account["typed"].items()}
-        taken = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
-        lines.append("  " + _("equivalent for the engine: {changes}", changes=taken))
+        changed = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
+        lines.append("  " + _("equivalent for the engine: {changes}", changes=changed))
     return "\n".join(
         [*lines, *_predicted(account), *_believed(account), *_nearest(account, knobs), *_changes(account, knobs)]
     )
 
 
 def _title(name: str) -> str:
-    """Return the name of a candidate (a trial, a rank of the prediction, best, baseline) at the start of a line."""
-    kind, _space, number = name.partition(" ")
+    """Return the name of a candidate (trial, position in the prediction, best, baseline) for the start of a line."""
+    kind, _separator, number = name.partition(" ")
     if number.isdecimal():
         return _("Trial {number}", number=number) if kind == "trial" else _("Candidate {number}", number=number)
-    named = {"the candidate": N_("The candidate"), "best": N_("Best"), "baseline": N_("Baseline")}
-    return _(named[name]) if name in named else name[:1].upper() + name[1:]
+    titles = {"the candidate": N_("The candidate"), "best": N_("Best"), "baseline": N_("Baseline")}
+    return _(titles[name]) if name in titles else name[:1].upper() + name[1:]
 
 
 def seconds_text(objective: str, seconds: float) -> str:
@@ -70,8 +70,8 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
         if knob.part_of in differs:
             continue
         values = [value_text(value) for value in pair]
-        how = [differs[each] for each in details(name, knobs) if each in differs]
-        words = [" ".join(str(each[place]) for each in how if each[place] is not None) for place in (0, 1)]
+        texts = [differs[each] for each in details(name, knobs) if each in differs]
+        words = [" ".join(str(each[place]) for each in texts if each[place] is not None) for place in (0, 1)]
         values = [word or plain for word, plain in zip(words, values, strict=True)]
         lines.append(f"{knob.title} {values[0]} -> {values[1]}")
     return ", ".join(lines)
@@ -80,7 +80,7 @@ def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
 def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
     predicted, objective = account["predicted"], account["objective"]
     if predicted is None:
-        yield _("Predicted: nothing, the engine would reject it.")
+        yield _("No prediction, because the engine would reject it.")
         return
     step = predicted.get("step_time_s")
     memory = predicted["memory"]
@@ -97,8 +97,8 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         yield "  p50: " + ", ".join(medians)
     parts = {_(part_name(name)): seconds for name, seconds in predicted.get("time", {}).items() if seconds}
     if parts:
-        whose = _("time of a request") if "objective" in predicted else _("time")
-        yield f"  {whose}: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
+        time_name = _("time of a request") if "objective" in predicted else _("time")
+        yield f"  {time_name}: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
     sizes = ", ".join(f"{_(name)} {gib:.3g}" for name, gib in memory_parts(memory).items())
     yield f"  {_('memory')}: {sizes} GiB"
     if layers := predicted.get("stage_layers"):
@@ -119,15 +119,15 @@ def _believed(account: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
-    near = account["nearest"]
-    if near is not None:
-        measured = seconds_text(account["objective"], near["measured"]["step_time_s"]["median"])
-        changes = differs_text(near["differs"], knobs)
+    nearest = account["nearest"]
+    if nearest is not None:
+        step_text = seconds_text(account["objective"], nearest["measured"]["step_time_s"]["median"])
+        changes = differs_text(nearest["differs"], knobs)
         yield _(
             "Nearest measured: trial {number} ({changes}): {value}",
-            number=near["number"],
+            number=nearest["number"],
             changes=changes,
-            value=measured,
+            value=step_text,
         )
 
 
@@ -138,7 +138,7 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         names["faster"] = names["fastest"]
         del several["fastest"]
     if not several and account["state"] not in ("open", "ran"):
-        yield _("No change helps: no allowed candidate is left.")
+        yield _("No change is possible: no allowed candidate is left.")
     elif own is not None and not account["changes"].keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
     if several:
@@ -147,14 +147,14 @@ def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
         step, mark = change["expected_s"], "" if change["measured"] else "~"
         time = _("time unknown") if step is None else f"{mark}{seconds_text(account['objective'], step)}"
         gain = f" ({_('time')} {step / own - 1.0:+.1%})" if step and own else ""
-        ran = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
+        trial_text = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
         used = lookup(change, "predicted.memory.device_used_gib")
-        yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{ran}"
+        yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{trial_text}"
 
 
 def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
-    lines = [f"{name}: {_side(both[name.lower()], knobs)}" for name in ("A", "B")]
+    lines = [f"{name}: {_side_text(both[name.lower()], knobs)}" for name in ("A", "B")]
     lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"], knobs) or "-"))
     if both["tasks"]:
         lines.append(_("Changed tasks: {changes}", changes="; ".join(both["tasks"])))
@@ -166,10 +166,10 @@ def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 
 
-def _side(side: Mapping[str, Any], knobs: Knobs) -> str:
+def _side_text(side: Mapping[str, Any], knobs: Knobs) -> str:
     place = f"{side['where']}, {side['devices']} x {side['chip']}"
-    state = state_name(side["state"])
-    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state})"
+    state_text = state_name(side["state"])
+    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state_text})"
 
 
 def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:

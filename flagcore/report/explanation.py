@@ -1,4 +1,4 @@
-"""A prediction in detail as text: the model, the memory of its fullest stage, and the parts of its time."""
+"""A prediction in detail as text: the model, the memory of the worst stage, and the parts of the time."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from flagcore.stages import predict
 
 HEADINGS = NAMES["component_memory"]
 OTHER = N_("other")
-"""The peak minus the components: temporaries such as those of the optimizer or, if negative, what is freed by then."""
+"""The peak minus the components: temporary memory, or a negative value if memory is freed before the peak."""
 
 MIN_SHOWN = 0.0005
-"""The least part of the memory of a device that is shown, in GiB."""
+"""Minimum size of a displayed part of the memory, in GiB."""
 
 
 VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
 
 
 def part_name(part: str) -> str:
-    """Return the name of a part of a step, or of a request."""
+    """Return the displayed name of a part of a step, or of a request."""
     return NAMES["parts"].get(part) or predict.part_name(part)
 
 
 def prediction_text(record: Mapping[str, Any], labels: Labels) -> str:
-    """Return a prediction with the parts of its model, memory and time as text, with the names of its engine."""
+    """Return a prediction as text: parts of the model, of the memory and of the time, with the labels of the engine."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
@@ -52,13 +52,18 @@ def served_text(record: Mapping[str, Any]) -> str:
     rows = [[words, *(shown(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
     parts = [part for part in ("\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else "") if part]
     time = record.get("time", {})
-    whole = sum(time.values())
-    if whole > 0.0:
+    total_s = sum(time.values())
+    if total_s > 0.0:
         shares = [
-            [_(part_name(name)), shown(seconds), f"{seconds / whole:.1%}", _(NAMES["part_descriptions"].get(name, ""))]
+            [
+                _(part_name(name)),
+                shown(seconds),
+                f"{seconds / total_s:.1%}",
+                _(NAMES["part_descriptions"].get(name, "")),
+            ]
             for name, seconds in time.items()
         ]
-        heading = _("Mean time of a request: ~{seconds} s", seconds=shown(whole))
+        heading = _("Mean time of a request: ~{seconds} s", seconds=shown(total_s))
         parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
     elif record.get("reason"):
         parts.append(str(record["reason"]))
@@ -85,32 +90,39 @@ def _served_memory(memory: Mapping[str, Any]) -> str:
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the parameters of a model by component, in billions."""
     rows = [
-        [part["component"], _billions(part["params_per_layer"]), str(part["layers"]), _billions(part["params"])]
+        [
+            part["component"],
+            _billions_text(part["params_per_layer"]),
+            str(part["layers"]),
+            _billions_text(part["params"]),
+        ]
         for part in parts
     ]
-    rows.append([_("Total"), "", "", _billions(sum(part["params"] for part in parts))])
+    rows.append([_("Total"), "", "", _billions_text(sum(part["params"] for part in parts))])
     return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
 
 
 def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
-    """Return the memory of the fullest stage by component, and its totals.
+    """Return the memory of the worst stage by component, and its totals.
 
-    Components add up to static memory and activations, which need not coexist. `OTHER` is the difference to the peak,
-    so that the total adds up to the peak.
+    Components add up to static memory and activations, which need not exist at the same time. `OTHER` is the difference
+    to the peak.
     """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
-    named = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
+    labelled = [(labels.components.get(name, name), components[name]) for name in by_component(components, labels)]
     static, activation = memory["static_gib"], memory["activation_gib"]
-    rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
-    totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
+    other_parts = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
+    totals = {
+        key: sum(part.get(key, 0.0) for part in [*components.values(), other_parts]) for key in ("params", *figures)
+    }
     rows = [
         [
             name,
             f"{part.get('params', 0.0):,.0f}",
             *(_gib(part.get(key, 0.0)) for key in figures),
         ]
-        for name, part in [*named, (_(OTHER), rest), (_("Total"), totals)]
+        for name, part in [*labelled, (_(OTHER), other_parts), (_("Total"), totals)]
     ]
     capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     line = labels.memory_line.format(
@@ -118,7 +130,7 @@ def memory_text(memory: Mapping[str, Any], labels: Labels) -> str:
     )
     return "\n".join(
         [
-            _("Memory of a device of pipeline stage {number} (fullest):", number=memory["worst_stage"]),
+            _("Memory of a device of pipeline stage {number} (highest):", number=memory["worst_stage"]),
             table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
             "",
             *([line] if line else []),
@@ -176,8 +188,8 @@ def needs_text(memory: Mapping[str, Any]) -> str:
 def time_text(record: Mapping[str, Any]) -> str:
     """Return the parts of a step with their shares, its interval and its bottleneck."""
     if "step_time_s" not in record:
-        why = str(record.get("reason", "")).removeprefix("no time: ")
-        return _("Time: unknown ({reason})", reason=why) if why else _("Time: unknown")
+        reason = str(record.get("reason", "")).removeprefix("no time: ")
+        return _("Time: unknown ({reason})", reason=reason) if reason else _("Time: unknown")
     step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
     rows = [
         [_(part_name(name)), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]
@@ -198,21 +210,21 @@ def time_text(record: Mapping[str, Any]) -> str:
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the knobs of plugins: values, effects, and why a value cannot be launched."""
+    """Return the knobs of plugins: values, effects, and the reasons why values cannot be launched."""
     if not knobs:
         return ""
     rows = []
     for knob in knobs:
         for effect in knob["effects"]:
             value = str(effect["value"])
-            how = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
+            launch_text = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
             settings = f"as {', '.join(f'{key}={to}' for key, to in effect['settings'].items())}; "
             part = "" if effect["part"] == "step" else f" of {part_name(effect['part'])}"
             time = f"{settings if effect['settings'] else ''}x{_range(effect['time'])}{part}"
-            why = knob["not_launched"].get(value)
-            launched = _("predicted only: {reason}", reason=why) if why else how
+            reason = knob["not_launched"].get(value)
+            launch_note = _("predicted only: {reason}", reason=reason) if reason else launch_text
             spec = _("yes") if knob["in_space"] else _("no")
-            rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launched])
+            rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launch_note])
     heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
     details = [f"{knob['knob']}: {knob['says']}. {_details(knob)}" for knob in knobs]
     headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]
@@ -241,5 +253,5 @@ def _gib(size: float) -> str:
     return f"{size:.3f}".replace("-0.000", "0.000")
 
 
-def _billions(count: float) -> str:
+def _billions_text(count: float) -> str:
     return f"{count / 1e9:.4f}"

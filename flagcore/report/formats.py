@@ -1,4 +1,4 @@
-"""Records as table, JSON, JSON lines, YAML or CSV: the same data, only tables round."""
+"""Records as table, JSON, JSON lines, YAML or CSV. Only tables round values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flagcore.i18n.width import left, pieces, right, wrapped
 BETWEEN = "  "
 """Separator of two columns of a table."""
 MIN_TEXT, MAX_WORD = 16, 40
-"""The narrowest column of wrapped text, and the longest word that is not broken, in characters."""
+"""Minimum width of a column of wrapped text, and maximum length of an unbroken word, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
-"""The width that tables must fit, None for no limit."""
+"""Maximum width of tables; None for no limit."""
 
 
 WORDS = ("status", "maturity.word", "peak_source")
@@ -57,24 +57,26 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
     most, everything = WIDTH.get(), list(range(len(headings)))
     if most is None:
-        return _lines(headings, rows, figures, None)
+        return _table_lines(headings, rows, figures, None)
     parts = [
-        _lines(
+        _table_lines(
             [headings[place] for place in part],
             [[row[place] for place in part] for row in rows],
             [figures[place] for place in part],
             most,
         )
-        for part in _parts(everything, _least(headings, rows, figures), most)
+        for part in _split_columns(everything, _min_widths(headings, rows, figures), most)
     ]
     return "\n\n".join(parts)
 
 
-def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
-    """Return a table of width `most`, or wider where its numbers need it."""
+def _table_lines(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None
+) -> str:
+    """Return a table of width `most`, or wider if its numbers need more."""
     widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
     if most is not None:
-        widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
+        widths = _narrow_widths(widths, _min_widths(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
 
     def lines(cells: Sequence[str]) -> list[str]:
         texts = [
@@ -91,12 +93,12 @@ def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequ
     return "\n".join([*lines(headings), rule, *(line for row in rows for line in lines(row))])
 
 
-def _parts(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
+def _split_columns(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
     """Split columns into groups that fit side by side; each starts with the first column."""
     parts = [[*places[:1]]]
     for place in places[1:]:
-        wide = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
-        if wide > most and len(parts[-1]) > 1:
+        new_width = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
+        if new_width > most and len(parts[-1]) > 1:
             parts.append([*places[:1]])
         parts[-1].append(place)
     return parts
@@ -112,26 +114,26 @@ def fitted(width: int | None) -> Iterator[None]:
         WIDTH.reset(token)
 
 
-def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
-    """Return the minimum width of each column: numbers uncut, text down to `MIN_TEXT` and its longest word."""
-    least = []
+def _min_widths(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
+    """Return the minimum width of each column: complete numbers, text with at least `MIN_TEXT` and its longest word."""
+    min_widths = []
     for place, heading in enumerate(headings):
         longest_word = _longest_word(heading)
         cells = [str(row[place]) for row in rows]
         if figures[place]:
-            least.append(max(longest_word, *map(columns_of, cells)))
+            min_widths.append(max(longest_word, *map(columns_of, cells)))
         else:
             longest = max(map(_longest_word, cells), default=0)
             widest = max(map(columns_of, cells), default=0)
-            least.append(max(longest_word, min(longest, MAX_WORD), min(MIN_TEXT, widest)))
-    return least
+            min_widths.append(max(longest_word, min(longest, MAX_WORD), min(MIN_TEXT, widest)))
+    return min_widths
 
 
 def _longest_word(text: str) -> int:
     return max((columns_of(piece) for piece in pieces(text) if not piece.isspace()), default=0)
 
 
-def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
+def _narrow_widths(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
     """Narrow the widest columns until the sum is `most` or every column has its minimum width."""
     result = list(widths)
     while sum(result) > most:
@@ -155,10 +157,10 @@ def shown(value: Any) -> str:
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, None if a part is missing."""
-    found: Any = record
+    value: Any = record
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def as_yaml(data: object) -> str:
@@ -169,17 +171,19 @@ def as_yaml(data: object) -> str:
 
 
 def _is_figure(cell: str) -> bool:
-    bare = cell.lstrip("~+-").replace(",", "").replace("%", "").replace("e+", "").replace("e-", "").replace(".", "", 1)
-    return cell == "-" or bare.isdigit()
+    digits = (
+        cell.lstrip("~+-").replace(",", "").replace("%", "").replace("e+", "").replace("e-", "").replace(".", "", 1)
+    )
+    return cell == "-" or digits.isdigit()
 
 
 class Notebook:
-    """A result that a notebook shows as its one-line `repr` with its text below."""
+    """A result that a notebook shows as its one-line `repr`, followed by its text."""
 
     __slots__: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Return its fields but for the knobs, which only the text uses."""
+        """Return all fields except the knobs, which only the text uses."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "knobs"}
 
     def _repr_html_(self) -> str:

@@ -9,7 +9,7 @@ import yaml
 
 NAMES: dict[str, dict[str, str]]
 COLUMNS: dict[str, dict[str, str]]
-"""The columns of each table: headings, and dotted keys of a record."""
+"""By table: the headings of columns, and dotted keys of a record."""
 
 _DATA: Any = yaml.safe_load(files(__package__).joinpath("names.yaml").read_text(encoding="utf-8"))
 COLUMNS = _DATA.pop("columns")

@@ -59,7 +59,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
 
 
 def _side_by_side(found: Interference) -> dict[str, Any]:
-    """Return whether trials ran side by side, and how much longer one took then, as a share of its time alone."""
+    """Return whether trials ran side by side, and the slowdown as a share of the time alone."""
     return {**asdict(found), "quiet": found.is_negligible, "text": found.text, "message": found.text.record}
 
 
@@ -98,7 +98,7 @@ def medians(plan: Plan) -> dict[int, float]:
 def trial(each: Trial) -> dict[str, Any]:
     """Return one trial as plain data."""
     search_fields = each.search_fields
-    how = {name: search_fields.pop(name, None) for name in ("time_limit", "shortened", "group")}
+    run_fields = {name: search_fields.pop(name, None) for name in ("time_limit", "shortened", "group")}
     return {
         "number": each.number,
         "role": each.role.value,
@@ -108,7 +108,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "fidelity": each.fidelity,
         "inconclusive": each.inconclusive,
         "warm": each.warm,
-        **how,
+        **run_fields,
         "predicted": {**each.predicted, **search_fields},
         "measured": _measured(each.measurement) if each.measurement else None,
         "measured_over": {name: measured_to_predicted(each, name) for name in ("predicted", "believed")},

@@ -1,4 +1,4 @@
-"""Candidates, states of trials, the funnel and metrics of serving as text."""
+"""Text of candidates, states of trials, counts of combinations and serving metrics."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from flagcore.report.formats import lookup, shown
 from flagcore.report.names import NAMES
 
 Removed: TypeAlias = "tuple[str, str, int]"
-"""A stage of the funnel: its rule or nothing, its text, and how many it removed."""
+"""A stage of the search space: its rule or an empty text, its name, and the number of candidates that it removed."""
 
 
 def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
     """Return the removed combinations and candidates by reason; trials only if any ran."""
     illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
-    pruned = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
-    ran = [
+    pruned_rules = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
+    outcomes = [
         ("", _("probed") if fidelity == PROBE else _("measured"), counts.measured),
         ("", _("stopped early"), counts.stopped),
         ("", _("failed"), counts.failed),
     ]
-    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned]
-    return [*illegal, ("", _("duplicates"), counts.merged)], states + (ran if any(each[2] for each in ran) else [])
+    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned_rules]
+    return [*illegal, ("", _("duplicates"), counts.merged)], states + (
+        outcomes if any(each[2] for each in outcomes) else []
+    )
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
-    """Return how many combinations each rule eliminated, a line per rule; states of trials once any ran."""
+    """Return the number of combinations that each rule eliminated, one line per rule, and the states of trials."""
     illegal, states = ([(f"  {name}", -number) for _, name, number in some] for some in funnel_stages(counts, fidelity))
     rows = [(_("combinations"), counts.combinations), *illegal, (_("candidates"), counts.candidates), *states]
     rows.append((_("untried"), counts.untried))
@@ -50,13 +52,15 @@ def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def lost_repeats(result: Mapping[str, Any]) -> dict[int, str]:
-    """Return the states of the repeats of a result that gave no measurement, by number."""
+    """Return the states of a result's repeats without a measurement, by number."""
     repeats = result.get("repeats") or ()
     return {each["number"]: each["state"] for each in repeats if each["state"] != TrialState.MEASURED.value}
 
 
 def drift_text(noise: Mapping[str, Any]) -> str:
-    """Return a warning that the machine got faster or slower during the run (`noise` of a result), or nothing."""
+    """Return a warning that the machine became faster or slower during the run (`noise` of a result), or an empty
+    text.
+    """
     if not noise.get("drifted") or noise.get("drift") is None:
         return ""
     return _(
@@ -67,7 +71,9 @@ def drift_text(noise: Mapping[str, Any]) -> str:
 
 
 def cold_start_text(noise: Mapping[str, Any]) -> str:
-    """Return a warning that a cold trial ran faster or slower than warm ones (`noise` of a result), or nothing."""
+    """Return a warning that a cold trial ran faster or slower than warm trials (`noise` of a result), or an empty
+    text.
+    """
     if not noise.get("cold_start_differs"):
         return ""
     return _(
@@ -78,7 +84,7 @@ def cold_start_text(noise: Mapping[str, Any]) -> str:
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:
-    """Return a note on repeats without a measurement, which the funnel does not count; none without any."""
+    """Return a note on repeats without a measurement, which are not part of the counts, or an empty text."""
     states = [_("trial {number} {state}", number=number, state=state_name(state)) for number, state in lost.items()]
     if not states:
         return []
@@ -93,14 +99,14 @@ def repeats_text(lost: Mapping[int, str]) -> list[str]:
 
 
 def state_name(state: str, fidelity: str = RUN) -> str:
-    """Return the name of a state of trials of one fidelity."""
+    """Return the displayed name of a state of trials at a fidelity."""
     if fidelity == PROBE and state == TrialState.MEASURED.value:
         return _("probed")
     return _(state.replace("_", " "))
 
 
 def search_time_text(time: SearchTime) -> str:
-    """Return how long a search may take."""
+    """Return a text with the upper bound for the time of a search."""
     text = _("At most {trials} trials and {repeats} repeats", trials=time.trials, repeats=time.repeats)
     if time.steps_s is not None:
         text += ", " + _("~{time} of steps", time=duration_text(time.steps_s))
@@ -108,18 +114,18 @@ def search_time_text(time: SearchTime) -> str:
 
 
 def assumed_text(assumed: Mapping[str, object]) -> str:
-    """Return what a plan assumes, its implementation first."""
+    """Return the assumed implementation and settings of a plan as text."""
     implementation, *settings = assumed.items()
-    named = [name if value is True else f"{name}={value}" for name, value in settings]
+    settings_texts = [name if value is True else f"{name}={value}" for name, value in settings]
     return _(
         "Assumed: {implementation} layers, {settings} (set train.implementation or train.settings to change).",
         implementation=implementation[1],
-        settings=", ".join(named),
+        settings=", ".join(settings_texts),
     )
 
 
 def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
-    """Return what a step was scaled from: fewer micro-batches, or a run on fewer nodes."""
+    """Return the measured time from which a step was scaled, as text, and the nodes if they were fewer."""
     if nodes:
         text = N_("scaled from {seconds} s on {nodes} of {of_nodes} nodes")
         return _(text, seconds=shown(seconds), nodes=nodes, of_nodes=of_nodes)
@@ -127,7 +133,7 @@ def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return seconds in seconds, minutes or hours."""
+    """Return a duration as text in seconds, minutes or hours."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -158,8 +164,8 @@ def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
         if knob.part_of or not (_is_set(knob, value) or (knob.shows_neutral and value is not None)):
             continue
         if value is True:
-            how = [str(values[each]) for each in details(name, knobs) if values.get(each) is not None]
-            parts.append(" ".join([knob.title, *how]))
+            texts = [str(values[each]) for each in details(name, knobs) if values.get(each) is not None]
+            parts.append(" ".join([knob.title, *texts]))
         else:
             parts.append(f"no {knob.title}" if value is False else f"{knob.title} {value}")
     return ", ".join(parts) or "engine defaults"
@@ -173,12 +179,12 @@ def value_text(value: object) -> str:
 
 
 def stop_reason(result: Mapping[str, Any]) -> str:
-    """Return why the run of a result.json stopped, in the selected language; empty if it has not."""
+    """Return why the run of a result.json stopped, in the selected language; empty while it is in progress."""
     return from_record(result.get("stopped_because") or "", result.get("stopped_message"))
 
 
 def knob_of(name: str, knobs: Knobs) -> Knob:
-    """Return the knob of a name, a bare one for a name that no installed engine or plugin has."""
+    """Return the knob with a name; for an unknown name, a knob without further fields."""
     return knobs.get(name) or Knob(name=name)
 
 
@@ -188,7 +194,7 @@ def details(flag: str, knobs: Knobs) -> list[str]:
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Return the layers of each pipeline stage as text, equal neighbours once."""
+    """Return the layers of each pipeline stage as text; equal neighbors are joined."""
     runs = [(count, len(list(equal))) for count, equal in groupby(layers)]
     return ", ".join(f"{number} x {count}" if number > 1 else str(count) for count, number in runs)
 
@@ -204,11 +210,11 @@ def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
-    """Return headings and keys of the knobs that differ between records or are not neutral, and of all sizes."""
+    """Return headings and keys of knobs that differ between records or are not neutral, and of all sizes."""
     names = dict.fromkeys(name for record in records for name in record["candidate"])
     values = {name: [record["candidate"].get(name) for record in records] for name in names}
-    shown = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
-    return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown}
+    shown_knobs = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
+    return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown_knobs}
 
 
 def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
@@ -218,12 +224,12 @@ def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
 
 
 def _is_set(knob: Knob, value: object) -> bool:
-    """Return whether a value is not the neutral one; False is that of a knob without any."""
+    """Return whether a value is not neutral. Without a neutral value, None and False are neutral."""
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
 
 
 FEWEST = {"p99": 100, "p90": 10}
-"""The least number of requests for which a percentile is not their maximum."""
+"""Minimum number of requests for which a percentile is not their maximum."""
 SHORT_RATES, SHORT_LATENCIES = NAMES["short_rates"], NAMES["short_latencies"]
 
 
@@ -245,8 +251,8 @@ def figures_text(figures: Mapping[str, Any], objective: str) -> str:
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != objective and name in figures]
     parts = [f"{shown(figures[name])} {SHORT_RATES[name]}" for name in rates]
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        known = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
-        text = ", ".join(f"{each} {shown(value)}" for each, value in known if value is not None)
+        percentiles = [(each, lookup(figures, f"{name}.{each}")) for each in ("p50", "p99")]
+        text = ", ".join(f"{each} {shown(value)}" for each, value in percentiles if value is not None)
         parts += [f"{SHORT_LATENCIES[name]} {text} s"] if text else []
     return "; ".join(parts)
 
@@ -257,8 +263,8 @@ def short_line(measured: Measurement, objective: str) -> str:
     rate = measured.figures.get("output_tokens_per_s")
     figures += [f"{shown(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
     for name in ("ttft_s", "tpot_s"):
-        middle = measured.figures.get(f"{name}.p50")
-        figures += [f"{SHORT_LATENCIES[name]} {shown(middle)} s"] if middle is not None else []
+        median = measured.figures.get(f"{name}.p50")
+        figures += [f"{SHORT_LATENCIES[name]} {shown(median)} s"] if median is not None else []
     return ", ".join([*figures, *measured.broken])
 
 
@@ -281,13 +287,15 @@ def latency_name(figure: str) -> str:
 def notes(plan: Plan) -> list[str]:
     """Return warnings about percentiles of too few requests."""
     best = plan.best or plan.fastest
-    measured = best.measurement if best else None
-    answered = [point["answered"] for point in (measured.points if measured else ()) if "answered" in point]
-    weak = [name for name, fewest in FEWEST.items() if answered and min(answered) < fewest]
+    measurement = best.measurement if best else None
+    answered_counts = [
+        point["answered"] for point in (measurement.points if measurement else ()) if "answered" in point
+    ]
+    weak = [name for name, fewest in FEWEST.items() if answered_counts and min(answered_counts) < fewest]
     if not weak:
         return []
     percentiles, need = " and ".join(weak), max(FEWEST[name] for name in weak)
-    return [f"{percentiles} of {min(answered):g} requests are unreliable: use num_prompts >= {need}"]
+    return [f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {need}"]
 
 
 def load_text(point: Mapping[str, Any]) -> str:
@@ -312,7 +320,7 @@ def serving_load_text(serve: ServeSpec) -> str:
 
 
 def at_load(text: str, load: str) -> str:
-    """Return a figure with the load that it was measured at, if there are several."""
+    """Return a figure with the load of its measurement, if there are several load points."""
     return _("{value} at {load}", value=text, load=load) if load else text
 
 

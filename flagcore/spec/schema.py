@@ -42,6 +42,7 @@ Folder = Annotated[str, Field(min_length=1, max_length=4096, examples=["../train
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
 Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
+Latency = Annotated[float, Field(gt=0, le=1)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 
 _CONTROL = ControlSpec()
@@ -113,6 +114,8 @@ class GroupSection(Section):
     """Memory per device that a trial may use, in bytes or with a unit; null: all of it."""
     nic_bytes_per_second: Rate | None = None
     """Network bandwidth per device (400 Gbit/s is 5.0e+10); null: the value of the chip's plugin."""
+    nic_latency_seconds: Latency | None = None
+    """Seconds until a small message arrives on another host; null: 20 µs, as of InfiniBand."""
 
 
 class ClusterSection(GroupSection):
@@ -196,6 +199,8 @@ class ControlSection(BudgetSection):
     """Nodes of a trial, with fewer data-parallel replicas: in the search, then in repeats; null: all of the cluster."""
     warm_start: bool = _CONTROL.warm_start
     """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
+    compare_hosts: bool = _CONTROL.compare_hosts
+    """Whether to compare the speed of devices and networks of hosts before the first trial."""
     probes: Probes = _CONTROL.probes
     """Number of candidates to probe on one device before the first run."""
     planned_steps: PlannedSteps | None = _CONTROL.planned_steps

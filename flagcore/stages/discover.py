@@ -43,7 +43,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         is_auto = wanted.chip == AUTO
         chip = best_chip(vendor_devices, plugins, engine) if is_auto else _find_chip(wanted.chip, key, plugins)
         support = _require_support(chip, plugins, engine, engine_version)
-        groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
+        chip = with_network(chip, wanted.nic_bytes_per_second, wanted.nic_latency_seconds)
+        groups.append(_group(wanted, chip, devices, support))
         supports.append(support)
     support = _join_supports(supports)
     task = Task(spec=_with_forced(spec, support), cluster=Cluster(groups=tuple(groups)))
@@ -232,7 +233,9 @@ def _find_chip(name: str, key: str, plugins: Plugins) -> Chip:
         if chip.has_name(name):
             return chip
     hint = unknown_chip_hint(name, known)
-    raise NoDevice(_("{key} = {chip!r} is not known to any installed plugin; {hint}", key=key, chip=name, hint=hint))
+    raise NoDevice(
+        _("{key} = {chip!r} is not supported by any installed plugin; {hint}", key=key, chip=name, hint=hint)
+    )
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:

@@ -125,7 +125,7 @@ def _outcome(
         return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, trial.time_limit)
-    return replace(trial, state=state, reason=reason, inconclusive=ended.ended_by == "host")
+    return replace(trial, state=state, reason=reason, inconclusive=ended.ended_by == "host", lost_host=ended.lost_host)
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:

@@ -1,1 +1,1 @@
-"""A run's directory: its lock, its identity, and its trials in optuna's journal."""
+"""The run directory: its lock, its identity, and its trials in an Optuna journal."""

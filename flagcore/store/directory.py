@@ -1,4 +1,4 @@
-"""The run directory: one process at a time, one task."""
+"""The run directory, which is locked by one process and belongs to one task."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ LOCK, IDENTITY = "run.lock", "task.json"
 
 
 class RunDirectory:
-    """A folder that one process holds. The lock is a kernel lock, so it ends with the process."""
+    """A folder that one process locks. The kernel releases the lock when the process ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
 
     def open(self, *, new: bool = False) -> None:
-        """Create and lock the folder; with `new`, an earlier run is moved aside, never deleted.
+        """Create and lock the folder. With `new`, an earlier run is renamed first.
 
-        Raises RunError if it cannot be written or another process holds it (the message states which).
+        Raises RunError if the folder cannot be written, or if another process has locked it.
         """
-        self._hold()
+        self._acquire_lock()
         if new and (self.path / IDENTITY).exists():
             self.close()
-            self._move_aside()
-            self._hold()
+            self._rename_earlier_run()
+            self._acquire_lock()
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -46,9 +46,9 @@ class RunDirectory:
             self._lock = None
 
     def identity(self) -> dict[str, Any] | None:
-        """Return the stored identity of this run (`run`, its unique name, `task` and `fixed`), or None.
+        """Return the stored identity of this run, or None: `run`, its unique name, and `task` and `fixed`.
 
-        Secrets of the task are left out, so a new token is still the same task. Raises RunError if it cannot be read.
+        Secrets are redacted in the task, so that the task is the same with a new token. Raises RunError.
         """
         file = self.path / IDENTITY
         try:
@@ -66,8 +66,8 @@ class RunDirectory:
     def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
         """Store the identity of this run, and return its unique name.
 
-        Both are plain JSON data. `task` must be the same in each call; `fixed` is stored by the first call.
-        Raises RunError with the difference if the folder belongs to another task.
+        `task` and `fixed` are plain JSON data. `task` must be the same in all calls; `fixed` is stored by the first
+        call. Raises RunError with the differences if the folder belongs to another task.
         """
         known = self.identity()
         wanted = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
@@ -89,18 +89,18 @@ class RunDirectory:
             )
         return str(known["run"])
 
-    def _move_aside(self) -> None:
-        """Rename the folder with a timestamp, and a number if the name is taken."""
+    def _rename_earlier_run(self) -> None:
+        """Add a timestamp to the name of the folder, and a number if that name exists."""
         name = f"{self.path.resolve().name}.{time.strftime('%Y%m%d-%H%M%S')}"
-        aside = self.path.resolve().with_name(name)
+        target = self.path.resolve().with_name(name)
         number = 1
-        while aside.exists():
+        while target.exists():
             number += 1
-            aside = aside.with_name(f"{name}-{number}")
+            target = target.with_name(f"{name}-{number}")
         with writable(self.path):
-            self.path.resolve().rename(aside)
+            self.path.resolve().rename(target)
 
-    def _hold(self) -> None:
+    def _acquire_lock(self) -> None:
         with writable(self.path):
             self.path.resolve().mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -119,14 +119,14 @@ class RunDirectory:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Convert errors of the system for `path` into a RunError."""
+    """Convert an OSError in this context to a RunError about `path`."""
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = (
             _("free some space and start again; finished trials are saved")
-            if full
+            if is_full
             else _("use --run-dir for another folder")
         )
         why = error.strerror or error
@@ -140,7 +140,7 @@ def write(file: Path, text: str, *, private: bool = False) -> None:
 
 
 def differences(old: object, new: object, key: str = "") -> Iterator[str]:
-    """Yield `key: old -> new` for each leaf that differs."""
+    """Yield a line `key: old -> new` for each value that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)

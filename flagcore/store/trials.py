@@ -1,4 +1,4 @@
-"""Trials as an optuna study. Its journal is the source of truth, and optuna's tools can read it."""
+"""Stores trials in an Optuna study, which Optuna's tools can read."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ OPTIONAL_FIGURES = (
     *("modelled_s", "low_s", "high_s", "scaled_from"),
 )
 FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
-"""Fields with a single figure."""
+"""The fields of a measurement with a single figure."""
 MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
 
 class OptunaStore:
-    """The trials of one run. The process must hold the run directory: one writer at a time.
+    """The trials of one run. The process must have locked the run directory.
 
-    A trial is one journal entry when it starts and one with all its data when it ends; a third one is for optuna's
-    tools. A trial that was running when its process was killed becomes interrupted when the store is opened again,
-    and its candidate may be tried again.
+    A trial has one journal entry when it starts, one with all its data when it ends, and one for Optuna's tools. If the
+    process was killed while a trial was running, the trial becomes interrupted when the store is opened again.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class OptunaStore:
         objective: str = "tokens_per_second_per_device",
         url: str | None = None,
     ) -> None:
-        """Open or create the study called `run`; `choices` are all values that a knob can have in it.
+        """Open or create the study `run`. `choices` has all values of each knob.
 
-        It is stored in the journal of the folder `path`, or in the optuna storage at `url`.
+        The study is stored in a journal in the folder `path`, or in the Optuna storage at `url`.
         """
         optuna.logging.set_verbosity(logging.ERROR)
         self._path, self._objective = path, objective
@@ -121,7 +120,7 @@ class OptunaStore:
 
     @contextmanager
     def _errors_as_run_error(self) -> Iterator[None]:
-        """Convert any error of a storage, or of a corrupt journal, into a RunError."""
+        """Convert errors of the storage, such as a corrupt journal, to a RunError."""
         with writable(self._path):
             try:
                 yield
@@ -154,9 +153,9 @@ class OptunaStore:
 
 
 def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
-    """Return every finished trial of the study called `run`, stored in the folder `path` or in the storage `url`.
+    """Return the finished trials of the study `run` in the folder `path` or in the storage `url`. Raises RunError.
 
-    Read-only, so the run may still be active. Empty before its first trial. Raises RunError.
+    The study is only read, so the run may still be active. Without a journal, there are no trials.
     """
     optuna.logging.set_verbosity(logging.ERROR)
     file = path / JOURNAL
@@ -182,14 +181,14 @@ def _finished(study: optuna.Study) -> tuple[Trial, ...]:
 
 
 def _drop_incomplete_line(file: Path) -> None:
-    """Drop a truncated last line of a journal (after a kill or on a full disk), and its writer's lock."""
+    """Remove an incomplete last line of a journal, after a kill or on a full disk, and the lock of its writer."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():
         data = read_regular(file, max_bytes=1 << 40)
-        whole = data.rfind(b"\n") + 1
-        if whole != len(data):
+        size = data.rfind(b"\n") + 1
+        if size != len(data):
             with file.open("r+b") as journal:
-                journal.truncate(whole)
+                journal.truncate(size)
 
 
 def _journal(file: Path) -> JournalStorage:
@@ -206,6 +205,7 @@ def _result(trial: Trial) -> dict[str, Any]:
         "measurement": measured,
         **({"source": trial.source} if trial.source else {}),
         **({"inconclusive": True} if trial.inconclusive else {}),
+        **({"lost_host": trial.lost_host} if trial.lost_host else {}),
         **({"warm": True} if trial.warm else {}),
     }
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
@@ -220,8 +220,8 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     if measured:
-        several = {name: tuple(measured.get(name, ())) for name in LISTS}
-        measured = Measurement(**measured | several | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
+        lists = {name: tuple(measured.get(name, ())) for name in LISTS}
+        measured = Measurement(**measured | lists | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
         for name in FIGURES:
             figure = getattr(measured, name)
             if figure is None and name in OPTIONAL_FIGURES:
@@ -229,7 +229,7 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
             if not isinstance(figure, (int, float)) or not math.isfinite(figure):
                 raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is not a finite number")
     predicted = dict(attributes["predicted"])
-    notes = {name: attributes.get(name, predicted.pop(name, None)) for name in SEARCH_FIELDS}  # older journals
+    search_fields = {name: attributes.get(name, predicted.pop(name, None)) for name in SEARCH_FIELDS}  # older journals
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
@@ -243,8 +243,9 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
         fidelity=str(attributes.get("fidelity", RUN)),
         source=result.get("source"),
         inconclusive=bool(result.get("inconclusive")),
+        lost_host=result.get("lost_host"),
         warm=bool(result.get("warm")),
-        **{name: None if value is None else SEARCH_FIELDS[name](value) for name, value in notes.items()},
+        **{name: None if value is None else SEARCH_FIELDS[name](value) for name, value in search_fields.items()},
     )
 
 

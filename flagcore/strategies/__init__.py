@@ -1,1 +1,1 @@
-"""Search strategies: the order of trials. Only this package and the store may import optuna."""
+"""Search strategies, which choose the order of trials. Only this package and the store may import optuna."""

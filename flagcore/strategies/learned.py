@@ -1,4 +1,4 @@
-"""Bayesian search: try the most expected gain per expected cost, and stop when no gain is likely."""
+"""Bayesian search: maximizes the expected gain per expected cost, and stops when no gain is likely."""
 
 from __future__ import annotations
 
@@ -17,176 +17,184 @@ from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
 from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.probabilities import (
-    ENDED,
+    SUCCESS_STATES,
     expected_gain,
     feasibility_probability,
     improvement_probability,
     success_probability,
 )
-from flagcore.learning.ratios import Belief, Ratios
+from flagcore.learning.ratios import Posterior, Ratios
 from flagcore.learning.trials import (
-    believed_times,
     expected_seconds,
+    expected_times,
+    full_trial_seconds,
     observed_memory,
     observed_times,
-    unit_where_unknown,
-    whole_seconds,
+    predicted_times,
 )
 
 MAX_ROWS = 4096
-"""The number of open candidates to evaluate: the fastest predicted ones."""
+"""The maximum number of open candidates to evaluate, those with the fastest predictions."""
 
 JOINT_ROWS = 256
-"""The number of these, the most likely to gain, whose joint distribution decides whether the search stops."""
+"""The maximum number of candidates, those with the highest expected gain, whose joint distribution decides whether the
+search stops."""
 
-DRAWS = 2000
-"""Draws from that joint distribution: the standard error of a probability of 5% is half a percent."""
+SAMPLES = 2000
+"""The number of samples of the joint distribution. The standard error of a probability of 5% is half a percent."""
 
-LEAST_GAIN, LEAST_CHANCE = 0.01, 0.05
-"""The search stops when the probability that an open candidate is faster than the best by LEAST_GAIN is below
-LEAST_CHANCE."""
+MIN_GAIN, MIN_PROBABILITY = 0.01, 0.05
+"""The search stops when the probability that an open candidate is faster than the best by MIN_GAIN is below
+MIN_PROBABILITY."""
 
-LEAST_MEASURED = 3
-"""Least number of measurements before the search may stop, because earlier runs may not be comparable."""
+MIN_MEASURED = 3
+"""The minimum number of measurements before the search may stop, because earlier runs may not be comparable."""
 
-TAIL = 1.2815515655446004
-"""Standard deviations from the median to the bounds of an 80% interval."""
+QUANTILE_90 = 1.2815515655446004
+"""The 90% quantile of the standard normal distribution, which bounds an 80% interval."""
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _Evaluation:
     """The posterior of some open rows.
 
-    `log_predicted` and `log_time` are logarithms of seconds, `fits` the probability to fit, `ends` to complete if it
-    fits, and `keeps` to be within the limits if it completes. `whole` is the duration of a trial that completes,
-    `cost` the expected duration of any trial, both in seconds.
+    `log_predicted` and `log_time` are logarithms of seconds. `fits` are the probabilities that trials fit, `success`
+    that they succeed if they fit, and `feasible` that they meet the limits if they succeed. `full_s` is the duration of
+    a trial that succeeds, `cost_s` the expected duration, both in seconds.
     """
 
     rows: IntArray
     features: Features
     ratios: Ratios
     log_predicted: FloatArray
-    ratio: Belief
+    posterior: Posterior
     log_time: FloatArray
     fits: FloatArray
-    ends: FloatArray
-    keeps: FloatArray
-    whole: FloatArray
-    cost: FloatArray
+    success: FloatArray
+    feasible: FloatArray
+    full_s: FloatArray
+    cost_s: FloatArray
 
 
 class Learned:
-    """Corrects predictions by the measurements of this run and of earlier runs on the same chip."""
+    """Corrects predictions with the measurements of this run and of earlier runs on the same chip."""
 
     name = "learned"
 
     def next(self, context: SearchContext) -> Choice:
-        # The matrices are small: on a busy machine, threads of BLAS make them up to 15 times slower.
+        # The matrices are small. On a busy machine, BLAS threads make operations on them up to 15 times slower.
         with threadpool_limits(limits=1, user_api="blas"):
             return self._choose(context)
 
     def _choose(self, context: SearchContext) -> Choice:
-        """Return the candidate with the most expected gain per expected cost, or none if no gain is likely."""
-        view = _view(context)
+        """Return the candidate with the highest expected gain per expected cost, or none if no gain is likely."""
+        found = _evaluate(context)
         trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
-        ran = [trial.measurement for trial in trials if trial.measurement]
-        measured = [measurement.step_time_s for measurement in ran if not measurement.broken]
-        if not measured:
-            likely = view.fits * view.ends * view.keeps
-            if len(ran) >= LEAST_MEASURED and likely.max() < LEAST_CHANCE:
+        measurements = [trial.measurement for trial in trials if trial.measurement]
+        feasible_times = [measurement.step_time_s for measurement in measurements if not measurement.broken]
+        if not feasible_times:
+            likely = found.fits * found.success * found.feasible
+            if len(measurements) >= MIN_MEASURED and likely.max() < MIN_PROBABILITY:
                 message = Message(
                     "no untried candidate keeps the limits with a chance of more than {chance:.1%}", chance=likely.max()
                 )
                 return Choice(row=None, because=message)
-            place = int(np.argmax(np.log(likely + 1e-12) - view.log_time))
-            nothing = "no measured candidate is within the limits" if ran else "no candidate is measured yet"
-            return _choice(view, place, f"{nothing}: the fastest predicted candidate that is likely to fit")
-        best = math.log(min(measured))
-        gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
-        ends, message = _ends(context, view, gain, best)
-        if ends:
+            index = int(np.argmax(np.log(likely + 1e-12) - found.log_time))
+            why = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
+            return _choice(found, index, f"{why}: the fastest predicted candidate that is likely to fit")
+        best = math.log(min(feasible_times))
+        gain = found.fits * found.success * found.feasible
+        gain = gain * expected_gain(found.log_predicted, found.posterior, best)
+        is_finished, message = _is_finished(context, found, gain, best)
+        if is_finished:
             return Choice(row=None, because=message)
-        possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
-        if not possible.any():
-            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=context.seconds_left, why=message)
+        left = context.seconds_left
+        is_possible = np.ones(gain.shape) if left is None else found.full_s < left
+        if not is_possible.any():
+            text = Message("no trial fits in the remaining {left:.0f} s; {why}", left=left, why=message)
             return Choice(row=None, because=text)
-        place = int(np.argmax(possible * gain / view.cost))
-        return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {message}")
+        index = int(np.argmax(is_possible * gain / found.cost_s))
+        return _choice(found, index, f"an expected gain of {gain[index]:.1%}; {message}")
 
 
-def _view(context: SearchContext) -> _View:
-    """Return the posterior of the open rows that are predicted to be the fastest."""
-    predicted = unit_where_unknown(context)
+def _evaluate(context: SearchContext) -> _Evaluation:
+    """Return the posterior of the open rows with the fastest predictions."""
+    predicted = predicted_times(context)
     rows = context.open_rows
     if rows.size > MAX_ROWS:
         rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
-    found = context.features(rows)
+    features = context.features(rows)
     known = observed_times(context)
-    ratios = Ratios(Observations.join((context.past.time, known, believed_times(context, known))), found, TIME)
-    time = ratios.of(found)
+    ratios = Ratios(Observations.join((context.past.time, known, expected_times(context, known))), features, TIME)
+    posterior = ratios.of(features)
     log_predicted = np.log(predicted[rows])
-    log_time = log_predicted + time.mean
-    fits, ends = _fits(context, rows, found), success_probability(context, rows)
-    whole = whole_seconds(context, log_time)
-    cost = expected_seconds(context, log_time, whole, fits, ends)
-    keeps = feasibility_probability(context, rows, found)
-    return _View(rows, found, ratios, log_predicted, time, log_time, fits, ends, keeps, whole, cost)
+    log_time = log_predicted + posterior.mean
+    fits, success = _fit_probability(context, rows, features), success_probability(context, rows)
+    full_s = full_trial_seconds(context, log_time)
+    cost_s = expected_seconds(context, log_time, full_s, fits, success)
+    feasible = feasibility_probability(context, rows, features)
+    return _Evaluation(
+        rows, features, ratios, log_predicted, posterior, log_time, fits, success, feasible, full_s, cost_s
+    )
 
 
-def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
+def _fit_probability(context: SearchContext, rows: IntArray, features: Features) -> FloatArray:
     """Return the probability that each row fits, 1 if the capacity is unknown."""
     share = context.predictions.share_in_use[rows]
     if np.isnan(share).all():
         return np.ones(rows.size)
-    memory = Ratios(Observations.join((context.past.memory, observed_memory(context))), found, MEMORY).of(found)
-    room = -np.log(share) - memory.mean
-    chance: FloatArray = np.nan_to_num(scipy.special.ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
-    return chance
+    observed = Observations.join((context.past.memory, observed_memory(context)))
+    posterior = Ratios(observed, features, MEMORY).of(features)
+    margin = -np.log(share) - posterior.mean
+    deviation = np.maximum(posterior.deviation, 1e-6)
+    probability: FloatArray = np.nan_to_num(scipy.special.ndtr(margin / deviation), nan=1.0)
+    return probability
 
 
-def _ends(context: SearchContext, view: _View, gain: FloatArray, best: float) -> tuple[bool, Message]:
-    """Return whether the search ends, and how much gain is left: by value with planned steps, by chance without."""
-    chance, most = _left(view, gain, best)
-    left = Message(
+def _is_finished(context: SearchContext, found: _Evaluation, gain: FloatArray, best: float) -> tuple[bool, Message]:
+    """Return whether the search ends, and a message about the remaining gain.
+
+    With planned steps, it ends if no trial saves more time than it takes, otherwise if a gain is improbable.
+    """
+    probability, max_gain = _remaining_gain(found, gain, best)
+    message = Message(
         "the chance that an untried candidate is more than {least:.0%} faster than the best is {chance:.1%}; "
         "it could be {most:.1%} faster at most (95%)",
-        least=LEAST_GAIN,
-        chance=chance,
-        most=most,
+        least=MIN_GAIN,
+        chance=probability,
+        most=max_gain,
     )
     steps = context.task.spec.control.planned_steps
     if steps is None:
-        ended = sum(trial.state in ENDED for trial in context.trials)
-        return chance < LEAST_CHANCE and ended >= LEAST_MEASURED, left
-    if (gain * math.exp(best) * steps > view.cost).any():
-        return False, left
+        successful = sum(trial.state in SUCCESS_STATES for trial in context.trials)
+        return probability < MIN_PROBABILITY and successful >= MIN_MEASURED, message
+    if (gain * math.exp(best) * steps > found.cost_s).any():
+        return False, message
     return True, Message(
-        "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=left
+        "no trial is expected to save more time in {steps:,} steps than it takes; {why}", steps=steps, why=message
     )
 
 
-def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
-    """Return the probability that an open row gains more than LEAST_GAIN, and the 95% bound of the gain."""
-    likeliest = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
-    drawn = view.log_predicted[likeliest] + view.ratios.drawn(view.features.take(likeliest), DRAWS)
-    return improvement_probability(
-        drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN
-    )
+def _remaining_gain(found: _Evaluation, gain: FloatArray, best: float) -> tuple[float, float]:
+    """Return the probability that an open row gains more than MIN_GAIN, and the 95% bound of the gain."""
+    top = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
+    samples = found.log_predicted[top] + found.ratios.sample(found.features.take(top), SAMPLES)
+    return improvement_probability(samples, found.fits[top] * found.feasible[top], found.success[top], best, MIN_GAIN)
 
 
 def believed(context: SearchContext, row: int) -> Mapping[str, object]:
-    """Return the posterior of a row, open or not: its step time and its probability to fit."""
-    return _belief(_view(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
+    """Return the posterior of any row: its step time and its probability to fit."""
+    return _belief(_evaluate(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
 
-def _choice(view: _View, place: int, because: str) -> Choice:
-    return Choice(row=int(view.rows[place]), because=because, belief=_belief(view, place))
+def _choice(found: _Evaluation, index: int, because: str) -> Choice:
+    return Choice(row=int(found.rows[index]), because=because, belief=_belief(found, index))
 
 
-def _belief(view: _View, place: int) -> Mapping[str, object]:
-    middle, spread = view.log_time[place], TAIL * view.ratio.deviation[place]
-    step = {"value": math.exp(middle), "low": math.exp(middle - spread), "high": math.exp(middle + spread)}
-    return {"step_time_s": step, "chance_to_fit": float(view.fits[place])}
+def _belief(found: _Evaluation, index: int) -> Mapping[str, object]:
+    center, spread = found.log_time[index], QUANTILE_90 * found.posterior.deviation[index]
+    step = {"value": math.exp(center), "low": math.exp(center - spread), "high": math.exp(center + spread)}
+    return {"step_time_s": step, "chance_to_fit": float(found.fits[index])}
 
 
 STRATEGY: Strategy = Learned()

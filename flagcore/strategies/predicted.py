@@ -1,4 +1,4 @@
-"""The fastest predicted candidate first."""
+"""Tries candidates in the order of their predicted step times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flagcore.contracts import Choice, SearchContext, Strategy
 
 
 class Predicted:
-    """Tries candidates in the order of their predicted step time, unknown ones last, equal ones by memory."""
+    """Tries the candidate with the fastest prediction first. Ties are broken by memory; unknown times come last."""
 
     name = "predicted"
 

@@ -1,4 +1,4 @@
-"""The conformance kit: what a plugin promises, as checks for `flag plugins check` and as tests for pytest.
+"""The conformance kit for plugins: checks for `flag plugins check`, and tests for pytest.
 
 ```python
 from flagcore.testing import PluginConformance
@@ -22,7 +22,7 @@ __all__ = ["PluginConformance"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the class of tests when it is asked for, its assertions rewritten by pytest; checks need no pytest."""
+    """Import the class of tests on access, with assertions rewritten by pytest; the checks do not need pytest."""
     if name != "PluginConformance":
         raise AttributeError(name)
     import pytest

@@ -1,7 +1,7 @@
 """Checks one plugin in a separate process: `python -m flagcore.testing.child REPORT NAME [FOLDER]`.
 
-REPORT receives a line of JSON a step: `{"begins": CHECK}`, then the result of the check; the last line is
-`{"ends": NAME}`. A crash of a native library is therefore reported as a failure of the check that began last.
+REPORT receives one line of JSON per step: `{"begins": CHECK}`, then the result of the check; the last line is `{"ends":
+NAME}`. Therefore a crash of a native library is reported as a failure of the last check that began.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOADS = "plugin_loads"
 
 
 def main(arguments: list[str]) -> int:
-    """Check the plugin that the arguments name, and return 0."""
+    """Check the plugin in the arguments, and return 0."""
     report, name, *folder = arguments
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True  # what is tried here goes wrong
     with open(report, "w", encoding="utf-8", buffering=1) as file:
@@ -60,8 +60,8 @@ def _subject(name: str, folder: Path | None) -> Subject:
     package = read_source(folder)
     sys.path[:0] = [str(folder), str(folder / "src")]
     module, _, attribute = package.points[name].partition(":")
-    found = importlib.import_module(module)
-    return Subject(name=name, hooks=getattr(found, attribute) if attribute else found)
+    hooks = importlib.import_module(module)
+    return Subject(name=name, hooks=getattr(hooks, attribute) if attribute else hooks)
 
 
 if __name__ == "__main__":

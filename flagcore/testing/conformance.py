@@ -1,4 +1,4 @@
-"""The kit's checks as tests. They need no chip; those that do are marked `device`. A skip gives its reason."""
+"""The checks of the kit as tests. Tests that need a chip are marked `device`. A skip gives its reason."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flagcore.testing.checks import CHECKS
 from flagcore.testing.kit import Check, Subject, run_all
 
 SUBJECTS: dict[int, Subject] = {}
-"""Plugins that were asked already: what one test found out, the next need not."""
+"""Cache of subjects, so that tests share the answers of a plugin."""
 
 
 class PluginConformance:
-    """Subclass it, and override the fixture `plugin`; each check of the kit is then a test."""
+    """Base class of a plugin's tests: override the fixture `plugin`. Each check of the kit is a test."""
 
     @pytest.fixture
     def plugin(self) -> object:
@@ -24,12 +24,12 @@ class PluginConformance:
 
     @pytest.fixture
     def failure_examples(self) -> Sequence[tuple[str, TrialState]]:
-        """Override to add to those of `quirks.yaml`: log lines, and how a trial that wrote one failed."""
+        """Override to add to the examples of `quirks.yaml`: log lines, with the state of the failed trial."""
         return ()
 
     @pytest.fixture
     def subject(self, plugin: object, failure_examples: Sequence[tuple[str, TrialState]]) -> Subject:
-        """The plugin as the checks see it."""
+        """The plugin under test."""
         subject = SUBJECTS.get(id(plugin))
         if subject is None or subject.hooks is not plugin:
             subject = SUBJECTS[id(plugin)] = Subject.of(plugin, failure_examples)
@@ -45,9 +45,9 @@ class PluginConformance:
 
     @pytest.mark.device
     def test_devices_that_are_here_are_of_known_chips(self, subject: Subject) -> None:
-        """Fail where a device on this machine is of no chip of the plugin."""
+        """Fail if a device on this machine has a chip that the plugin does not list."""
         devices = subject.loaded.devices()
         if not devices:
             pytest.skip("no device of this vendor on this machine")
         for device in devices:
-            assert subject.loaded.find_chip(device.chip) is not None, f"no chip answers to {device.chip!r}"
+            assert subject.loaded.find_chip(device.chip) is not None, f"no chip has the name {device.chip!r}"

@@ -1,4 +1,4 @@
-"""A small task, a chip of no plugin, and the arguments of every hook, for checks of plugins."""
+"""A small task, a chip that no plugin lists, and the arguments of every hook, for checks of plugins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def task_on(chip: Chip, devices: int = 8) -> Task:
 
 
 def questions(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each hook that is about a chip, with its arguments; those about an engine once an engine."""
+    """Yield each hook with a chip or an engine as argument, with its arguments, once per engine."""
     group, task = group_of(chip), task_on(chip)
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}

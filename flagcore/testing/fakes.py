@@ -1,4 +1,4 @@
-"""A machine with fake management tools: real programs, alone on the PATH, that print what a check wants."""
+"""A machine with fake management tools: executables, alone on the PATH, with a given output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flagcore.testing.kit import Subject
 from flagcore.testing.transcripts import Transcript
 
 REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
-"""What the fake machine has of the real environment."""
+"""Variables of the real environment that the fake machine keeps."""
 
 FOREIGN_TABLE = """\
 +-----------------------------------------------------------------------------+
@@ -32,14 +32,14 @@ FOREIGN_TABLE = """\
 | 0%   32C   P0    90W / 350W   | 116MiB / 32768MiB    | 0%        Default    |
 +-----------------------------------------------------------------------------+
 """
-"""The table of a vendor that does not exist, in the usual form."""
+"""The table of a fictional vendor in the usual form."""
 
 
 @contextmanager
 def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Iterator[Path]:
-    """Let only `tools` (name and shell script) be found, with a bare environment and these variables; yield a folder.
+    """Restrict the PATH to `tools` (name and shell script), and the environment to a few variables; yield a folder.
 
-    What was set before comes back.
+    The previous environment is restored.
     """
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
         folder = Path(made)
@@ -56,12 +56,12 @@ def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Itera
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress logging, because the checks cause errors on purpose."""
-    before = logging.root.manager.disable
+    level_before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level_before)
 
 
 def prints(text: str) -> str:
@@ -80,7 +80,7 @@ def devices(
 ) -> tuple[Device, ...]:
     """Return the devices that the plugin finds on a machine with `tools`.
 
-    Raises the plugin's exceptions, or BadPlugin with the words `when`.
+    Raises the plugin's exceptions, or BadPlugin with the text `when`.
     """
     with machine(tools, **environment):
         try:
@@ -93,7 +93,7 @@ def devices(
 
 def ask(plugin: Subject) -> tuple[Device, ...]:
     """Return the devices that the plugin finds on this machine. Raises its exceptions, and BadPlugin."""
-    answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
+    answer = plugin.loaded.plugins[0].call("flagcore_devices", {})
     return () if answer is None else several(Device)(answer)
 
 
@@ -103,7 +103,7 @@ def without_tools(plugin: Subject) -> tuple[Device, ...]:
 
 
 def tools_of(plugin: Subject) -> tuple[str, ...]:
-    """Return the names of the programs that the plugin looks for, seen by watching it where there are none."""
+    """Return the names of the programs that the plugin looks for, observed on a machine without programs."""
 
     def watch() -> tuple[str, ...]:
         started: list[str] = []

@@ -1,4 +1,4 @@
-"""Imports a plugin and calls its hooks in a separate process, and reports side effects.
+"""Imports a plugin and calls its hooks in a separate process; reports side effects.
 
 `python -m flagcore.testing.hook_runner ENTRY PATHS` runs in an empty folder. It prints a line of JSON before each step,
 `{"begins": HOOK}` (the first is the import), the last one `{"ends": ENTRY}`, and after each step: `hook`, `seconds`,
@@ -38,10 +38,10 @@ IMPORT = "its import"
 
 def main(entry: str) -> int:
     """Import the plugin, call its hooks, and return 0."""
-    ours = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
     for record in _records(entry):
-        ours.write(json.dumps(record) + "\n")
+        report.write(json.dumps(record) + "\n")
     return 0
 
 
@@ -50,50 +50,50 @@ def _records(entry: str) -> Iterator[dict[str, object]]:
     yield {"begins": IMPORT}
     imported = _observe(partial(importlib.import_module, module))
     package = module.partition(".")[0]
-    own = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
-    files = sorted(file for each in own if (file := getattr(each, "__file__", None)))
+    own_modules = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
+    files = sorted(file for each in own_modules if (file := getattr(each, "__file__", None)))
     drivers = [each for each in DRIVERS if each in sys.modules]
     yield {"hook": IMPORT, "arguments": [], "drivers": drivers, "files": files, **imported}
     if not imported["raised"]:
         hooks: object = sys.modules[module]
-        loaded = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
-        for plugin in loaded.plugins:
-            yield from _asked(plugin, loaded)
+        loaded_plugins = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
+        for plugin in loaded_plugins.plugins:
+            yield from _call_hook(plugin, loaded_plugins)
     yield {"ends": entry}
 
 
-def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
-    for hook, arguments in _questions(loaded):
+def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
+    for hook, arguments in _hook_calls(loaded):
         if hook in plugin.hooks:
             yield {"begins": hook}
-            before = _frozen(arguments)
-            record = _observe(partial(plugin.ask, hook, arguments))
-            modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
+            frozen_arguments = _frozen_copies(arguments)
+            record = _observe(partial(plugin.call, hook, arguments))
+            modified = [name for name, value in _frozen_copies(arguments).items() if value != frozen_arguments[name]]
             yield {"hook": hook, "arguments": modified, **record}
 
 
 def _observe(call: Callable[[], object]) -> dict[str, object]:
-    """Make a call and return its side effects."""
+    """Call a function and return its side effects."""
     state, threads = process_state(), threading.active_count()
-    raised, start = "", time.monotonic()
+    error_text, start = "", time.monotonic()
     with _captured_output() as file:
         try:
             call()
         except BaseException as error:
-            raised = one_line(error)
+            error_text = one_line(error)
         seconds = time.monotonic() - start
         sys.stdout.flush()
         sys.stderr.flush()
         file.seek(0)
-        printed = file.read().decode("utf-8", "replace").strip()
+        output = file.read().decode("utf-8", "replace").strip()
     changes = changed(state, process_state())
     if threading.active_count() > threads:
-        changes.append("threads: one is left running")
-    return {"seconds": seconds, "printed": printed, "changed": changes, "raised": raised}
+        changes.append("threads: a thread still runs")
+    return {"seconds": seconds, "printed": output, "changed": changes, "raised": error_text}
 
 
-def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each hook with the arguments that the core gives it, once for each chip and each engine."""
+def _hook_calls(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield each hook with the arguments of the core, once per chip and engine."""
     yield "flagcore_chips", {}
     yield "flagcore_devices", {}
     yield "flagcore_maturity", {}
@@ -102,19 +102,19 @@ def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object
         yield from questions(chip)
 
 
-def _frozen(arguments: Mapping[str, object]) -> dict[str, bytes]:
-    found = {}
+def _frozen_copies(arguments: Mapping[str, object]) -> dict[str, bytes]:
+    copies_by_name = {}
     for name, value in arguments.items():
         try:
-            found[name] = pickle.dumps(value)
+            copies_by_name[name] = pickle.dumps(value)
         except Exception:  # another check reports it
-            found[name] = repr(value).encode()
-    return found
+            copies_by_name[name] = repr(value).encode()
+    return copies_by_name
 
 
 @contextmanager
 def _captured_output() -> Iterator[IO[bytes]]:
-    """Take what is written to stdout and stderr meanwhile, by Python or below it."""
+    """Capture the output to stdout and stderr within this context, also of native code and child processes."""
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         sys.stderr.flush()

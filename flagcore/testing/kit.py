@@ -1,4 +1,4 @@
-"""A plugin under test, what a check is, and how checks are run. Needs no pytest."""
+"""The plugin under test, checks, and their execution. Needs no pytest."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ class Skip(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The problem, with its place (file and key, or hook), and the fix."""
+    """A problem with its location (file and key, or hook), and the fix."""
 
     message: str
     fix: str
 
 
 def fix_of(reason: str) -> str:
-    """Return the fix for an error of a plugin's file; empty for other errors."""
+    """Return the fix for an error in a plugin's file; empty for other errors."""
     if reason.startswith("SpecError"):
         return "correct that key; docs/write-a-plugin.md describes the files"
-    missing = "write that file (see docs/write-a-plugin.md), or return None from the hook"
-    return missing if reason.startswith("FileNotFoundError") else ""
+    missing_fix = "write that file (see docs/write-a-plugin.md), or return None from the hook"
+    return missing_fix if reason.startswith("FileNotFoundError") else ""
 
 
 SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
-"""Nodes and devices a node for which a plugin is asked."""
+"""Numbers of nodes, and of devices per node, with which hooks are called."""
 
 
 @dataclass
 class Subject:
-    """A plugin under test. `hooks` is what its entry point names: a module, or an object.
+    """A plugin under test. `hooks` is the module or object of its entry point.
 
-    `examples` are log lines and how a trial that wrote each one failed, in addition to those of `quirks.yaml`.
+    `examples` are log lines with the state of the failed trial, in addition to those of `quirks.yaml`.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Subject:
     distribution: Distribution | None = None
     examples: Sequence[tuple[str, TrialState]] = ()
     engines: tuple[str, ...] = field(default_factory=lambda: names(WORKLOADS))
-    """The engines that are installed."""
+    """The names of the installed engines."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What checks found out that others use, too."""
+    """Cached results that several checks use."""
 
     @classmethod
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
-        """Return `hooks` under the name that its entry point has, if it is installed or in its source folder."""
+        """Return `hooks` with the name of its entry point, if the plugin is installed or in its source folder."""
         subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
         for name, points in installed(GROUP).points.items():
             if points[0].value == subject.entry:
@@ -87,12 +87,12 @@ class Subject:
 
     @cached_property
     def loaded(self) -> LoadedPlugins:
-        """The plugin as the core calls it, every answer checked."""
+        """The plugin with the core's validation of every answer."""
         return LoadedPlugins.of({self.name: self.hooks})
 
     @cached_property
     def chips(self) -> tuple[Chip, ...]:
-        """The plugin's own chips; an add-on has none."""
+        """The chips of the plugin; empty for an add-on."""
         return self.loaded.chips()
 
     @cached_property
@@ -107,10 +107,10 @@ class Subject:
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
         modules = [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]
-        found = (
+        names = (
             f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
         )
-        return next(found, "")
+        return next(names, "")
 
     @property
     def hooks_module(self) -> str:
@@ -131,7 +131,7 @@ class Subject:
 
     @cached_property
     def packaged(self) -> Package:
-        """Return the metadata of its distribution. Raises Skip where there is none."""
+        """Return the metadata of its distribution. Raises Skip without a distribution."""
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
         if self.distribution is None:
@@ -140,7 +140,7 @@ class Subject:
 
     @property
     def source(self) -> Path:
-        """Its source folder. Raises Skip where only the installed package is here."""
+        """Its source folder. Raises Skip if only the installed package is available."""
         if self.packaged.folder is None:
             raise Skip("only the installed package is available, not its source")
         return self.packaged.folder
@@ -148,21 +148,21 @@ class Subject:
     @cached_property
     def transcripts(self) -> tuple[Transcript, ...]:
         """Outputs of its vendor's tools. Raises Skip if there are none."""
-        found = read_transcripts(self.source)
-        if not found:
+        transcripts_found = read_transcripts(self.source)
+        if not transcripts_found:
             raise Skip("tests/smi has no transcripts")
-        return found
+        return transcripts_found
 
     @property
     def listings(self) -> tuple[Transcript, ...]:
-        """The transcripts that list devices, each with its tool. Raises Skip where there are none."""
-        found = tuple(each for each in self.transcripts if each.tool and each.devices)
-        if not found:
+        """The transcripts that list devices, each with its tool. Raises Skip if there are none."""
+        with_devices = tuple(each for each in self.transcripts if each.tool and each.devices)
+        if not with_devices:
             raise Skip("no transcript in tests/smi lists devices")
-        return found
+        return with_devices
 
     def shipped(self, file: str, read: Callable[[str], T]) -> T:
-        """Return the content of a file of its package. Raises Skip without the file, SpecError for a bad one."""
+        """Return the content of a file of its package. Raises Skip without the file, SpecError for an invalid file."""
         if not (self.package_folder / file).is_file():
             raise Skip(f"the plugin has no {file}")
         return read(self.package)
@@ -183,7 +183,7 @@ class Subject:
         return self.shipped("maturity.yaml", read_maturity) or Maturity()
 
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the content of each file of its package that `pattern` fits and that is YAML."""
+        """Yield the name and the content of each YAML file of its package that matches `pattern`."""
         for path in sorted(self.package_folder.glob(pattern)):
             try:
                 yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
@@ -198,18 +198,18 @@ class Subject:
         return found
 
     def is_reported(self, reason: str) -> bool:
-        """Return whether a check has reported a bad file already, and remember that one has."""
+        """Return whether a check has already reported an invalid file, and record the report."""
         reported: set[str] = self.memory.setdefault("reported", set())
-        before = reason in reported
+        is_known = reason in reported
         reported.add(reason)
-        return before
+        return is_known
 
     def failed(self, *hooks: str) -> bool:
-        """Return whether something went wrong with `hooks` until now."""
+        """Return whether a call of `hooks` has failed so far."""
         return any(failure.hook in hooks for failure in self.loaded.failures)
 
     def problems_of(self, *hooks: str) -> Iterator[Problem]:
-        """Yield what went wrong with `hooks` until now. Raises Skip for a bad file that a check reported before."""
+        """Yield the failures of `hooks` so far. Raises Skip for an invalid file that a check has already reported."""
         for failure in self.loaded.failures:
             if failure.hook in hooks:
                 if failure.reason.startswith("SpecError") and self.is_reported(failure.reason):
@@ -219,10 +219,10 @@ class Subject:
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
         """Return the plugin's answer, unchecked. Raises its exceptions."""
-        return self.loaded.plugins[0].ask(hook, arguments)
+        return self.loaded.plugins[0].call(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:
-        """Return its chips. Raises Skip where it has none, or none that can be read."""
+        """Return its chips. Raises Skip if it has no readable chip."""
         if not self.chips:
             unread = self.failed("flagcore_chips")
             raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
@@ -230,13 +230,13 @@ class Subject:
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
         """Return the plugin's answers for its chips. Raises Skip if there are none."""
-        found = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
-        if not found:
+        answers = [(chip, found_answer) for chip in self.own_chips() if (found_answer := answer(chip)) is not None]
+        if not answers:
             raise Skip(f"{hook} returns None for all chips: the core's default is used")
-        return found
+        return answers
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
-        """Return its kernel times, without the roofline with which the core fills their gaps. Raises Skip."""
+        """Return its kernel times without the core's roofline for missing times. Raises Skip."""
 
         def own(chip: Chip) -> KernelCosts | None:
             if self.loaded.kernel_costs(chip, "megatron") is None:
@@ -267,16 +267,16 @@ class Subject:
 
 
 MOST_LISTED = 3
-"""Problems of one check that its message lists; the others are counted."""
+"""Maximum number of problems in the message of a check; the others are counted."""
 
 Problems = Iterator["str | Problem"]
 Check = Callable[[Subject], Iterator[Problem]]
-"""A check's name is a sentence that is true of a good plugin; it yields what makes it false, or raises Skip."""
+"""The name of a check is a sentence that is true for a valid plugin. It yields violations, or raises Skip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How one check ended: `state` is passed, failed or skipped. A skip has its reason as `message`."""
+    """The result of one check: `state` is passed, failed or skipped. For a skip, `message` is the reason."""
 
     check: str
     state: str
@@ -297,9 +297,9 @@ def chips(plugin: Subject) -> Iterable[tuple[Chip]]:
 def check(
     fix: str = "", *, each: Callable[[Subject], Iterable[tuple[Any, ...]]] = whole
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Make a check of a function that yields messages, which all have this `fix`, or problems with their own.
+    """Return a decorator that makes a check of a function that yields messages with this `fix`, or complete problems.
 
-    The function is called for every item of `each(plugin)`, with the item's parts as arguments.
+    The function is called for every item of `each(plugin)`, with the parts of the item as arguments.
     """
 
     def decorate(function: Callable[..., Problems]) -> Check:
@@ -315,7 +315,7 @@ def check(
 
 
 def run(check: Check, subject: Subject) -> Result:
-    """Return how `check` ends for `subject`. What the plugin raises meanwhile is a failure of the check."""
+    """Return the result of `check` for `subject`. An exception of the plugin is a failure of the check."""
     name = check.__name__
     problems: list[Problem] = []
     try:
@@ -330,17 +330,19 @@ def run(check: Check, subject: Subject) -> Result:
         reason = one_line(error)
         if isinstance(error, SpecError) and subject.is_reported(reason):
             return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
-        fix = fix_of(reason) or "the plugin raised this: correct it, or return None for what is unknown"
+        fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
         return Result(check=name, state="failed", message=reason, fix=fix)
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    more = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
-    return Result(check=name, state="failed", message="; ".join([*messages[:MOST_LISTED], *more]), fix=problems[0].fix)
+    remainder = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
+    return Result(
+        check=name, state="failed", message="; ".join([*messages[:MOST_LISTED], *remainder]), fix=problems[0].fix
+    )
 
 
 def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:
-    """Yield the result of each check in turn; of a plugin that does not load only its module is checked."""
+    """Yield the result of each check. For a plugin that does not load, only the module is checked."""
     for check in checks:
         if not subject.loaded.plugins and not check.__module__.endswith(".module"):
             yield Result(check=check.__name__, state="skipped", message="the plugin does not load")

@@ -1,4 +1,4 @@
-"""Tells pytest the kit's marks. An entry point names it, so that a plugin needs no settings for them."""
+"""Registers the marks of the kit in pytest, by an entry point, so that plugins need no settings."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A distribution. `folder` is its source folder, None where only the installed package is here."""
+    """A distribution. `folder` is its source folder, None if only the installed package is available."""
 
     version: str
     description: str = ""
@@ -34,18 +34,18 @@ class Package:
 
 
 def source_of(package_folder: Path, module: str) -> Package | None:
-    """Return the distribution whose source folder a package lies in, or None: it was installed from a wheel."""
+    """Return the distribution whose source folder contains a package; None if it was installed from a wheel."""
     for folder in (package_folder.parent, package_folder.parent.parent):
         if (folder / "pyproject.toml").is_file():
             with suppress(UsageError):
-                found = read_source(folder)
-                if any(re.split("[.:]", value)[0] == module.partition(".")[0] for value in found.points.values()):
-                    return found
+                package = read_source(folder)
+                if any(re.split("[.:]", value)[0] == module.partition(".")[0] for value in package.points.values()):
+                    return package
     return None
 
 
 def read_source(folder: Path) -> Package:
-    """Return the distribution in `folder`. Raises UsageError where it holds none that is a plugin."""
+    """Return the distribution in `folder`. Raises UsageError if it contains no plugin."""
     file = folder / "pyproject.toml"
     try:
         content: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))

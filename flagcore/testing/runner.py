@@ -1,4 +1,4 @@
-"""Runs the conformance kit on plugins, each in a separate process: a crash there is a failed check."""
+"""Runs the conformance kit on plugins, each in a separate process. A crash of the process is a failed check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flagcore.testing.package import read_source
 SECONDS = 600.0
 """Time limit of all checks of one plugin."""
 CHECK_SECONDS = 90.0
-"""Time limit of one check: far more than any takes that waits for a tool."""
+"""Time limit of one check, far above the time of checks that wait for a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Checked:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The counts, and the failures with what to do."""
+        """The counts, and the failures with their fixes."""
         failures = [{key: result[key] for key in ("check", "message", "fix")} for result in self.of("failed")]
         counts = {state: len(self.of(state)) for state in ("passed", "failed", "skipped")}
         return {"name": self.name, "version": self.version, **counts, "failures": failures}
@@ -56,16 +56,22 @@ class _Target:
 
 
 def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
-    """Check plugins by their name or by the folder of their pyproject.toml; without any, all that are installed.
+    """Check plugins by name or by the folder of their pyproject.toml; without targets, all installed plugins.
 
-    A pyproject.toml that names no plugin is a failed check. Raises UsageError for what is neither.
+    A pyproject.toml without a plugin is a failed check. Raises UsageError for other targets.
     """
-    found = [each for target in targets or sorted(installed(plugins.GROUP).points) for each in _found(target)]
-    at_once = max(1, min(4, os.cpu_count() or 1))
-    return [each for start in range(0, len(found), at_once) for each in _checked(found[start : start + at_once])]
+    targets_found = [
+        each for target in targets or sorted(installed(plugins.GROUP).points) for each in _find_targets(target)
+    ]
+    max_processes = max(1, min(4, os.cpu_count() or 1))
+    return [
+        each
+        for start in range(0, len(targets_found), max_processes)
+        for each in _run_checks(targets_found[start : start + max_processes])
+    ]
 
 
-def _found(target: str) -> list[_Target]:
+def _find_targets(target: str) -> list[_Target]:
     points = installed(plugins.GROUP).points
     if target in points:
         return [_Target(target, origin(points[target][0]).version)]
@@ -76,22 +82,24 @@ def _found(target: str) -> list[_Target]:
         except UsageError:  # the check that it loads reports it
             return [_Target(folder.name, folder=folder)]
         return [_Target(name, package.version, folder) for name in package.points]
-    near = get_close_matches(target, points, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(points)) or 'none'}"
+    matches = get_close_matches(target, points, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"installed: {', '.join(sorted(points)) or 'none'}"
     raise UsageError(f"{target} is neither an installed plugin nor a folder with a pyproject.toml; {hint}")
 
 
-def _checked(targets: Sequence[_Target]) -> list[Checked]:
+def _run_checks(targets: Sequence[_Target]) -> list[Checked]:
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as folder:
-        started = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
+        processes = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(targets)]
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for each, report in started:
+            for each, report in processes:
                 argv = [sys.executable, "-m", "flagcore.testing.child", str(report), each.name]
                 argv += [str(each.folder)] if each.folder else []
                 quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
                 running.append(subprocess.Popen(argv, start_new_session=True, **quiet))
-            return [_finished(each, report, process) for (each, report), process in zip(started, running, strict=True)]
+            return [
+                _read_results(each, report, process) for (each, report), process in zip(processes, running, strict=True)
+            ]
         finally:
             for process in running:
                 with suppress(ProcessLookupError):
@@ -99,29 +107,29 @@ def _checked(targets: Sequence[_Target]) -> list[Checked]:
                 process.wait()
 
 
-def _finished(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
-    """Return the results, and a failure of the check in which the process ended or hung."""
-    exceeded = _exceeded(report, process)
+def _read_results(each: _Target, report: Path, process: subprocess.Popen[bytes]) -> Checked:
+    """Return the results, and a failure for the check during which the process ended or hung."""
+    exceeded = _exceeded_limit(report, process)
     records = _read(report)
     results = [record for record in records if "state" in record]
     code = process.poll()
     if code != 0 or not any("ends" in record for record in records):
-        begun = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
+        current_check = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
         if exceeded:
-            how = f"it took more than {exceeded:.0f} s"
-            fix = "let no hook wait without a limit of time, and no pattern repeat what repeats"
+            outcome = f"it took more than {exceeded:.0f} s"
+            fix = "limit the time of every wait, and do not nest repetitions in patterns"
         else:
             status = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
-            how = f"{status} ended the process"
-            fix = "ask native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
-        message = f"{each.name}: {how} during this check; the checks after it did not run"
-        results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
+            outcome = f"{status} ended the process"
+            fix = "call native libraries in a separate process (flagcore.vendorkit.machine), with a timeout"
+        message = f"{each.name}: {outcome} during this check; later checks did not run"
+        results.append({"check": current_check, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
 
 
-def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
-    """Wait for the process. Return the limit in seconds that it exceeded, for all checks or for one, if any."""
-    start = last = time.monotonic()
+def _exceeded_limit(report: Path, process: subprocess.Popen[bytes]) -> float | None:
+    """Wait for the process. Return the exceeded time limit in seconds (of all checks or of one check), if any."""
+    start = last_output = time.monotonic()
     size = 0
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -129,8 +137,8 @@ def _exceeded(report: Path, process: subprocess.Popen[bytes]) -> float | None:
             return None
         now = time.monotonic()
         if report.exists() and report.stat().st_size != size:
-            size, last = report.stat().st_size, now
-        for since, most in ((last, CHECK_SECONDS), (start, SECONDS)):
+            size, last_output = report.stat().st_size, now
+        for since, most in ((last_output, CHECK_SECONDS), (start, SECONDS)):
             if now - since > most:
                 return most
 
@@ -161,5 +169,5 @@ def _summary_lines(plugin: Checked) -> Iterator[str]:
     for each in plugin.of("skipped"):
         reasons.setdefault(each["message"], []).append(each["check"])
     for reason, checks in reasons.items():
-        more = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
-        yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + more, reason=reason)
+        remainder = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
+        yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + remainder, reason=reason)

@@ -1,4 +1,4 @@
-"""Starts a plugin for a new vendor: a whole distribution from the template of `flagcore.vendorkit`."""
+"""Creates a plugin for a new vendor: a complete distribution from the template of `flagcore.vendorkit`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = ".tmpl"
 
 
 def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None, directory: str = ".") -> Path:
-    """Write `directory`/flagcore-NAME and return it. Raises UsageError for a name that cannot be one, or is taken."""
+    """Write `directory`/flagcore-NAME and return it. Raises UsageError for an invalid or existing name."""
     _check_name(name)
     vendor, chip = vendor or name.capitalize(), chip or f"{name[0].upper()}1"
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*", vendor, re.ASCII):
@@ -29,7 +29,7 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
         hint = f"; name it {word}" if word else ""
         raise UsageError(f"--chip {chip!r} must be one word of Latin letters, digits, '-', '.', '+' and '_'{hint}")
     if owner := plugins.load_plugins().owner(chip):
-        raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; give the name of yours")
+        raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; use the name of your chip")
     folder = Path(directory) / f"flagcore-{name}"
     if folder.exists():
         raise UsageError(f"{folder} exists already; give another NAME or --directory, or remove it")
@@ -57,15 +57,15 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]{,39}", name) or name.endswith("_") or keyword.iskeyword(name):
         raise UsageError(
-            f"NAME {name[:60]!r} must be at most 40 small letters, digits and '_', begin with a letter, "
+            f"NAME {name[:60]!r} must be at most 40 lower-case letters, digits and '_', begin with a letter, "
             "not end with '_', and be no keyword"
         )
     points = installed(plugins.GROUP).points
     if name in points:
-        where = origin(points[name][0]).metadata["Name"]
-        raise UsageError(f"NAME {name!r} is a plugin that is installed already (from {where}); give another one")
+        distribution = origin(points[name][0]).metadata["Name"]
+        raise UsageError(f"NAME {name!r} is an installed plugin (from {distribution}); use another name")
     if f"flagcore_{name}" in sys.modules or name in ("core", "testing"):
-        raise UsageError(f"NAME {name!r} is taken; give another one")
+        raise UsageError(f"NAME {name!r} is taken; use another name")
 
 
 def _rendered(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:

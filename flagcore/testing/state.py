@@ -19,14 +19,16 @@ import numpy as np
 
 
 def process_state() -> dict[str, object]:
-    """Return all of it, by its name in messages; values are only for comparison with each other."""
+    """Return the state by its name in messages. The values are only for comparisons."""
     return {what: read() for what, read in PARTS.items()}
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return what changed, with the names of environment variables."""
-    found = [what for what in before if before[what] != after[what]]
-    return [f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in found]
+    """Return the names of changed parts of the state, with the names of changed environment variables."""
+    changed_names = [what for what in before if before[what] != after[what]]
+    return [
+        f"{what} ({_names(before[what], after[what])})" if what == "environment" else what for what in changed_names
+    ]
 
 
 def _names(before: object, after: object) -> str:
@@ -36,8 +38,8 @@ def _names(before: object, after: object) -> str:
 
 def _logging() -> object:
     root, known = logging.root, logging.root.manager.loggerDict
-    ours = known.get("flagcore")
-    handlers = ours.handlers if isinstance(ours, logging.Logger) else []
+    flagcore_logger = known.get("flagcore")
+    handlers = flagcore_logger.handlers if isinstance(flagcore_logger, logging.Logger) else []
     return root.level, tuple(map(id, root.handlers)), tuple(map(id, handlers)), root.manager.disable
 
 
@@ -72,7 +74,7 @@ PARTS: Mapping[str, Callable[[], object]] = {
     "time limit of sockets": socket.getdefaulttimeout,
     "mode of new files": _umask,
     "limit of recursion": sys.getrecursionlimit,
-    "processors of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+    "CPU affinity of the process": lambda: sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
     "garbage collector": gc.isenabled,
     "builtins": lambda: sorted(set(vars(builtins)) - {"_"}),
 }

@@ -1,4 +1,4 @@
-"""What a vendor's tools printed on real machines: the files of a plugin's `tests/smi`, and what is to be read there.
+"""Output of a vendor's tools on real machines: the files of a plugin's `tests/smi`, and their expected devices.
 
 `sources.yaml` in the same folder has a line per file: where it is from or, for one that lists devices, keys:
 
@@ -25,25 +25,25 @@ SOURCES = "sources.yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Devices of one chip that a transcript lists. None: the transcript does not have it."""
+    """Devices of one chip that a transcript lists. A field is None if the transcript does not contain it."""
 
     chip: str
     devices: int
     memory_mib: int | None = None
     driver: str | None = None
     other: bool = False
-    """The plugin has no such chip: the device is listed, and stays unknown."""
+    """Name of a chip that the plugin does not list: the device is listed as unknown."""
 
     def matches(self, device: Device) -> bool:
         """Return whether `device` may be one of these."""
         memory = None if self.memory_mib is None else self.memory_mib * 2**20
-        same = device.chip == self.chip and device.memory_bytes == memory
-        return same and (self.driver is None or device.driver == self.driver)
+        is_equal = device.chip == self.chip and device.memory_bytes == memory
+        return is_equal and (self.driver is None or device.driver == self.driver)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """One file. `tool` is the program that printed it, empty where that is not a tool that lists devices."""
+    """One file. `tool` is the program that printed it; empty if the program does not list devices."""
 
     name: str
     text: str
@@ -53,18 +53,18 @@ class Transcript:
 
     @property
     def devices(self) -> int:
-        """How many devices it lists."""
+        """The number of listed devices."""
         return sum(listed.devices for listed in self.lists)
 
 
 def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
-    """Return the transcripts in a plugin's source folder; none where it has no such files. Raises SpecError."""
+    """Return the transcripts in a plugin's source folder; empty without such files. Raises SpecError."""
     file = folder / FOLDER / SOURCES
     if not file.is_file():
         return ()
-    where = str(FOLDER / SOURCES)
-    content = read_yaml(file.read_text("utf-8"), where)
-    return tuple(_transcript(file.parent / str(name), entry, where) for name, entry in content.items())
+    location = str(FOLDER / SOURCES)
+    content = read_yaml(file.read_text("utf-8"), location)
+    return tuple(_transcript(file.parent / str(name), entry, location) for name, entry in content.items())
 
 
 def _transcript(path: Path, entry: object, where: str) -> Transcript:

@@ -33,8 +33,8 @@ def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
 
 @pytest.mark.parametrize("cluster", ["auto", {"nodes": 2}])
 def test_several_nodes_are_those_of_the_allocation(cluster: Any) -> None:
-    found = spec(cluster)
-    assert (found.launcher, found.cluster.hosts, found.cluster.nodes) == ("slurm", ("n1", "n2"), 2)
+    result = spec(cluster)
+    assert (result.launcher, result.cluster.hosts, result.cluster.nodes) == ("slurm", ("n1", "n2"), 2)
 
 
 def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
@@ -52,13 +52,13 @@ def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
     ],
 )
 def test_other_jobs_start_here(cluster: Any, train: Any, tuner: Any) -> None:
-    found = spec(cluster, train, **tuner)
-    assert (found.launcher, found.cluster.hosts) == ("local", ())
+    result = spec(cluster, train, **tuner)
+    assert (result.launcher, result.cluster.hosts) == ("local", ())
 
 
 def test_spares_and_host_files_need_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = spec({"spares": 1}, launcher="slurm")
-    assert (found.cluster.hosts, found.cluster.nodes) == (("n1", "n2"), 1)
+    result = spec({"spares": 1}, launcher="slurm")
+    assert (result.cluster.hosts, result.cluster.nodes) == (("n1", "n2"), 1)
     command = {**TRAIN, "command": ["mpirun", "--hostfile={hostfile}", "x"]}
     for wrong, key in (((({"spares": 1}), TRAIN), "cluster.spares"), (({}, command), "train.command")):
         with pytest.raises(SpecError) as raised:

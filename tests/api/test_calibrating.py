@@ -33,19 +33,19 @@ def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.Monke
 
 
 def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    made = {"torch": "2", "seconds": 5.0, "rows": []}
-    reported = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
-    assert "others on 42% of the processors" in reported.how
+    measured_data = {"torch": "2", "seconds": 5.0, "rows": []}
+    warnings = calibration._calibration(X1, Device(index=0, chip="X1"), 2, measured_data, 0.42)
+    assert "others on 42% of the processors" in warnings.how
     with caplog.at_level(logging.WARNING, logger="flagcore"):
         calibration.warn(busy(0.42))
         assert "42% of the processors" in caplog.text
     assert busy(0.05) == []
-    assert reported.others == 0.42
+    assert warnings.others == 0.42
 
 
 def test_the_spread_is_reported_in_percent() -> None:
     row = {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "repeats": 9}
-    made = Calibration(
+    saved_calibration = Calibration(
         chip="X1",
         aliases=(),
         driver="",
@@ -55,7 +55,7 @@ def test_the_spread_is_reported_in_percent() -> None:
         how="",
         rows=tuple({**row, "spread": spread} for spread in (0.02, 0.05, 0.4)),
     )
-    (record,) = calibration.summary(made)
+    (record,) = calibration.summary(saved_calibration)
     assert record["spread_percent"] == pytest.approx(5.0)
 
 

@@ -41,30 +41,30 @@ def outcome(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -
     (run_dir / "best.yaml").write_text(engine)
     (run_dir / "best").mkdir()
     (run_dir / "best" / "launch.json").write_text(engine)
-    reported = {
+    result_data = {
         "objective": {"name": "output_tokens_per_s"},
         "noise": {"medians": []},
         "best": {"number": 0, "measured": {"step_time_s": {"median": 1 / RATES[engine]}}},
         "given": data,
     }
-    return Found(SimpleNamespace(objective="output_tokens_per_s"), reported, run_dir)
+    return Found(SimpleNamespace(objective="output_tokens_per_s"), result_data, run_dir)
 
 
 def test_the_best_engine_wins_and_an_unavailable_one_is_skipped(tmp_path: Path) -> None:
-    found = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
-    assert found.data["engine"] == "quick"
-    assert list(found.data["engines"]) == ["quick", "slow", "absent"]
-    assert "absent is not installed" in found.data["engines"]["absent"]["error"]
+    result = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
+    assert result.data["engine"] == "quick"
+    assert list(result.data["engines"]) == ["quick", "slow", "absent"]
+    assert "absent is not installed" in result.data["engines"]["absent"]["error"]
     assert (tmp_path / "run" / "best.yaml").read_text() == "quick"
     assert (tmp_path / "run" / "best" / "launch.json").read_text() == "quick"
     assert json.loads((tmp_path / "run" / "result.json").read_text())["engine"] == "quick"
 
 
 def test_each_engine_has_its_own_knobs_and_a_share_of_the_budget(tmp_path: Path) -> None:
-    found = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
-    given = {engine: found.data["engines"][engine]["given"]["auto_tuner"] for engine in RATES}
-    assert given["quick"] == {"space": {"a": [1], "b": [2]}, "control": {"max_trials": 3, "max_time": 30.0}}
-    assert given["slow"]["space"] == {"a": [1]}
+    result = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
+    inputs = {engine: result.data["engines"][engine]["given"]["auto_tuner"] for engine in RATES}
+    assert inputs["quick"] == {"space": {"a": [1], "b": [2]}, "control": {"max_trials": 3, "max_time": 30.0}}
+    assert inputs["slow"]["space"] == {"a": [1]}
 
 
 def test_if_no_engine_can_run_each_error_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,17 +82,17 @@ def test_if_no_engine_can_run_each_error_is_reported_once(tmp_path: Path, caplog
 def test_an_engine_that_cannot_run_is_reported_when_the_next_one_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen = []
+    events = []
 
     def starts(data: dict[str, Any], run_dir: Path, on_start: Callable[[], None]) -> Found:
         if data["serve"]["engine"] in RATES:
             on_start()
-            seen.append(list(caplog.messages))
+            events.append(list(caplog.messages))
         return outcome(data, run_dir, on_start)
 
     with caplog.at_level(logging.WARNING, "flagcore"):
         each_engine(DATA, ("absent", "slow", "quick"), tmp_path / "run", starts)
-    assert seen == [["absent: absent is not installed"]] * 2
+    assert events == [["absent: absent is not installed"]] * 2
 
 
 def test_an_interrupt_ends_all_engines(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_an_unknown_strategy_and_launcher_are_reported_with_all_other_errors() -
     data = {"model": {}, "serve": {"engine": "vllm"}, "auto_tuner": tuner}
     with pytest.raises(SpecError) as refused:
         parsed(data, file="x", base=Path())
-    found = {(each.key, each.value) for each in refused.value.problems}
-    assert found > {
+    result = {(each.key, each.value) for each in refused.value.problems}
+    assert result > {
         ("auto_tuner.strategy", "lerned"),
         ("auto_tuner.launcher", "lokal"),
         ("auto_tuner.space.nope", 1),

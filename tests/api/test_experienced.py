@@ -41,6 +41,6 @@ def test_a_record_with_an_invalid_figure_is_skipped(odd: object) -> None:
 
 
 def test_records_of_other_tasks_are_learned_and_an_invalid_one_is_skipped() -> None:
-    other = record({"step_time_s": 0.01})
-    other["train"] = {**other["train"], "global_batch_size": 16}
-    assert taught(record({"step_time_s": [1.0]}), other) == 1
+    other_record = record({"step_time_s": 0.01})
+    other_record["train"] = {**other_record["train"], "global_batch_size": 16}
+    assert taught(record({"step_time_s": [1.0]}), other_record) == 1

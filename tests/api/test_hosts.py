@@ -73,7 +73,6 @@ def test_a_launcher_without_hosts_is_refused_before_the_first_trial(tmp_path: Pa
         (report("b", devices=FOUR[:3]), 1),
         (report("b", devices=tuple(Device(index=index, chip="Chip-B") for index in range(4))), 1),
         (report("b", versions={"torch": "2.8", "other": "1"}), 1),
-        (report("b", free_disk_bytes=0), 1),
         (report("b", devices=None, versions=None), 0),
         (report("b", clock_s=60.0), 0),
         (report("b", files={"/model": "2f"}), 0),
@@ -115,6 +114,9 @@ def test_hosts_are_compared_by_a_product_and_an_all_reduce() -> None:
 def test_slow_devices_and_networks_of_hosts_are_named() -> None:
     equal = [HostSpeed(host=host, products_s=(1.0, 1.0), link_s=0.01) for host in "abcd"]
     assert list(slow_hosts(equal, cores=False)) == []
-    odd = [*equal[:2], HostSpeed(host="c", products_s=(1.0, 1.4), link_s=0.03), equal[3]]
-    assert [line.split(" takes ")[0] for line in slow_hosts(odd, cores=False)] == ["device 1 of c", "c: its network"]
-    assert len(list(slow_hosts(odd, cores=True))) == 1
+    odd_speeds = [*equal[:2], HostSpeed(host="c", products_s=(1.0, 1.4), link_s=0.03), equal[3]]
+    assert [line.split(" takes ")[0] for line in slow_hosts(odd_speeds, cores=False)] == [
+        "device 1 of c",
+        "c: its network",
+    ]
+    assert len(list(slow_hosts(odd_speeds, cores=True))) == 1

@@ -82,19 +82,19 @@ def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
     taken: Callable[..., Any], project: Project, tmp_path: Path
 ) -> None:
     project.spec()
-    found = taken(ROWS, same_machine=True)
+    result = taken(ROWS, same_machine=True)
     states = [TrialState.MEASURED, TrialState.OUT_OF_MEMORY, TrialState.MEASURED, TrialState.FAILED]
-    assert [trial.state for trial in found.trials] == states
-    assert {trial.source for trial in found.trials} == {str(tmp_path / "history.csv")}
-    assert found.trials[3].reason == "RuntimeError: NCCL timed out"
-    measured = found.trials[2].measurement
-    assert measured.step_time_s == 0.09
-    assert measured.tokens_per_second_per_device == pytest.approx(8 * 1024 / 0.09 / 2)
-    assert (measured.peak_reserved_bytes, measured.device_used_bytes) == (300 * 2**20, None)
-    assert found.notes == ()
+    assert [trial.state for trial in result.trials] == states
+    assert {trial.source for trial in result.trials} == {str(tmp_path / "history.csv")}
+    assert result.trials[3].reason == "RuntimeError: NCCL timed out"
+    measurement = result.trials[2].measurement
+    assert measurement.step_time_s == 0.09
+    assert measurement.tokens_per_second_per_device == pytest.approx(8 * 1024 / 0.09 / 2)
+    assert (measurement.peak_reserved_bytes, measurement.device_used_bytes) == (300 * 2**20, None)
+    assert result.notes == ()
     run = flagcore.load_run(project.run_dir)
-    assert run.imported == run.trials == found.trials
-    assert run.best == found.trials[2]
+    assert run.imported == run.trials == result.trials
+    assert run.best == result.trials[2]
     assert run.baseline is None
 
 
@@ -105,8 +105,8 @@ def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
     taken(ROWS, same_machine=True)
     outcome = flagcore.tune(spec, run_dir=project.run_dir)
     plan = outcome.plan
-    own = [trial for trial in plan.trials if not trial.source]
-    assert [trial.role for trial in own] == [Role.BASELINE, Role.SEARCH]
+    own_trials = [trial for trial in plan.trials if not trial.source]
+    assert [trial.role for trial in own_trials] == [Role.BASELINE, Role.SEARCH]
     assert {trial.number for trial in plan.trials if trial.source} == {0, 1, 2, 3}
     assert plan.counts.balanced
     assert plan.best is not None
@@ -119,8 +119,8 @@ def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
 
 def test_rows_of_another_machine_are_experience_and_settle_nothing(taken: Callable[..., Any], project: Project) -> None:
     spec = project.spec(control={"max_trials": 3})
-    found = taken(ROWS)
-    assert {trial.role for trial in found.trials} == {Role.IMPORTED}
+    result = taken(ROWS)
+    assert {trial.role for trial in result.trials} == {Role.IMPORTED}
     (file,) = Experience.of_user().folder.glob("*.jsonl")
     assert [json.loads(line)["measured"]["step_time_s"] for line in file.read_text().splitlines()] == [0.15, 0.09]
     plan = flagcore.tune(spec, run_dir=project.run_dir).plan
@@ -139,7 +139,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
     taken: Callable[..., Any], project: Project, tmp_path: Path
 ) -> None:
     project.spec()
-    wrong = [
+    wrong_rows = [
         {"idx": 5, **TP2, "micro_batch_size": 8, "performance": 1.0},
         {"idx": 6, "data_parallel_size": 2, "micro_batch_size": 3, "performance": 1.0},
         {"idx": 7, **TP2, "performance": 1.0, "decoder_first_pipeline_num_layers": 3},
@@ -147,27 +147,27 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
         {"idx": 9, **TP2, "micro_batch_size": 0, "performance": 1.0},
         {"idx": 10, **TP2, "recompute_method": "thrice", "performance": 1.0},
     ]
-    found = taken([*ROWS, *wrong], same_machine=True)
-    assert len(found.trials) == 4
-    unknown, *reported = found.notes
+    result = taken([*ROWS, *wrong_rows], same_machine=True)
+    assert len(result.trials) == 4
+    unknown, *reported = result.notes
     assert unknown.endswith(": speed")
-    says = [
+    reasons = [
         "not in the space",
         "global_batch_size",
-        "layers of its first or last stage",
+        "layers of the first and the last stage",
         "line 3",
         "not a size",
         "valid value",
     ]
-    assert len(reported) == len(says)
-    for line, (note, message) in enumerate(zip(reported, says, strict=True), start=6):
+    assert len(reported) == len(reasons)
+    for line, (note, message) in enumerate(zip(reported, reasons, strict=True), start=6):
         assert note.startswith(f"line {line} ")
         assert message in note
     with pytest.raises(RunError, match="has the rows of"):
         taken(ROWS)
-    far = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
-    doubtful = import_history(far, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
-    (note,) = doubtful.notes
+    distant_history = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
+    implausible = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
+    (note,) = implausible.notes
     assert float(re.findall(r"[\d.]+", note)[0]) > 20  # measured over predicted
 
 
@@ -231,12 +231,12 @@ def test_an_unusual_row_is_read_or_left_out_with_the_reason(
 def test_columns_missing_in_a_file_are_reported_with_their_defaults(project: Project, tmp_path: Path) -> None:
     file = tmp_path / "few.csv"
     file.write_text("idx,tensor_model_parallel_size,performance,stopped_by_tuner\n1,2,150.0,True\n")
-    found = import_history(file, project.spec(), run_dir=project.run_dir, same_machine=True)
-    assert "data_parallel_size, pipeline_model_parallel_size" in found.notes[0]
-    assert "micro_batch_size" in found.notes[0]
-    measured = found.trials[0].measurement
-    assert measured is not None
-    assert measured.partial
+    result = import_history(file, project.spec(), run_dir=project.run_dir, same_machine=True)
+    assert "data_parallel_size, pipeline_model_parallel_size" in result.notes[0]
+    assert "micro_batch_size" in result.notes[0]
+    measurement = result.trials[0].measurement
+    assert measurement is not None
+    assert measurement.partial
 
 
 SERVED = {
@@ -267,14 +267,14 @@ def test_server_rows_are_imported_without_figures_that_flagscale_repeats(
         {"idx": 3, "threads": 4, **figures, "itl": 35.0, "topt": 36.0, "engine": "vllm"},
     ]
     file = history(tmp_path / "served.csv", rows, SERVED)
-    found = import_history(file, spec, run_dir=project.run_dir, same_machine=True)
-    first, second = found.trials
+    result = import_history(file, spec, run_dir=project.run_dir, same_machine=True)
+    first, second = result.trials
     assert first.measurement is not None
     assert first.measurement.step_time_s == first.measurement.figures["itl_s.mean"] == 0.04
     assert first.measurement.figures["total_tokens_per_s"] == 240.0
     assert first.measurement.figures["output_tokens_per_s"] == 80.0  # each of 5 requests a second had 32 tokens
     assert second.state is TrialState.FAILED
     assert "line 2" in str(second.reason)
-    (other_engine,) = (note for note in found.notes if "vllm" in note)
+    (other_engine,) = (note for note in result.notes if "vllm" in note)
     assert other_engine.startswith("line 4 ")
     assert "llamacpp" in other_engine

@@ -38,16 +38,16 @@ def answer(engine: str = "vllm", devices: int = 8, **candidate: Any) -> dict[str
 
 
 def rate(engine: str, **candidate: Any) -> float:
-    reported = answer(engine, **candidate)
-    assert reported["status"] == "ok", reported
-    return float(reported["output_tokens_per_s"])
+    warnings = answer(engine, **candidate)
+    assert warnings["status"] == "ok", warnings
+    return float(warnings["output_tokens_per_s"])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
 def test_an_unknown_key_of_the_engine_is_reported_with_the_nearest(engine: str) -> None:
-    reported = answer(engine, tensor_model_paralel_size=2)
-    assert reported["status"] == "invalid"
-    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in reported["reason"]
+    warnings = answer(engine, tensor_model_paralel_size=2)
+    assert warnings["status"] == "invalid"
+    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in warnings["reason"]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_a_limit_under_its_general_name_sets_the_engines_argument(
 
 
 def test_one_limit_under_two_names_is_refused() -> None:
-    reported = answer("sglang", max_num_seqs=4, max_running_requests=8)
-    assert reported["status"] == "invalid"
-    assert "max_running_requests is the same knob as max_num_seqs" in reported["reason"]
+    warnings = answer("sglang", max_num_seqs=4, max_running_requests=8)
+    assert warnings["status"] == "invalid"
+    assert "max_running_requests is the same knob as max_num_seqs" in warnings["reason"]
 
 
 def test_missing_engine_features_imply_only_the_off_value() -> None:
@@ -104,9 +104,9 @@ def test_predictions_of_unequal_instances_lie_between_those_of_equal_ones() -> N
     ],
 )
 def test_an_impossible_split_is_reported(sizes: str, says: str) -> None:
-    reported = answer(instance_sizes=sizes)
-    assert reported["status"] == "invalid"
-    assert says in reported["reason"]
+    warnings = answer(instance_sizes=sizes)
+    assert warnings["status"] == "invalid"
+    assert says in warnings["reason"]
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_an_impossible_split_is_reported(sizes: str, says: str) -> None:
     ],
 )
 def test_a_key_of_a_record_in_the_wrong_place_is_reported(key: str, value: object, says: str) -> None:
-    given = {**RECORD, key: value}
+    inputs = {**RECORD, key: value}
     if key == "candidates":
-        del given["candidate"]
-    (reported,) = estimate_jobs([given])
+        del inputs["candidate"]
+    (reported,) = estimate_jobs([inputs])
     assert reported["status"] == "invalid"
     assert says in reported["reason"]
 

@@ -121,8 +121,8 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> 
     snapshot = module.load_snapshot(written(tmp_path), None, ())
     monkeypatch.setattr(module, "load_snapshot", lambda *_: snapshot)
     (tmp_path / "run" / "best").mkdir(parents=True)
-    given = {"argv": ["true"], "environment": {}, "directory": "/job", **launch}
-    (tmp_path / "run" / "best" / "launch.json").write_text(json.dumps(given))
+    inputs = {"argv": ["true"], "environment": {}, "directory": "/job", **launch}
+    (tmp_path / "run" / "best" / "launch.json").write_text(json.dumps(inputs))
     return tmp_path / "run"
 
 
@@ -136,8 +136,10 @@ def test_the_best_runs_in_every_pod_with_its_rank(tmp_path: Path, monkeypatch: p
     host = KINDS[kind].hosts("run", 3)[0]
     for one, index, rank in ((first, "0", 0), (others, "1", 2)):
         ranks = {"RANK": str(rank), "JOB_COMPLETION_INDEX": index, "VC_TASK_INDEX": index}
-        done = subprocess.run(one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True)
-        assert done.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
+        completed = subprocess.run(
+            one["command"], env={"PATH": "/bin:/usr/bin", "HOME": "x", **ranks}, capture_output=True
+        )
+        assert completed.stdout.decode() == f"{rank} of 3 {host}:29500 it's $HOME\n"
     environment = {each["name"]: each.get("value") for each in first["env"]}
     assert environment["MODE"] == "eth0"
     assert "hidden-4711" not in json.dumps(made)

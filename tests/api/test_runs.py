@@ -25,10 +25,10 @@ def project(tmp_path: Path) -> Project:
 
 def test_importing_flagcore_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import flagcore; print(*(set(sys.modules) - before))"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    assert done.stdout.split() == ["flagcore"]
+    assert completed.stdout.split() == ["flagcore"]
     assert set(flagcore.__all__) <= set(dir(flagcore))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = flagcore.nothing  # type: ignore[attr-defined]
@@ -47,8 +47,8 @@ def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
     assert run.gain == outcome.data["gain"]
     assert run.data == json.loads(json.dumps(outcome.data))
     assert run.stopped_because == outcome.plan.stopped_because
-    measured = [each["measured"] for each in run.predictions]
-    assert measured == [each["measured"]["step_time_s"]["median"] for each in run.data["trials"]]
+    measurement = [each["measured"] for each in run.predictions]
+    assert measurement == [each["measured"]["step_time_s"]["median"] for each in run.data["trials"]]
     assert run.predictions[-1]["believed"] is None or run.predictions[-1]["believed"] > 0
     for shown in (run, outcome):
         assert "\n" not in repr(shown)
@@ -60,16 +60,16 @@ def test_the_run_the_outcome_and_its_result_agree(project: Project) -> None:
 @pytest.mark.slow
 def test_reading_an_active_run_changes_nothing_in_its_folder(project: Project) -> None:
     flagcore.tune(project.spec(control={"max_trials": 2}), run_dir=project.run_dir)
-    known = json.loads((project.run_dir / "task.json").read_text())["run"]
+    identity = json.loads((project.run_dir / "task.json").read_text())["run"]
     run = flagcore.load_run(project.run_dir)
     (project.run_dir / "result.json").unlink()
-    store = OptunaStore(project.run_dir, {}, run=known)
+    store = OptunaStore(project.run_dir, {}, run=identity)
     store.begin(run.trials[0])
-    before = {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")}
-    again = flagcore.load_run(project.run_dir)
-    assert again.trials == run.trials  # the one that runs is no trial yet
-    assert (dict(again.data), again.stopped_because) == ({}, None)
-    assert {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")} == before
+    files_before = {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")}
+    second_read = flagcore.load_run(project.run_dir)
+    assert second_read.trials == run.trials  # the one that runs is no trial yet
+    assert (dict(second_read.data), second_read.stopped_because) == ({}, None)
+    assert {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")} == files_before
 
 
 def test_a_run_without_trials_has_its_predictions(project: Project) -> None:

@@ -30,8 +30,16 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
 
     logged = (where / "trials/0/stdout.log").read_text()
     assert all(secret in logged for secret in (MINE, SPECS, TYPED))
-    shared = ["result.json", "report.html", "report.txt", "best.sh", "journal.log", "task.json", "trials/0/launch.json"]
-    texts = {name: (where / name).read_text() for name in shared} | {"markdown": api.report(where, "markdown")}
+    shared_files = [
+        "result.json",
+        "report.html",
+        "report.txt",
+        "best.sh",
+        "journal.log",
+        "task.json",
+        "trials/0/launch.json",
+    ]
+    texts = {name: (where / name).read_text() for name in shared_files} | {"markdown": api.report(where, "markdown")}
     for name, text in texts.items():
         assert not [secret for secret in (MINE, SPECS, TYPED) if secret in text], name
     for name in ("spec.yaml", "best.yaml", "best/launch.json", "best/secrets.sh"):
@@ -39,11 +47,11 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
     assert MINE not in (where / "best/launch.json").read_text() + (where / "best/secrets.sh").read_text()
     assert json.loads((where / "best/launch.json").read_text())["needs"] == ["HF_TOKEN"]
 
-    started = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60)
-    assert started.returncode == 0
-    assert all(secret in started.stdout for secret in (MINE, SPECS, TYPED))
-    bare = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
-    lacking = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=bare)
+    completed = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0
+    assert all(secret in completed.stdout for secret in (MINE, SPECS, TYPED))
+    clean_environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    lacking = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=clean_environment)
     assert lacking.returncode != 0
     assert "HF_TOKEN: set it first" in lacking.stderr
 

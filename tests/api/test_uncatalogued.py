@@ -89,7 +89,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(SPEC))
-    with pytest.raises(NoDevice, match="is not known to any installed plugin"):
+    with pytest.raises(NoDevice, match="is not supported by any installed plugin"):
         api.estimate(spec)
     device = Device(index=0, chip="Weird 9000", memory_bytes=2 << 30)
     words = {"version": "2.10.0", "kind": "cpu", "backend": "gloo"}
@@ -104,20 +104,20 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     assert chip.memory_bandwidth_bytes_per_second is not None
     assert 1e8 < chip.memory_bandwidth_bytes_per_second.value < 1e12
     assert all(1e8 < rate.value < 1e14 for rate in chip.dense_flops_per_second.values())
-    found = api.estimate(spec)
-    assert found.chip == "Weird 9000"
-    assert found.untimed == 0
-    assert found.candidates[0]["step_time_s"]["value"] > 0
-    assert found.candidates[0]["memory"]["capacity_gib"] == 2.0
+    result = api.estimate(spec)
+    assert result.chip == "Weird 9000"
+    assert result.untimed == 0
+    assert result.candidates[0]["step_time_s"]["value"] > 0
+    assert result.candidates[0]["memory"]["capacity_gib"] == 2.0
     assert {record["chip"]: record["plugin"] for record in api.chip_table()}["Weird 9000"] == "calibration"
 
 
 def test_devices_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = LoadedPlugins.of({})
-    monkeypatch.setattr(loaded, "devices", Lists.devices)
+    loaded_plugins = LoadedPlugins.of({})
+    monkeypatch.setattr(loaded_plugins, "devices", Lists.devices)
     monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: None)
     with pytest.raises(NoDevice, match="Weird 9000"):
-        unlisted_chips.uncatalogued(loaded)
+        unlisted_chips.uncatalogued(loaded_plugins)
 
 
 def test_rates_come_from_the_largest_kernels() -> None:
@@ -126,10 +126,10 @@ def test_rates_come_from_the_largest_kernels() -> None:
         {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 10.0},
         {"kernel": "copy", "bytes": 1e9, "us": 1000.0},
     )
-    kept = Calibration(
+    calibration = Calibration(
         chip="X", aliases=(), driver="", torch="2", devices=1, date="2026-11-20", how="", rows=rows, facts={}
     )
-    chip = chip_of(kept)
+    chip = chip_of(calibration)
     assert chip.dense_flops_per_second["bf16"].value == pytest.approx(1.374e14 / 0.81, rel=1e-3)
     assert chip.memory_bandwidth_bytes_per_second is not None
     assert chip.memory_bandwidth_bytes_per_second.value == pytest.approx(1e12 / 0.91)

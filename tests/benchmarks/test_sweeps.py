@@ -103,7 +103,7 @@ def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: Lo
 
 def test_with_less_memory_the_largest_candidates_run_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
     (sweep,) = sweeps.read_sweeps(records(), loaded)
-    less = sweeps.crowded(sweep, 0.5)
+    less = sweeps.on_smaller_devices(sweep, 0.5)
     ran = np.isfinite(less.seconds)
     assert ran.sum() == 6
     assert sweep.used_bytes[ran].max() < sweep.used_bytes[~ran].min()
@@ -114,7 +114,7 @@ def test_with_less_memory_the_largest_candidates_run_out_of_it(sweeps: Any, load
 def test_a_part_of_the_rows_is_a_sweep_of_the_same_task(sweeps: Any, loaded: LoadedPlugins) -> None:
     (sweep,) = sweeps.read_sweeps(records(), loaded)
     rows = np.array([1, 4, 5, 7, 8, 9, 10, 11])
-    part = sweeps.taken(sweep, rows)
+    part = sweeps.select_rows(sweep, rows)
     for place, row in enumerate(rows.tolist()):
         assert part.problem.space.candidate(place) == sweep.problem.space.candidate(row)
         assert part.seconds[place] == sweep.seconds[row]

@@ -43,7 +43,7 @@ def test_measured_trials_are_found_again_by_chip_and_engine(kept: Experience) ->
     assert (record["id"], record["measured"]["step_time_s"]) == ("one/0", 2.0)
     assert list(kept.records(chip, "another")) == []
     assert list(kept.records(replace(chip, name="another", aliases=("another",)), engine)) == []
-    assert list(kept.records(chip, engine, but="one")) == []
+    assert list(kept.records(chip, engine, exclude_run="one")) == []
 
 
 def test_a_run_without_measurements_leaves_no_experience(kept: Experience) -> None:

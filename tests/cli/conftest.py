@@ -185,9 +185,9 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
-    mine = Project(tmp_path)
-    yield mine
-    for pid in mine.processes():
+    new_project = Project(tmp_path)
+    yield new_project
+    for pid in new_project.processes():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -197,7 +197,7 @@ def flag(
 ) -> Iterator[Callable[..., Ran]]:
     """Call the command line in this process."""
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers_before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def call(*arguments: str) -> Ran:
         capfd.readouterr()
@@ -207,5 +207,5 @@ def flag(
         return Ran(int(ended.value.code or 0), out, err)
 
     yield call
-    for number, handler in before.items():
+    for number, handler in handlers_before.items():
         signal.signal(number, handler)

@@ -190,11 +190,11 @@ def test_a_run_with_a_modified_best(content: str, flag: Flag, tmp_path: Path) ->
     ],
 )
 def test_wrong_usage_shows_the_usage(arguments: tuple[str, ...], flag: Flag) -> None:
-    ran = flag(*arguments)
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith("Usage: flag")
-    assert "Traceback" not in ran.err
+    completed = flag(*arguments)
+    assert completed.code == 2
+    assert completed.out == ""
+    assert completed.err.startswith("Usage: flag")
+    assert "Traceback" not in completed.err
 
 
 JOB = {
@@ -236,20 +236,22 @@ RECORDS: dict[str, tuple[Any, str]] = {
 def test_each_bad_job_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     lines = [record if isinstance(record, str) else json.dumps(record) for record, _ in RECORDS.values()]
     (tmp_path / "jobs.jsonl").write_text("\n".join(lines) + "\n")
-    ran = flag("estimate", "--jobs", str(tmp_path / "jobs.jsonl"), "--format", "jsonl")
-    assert ran.code == 0, ran.err
-    answers = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in ran.out.splitlines()]
+    completed = flag("estimate", "--jobs", str(tmp_path / "jobs.jsonl"), "--format", "jsonl")
+    assert completed.code == 0, completed.err
+    answers = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in completed.out.splitlines()]
     assert [answer["status"] for answer in answers] == [status for _, status in RECORDS.values()]
     assert all(len(answer.get("reason", "")) < 500 for answer in answers)
     assert all("\n" not in answer.get("reason", "") for answer in answers)
-    assert "Traceback" not in ran.err
+    assert "Traceback" not in completed.err
 
 
 @pytest.mark.slow
 def test_job_records_come_from_stdin_too(project: Project) -> None:
     estimate = (*FLAG, "estimate", "--jobs", "-")
-    done = subprocess.run(estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder)
-    assert (done.returncode, json.loads(done.stdout)["status"]) == (0, "ok")
+    completed_process = subprocess.run(
+        estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder
+    )
+    assert (completed_process.returncode, json.loads(completed_process.stdout)["status"]) == (0, "ok")
     closed = subprocess.run(
         ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *estimate], capture_output=True, text=True, cwd=project.folder
     )

@@ -26,9 +26,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def step_time(flag: Flag, spec: str) -> float:
-    ran = flag("estimate", spec, "--top", "1", "--json")
-    assert ran.code == 0, ran.err
-    return float(json.loads(ran.out)[0]["step_time_s"]["value"])
+    completed = flag("estimate", spec, "--top", "1", "--json")
+    assert completed.code == 0, completed.err
+    return float(json.loads(completed.out)[0]["step_time_s"]["value"])
 
 
 @pytest.mark.slow
@@ -36,14 +36,14 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
-    before = step_time(flag, spec)
+    seconds_before = step_time(flag, spec)
     assert "calibration" not in caplog.text
 
-    ran = flag("calibrate", "--seconds", "5", "--json")
-    assert ran.code == 0, ran.err
+    completed = flag("calibrate", "--seconds", "5", "--json")
+    assert completed.code == 0, completed.err
     (file,) = home.iterdir()
-    assert f"Saved to {file}" in ran.err
-    rows = json.loads(ran.out)
+    assert f"Saved to {file}" in completed.err
+    rows = json.loads(completed.out)
     assert rows == json.loads(file.read_text())["rows"]
     kinds = {row.get("kernel") or row["collective"] for row in rows}
     assert {"gemm", "attention", "attention_backward", "copy", "elementwise", "launch"} <= kinds
@@ -53,22 +53,22 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     assert (kept["chip"], kept["file"], kept["kernels"] + kept["collectives"]) == ("cpu", str(file), len(rows))
     assert ("all_reduce" in kinds) == (kept["devices"] > 1)
 
-    after = step_time(flag, spec)
-    assert after != before
+    seconds_after = step_time(flag, spec)
+    assert seconds_after != seconds_before
     assert caplog.text.count("cpu is predicted from its calibration of ") == 1
-    assert step_time(flag, spec) == after  # the file decides, nothing else
+    assert step_time(flag, spec) == seconds_after  # the file decides, nothing else
 
     assert flag("calibrate", "--forget", "cpu").err == f"deleted {file}\n"
-    assert step_time(flag, spec) == before
+    assert step_time(flag, spec) == seconds_before
 
 
 def test_a_failed_measurement_is_reported_in_one_line_and_not_saved(
     flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "PROGRAM", "flagcore.no_such_program")
-    ran = flag("calibrate", "--seconds", "5")
-    assert ran.code == 2
-    (line,) = [line for line in ran.err.splitlines() if line.startswith("flag: the measurement")]
+    completed = flag("calibrate", "--seconds", "5")
+    assert completed.code == 2
+    (line,) = [line for line in completed.err.splitlines() if line.startswith("flag: the measurement")]
     assert "no_such_program" in line
     assert "No module named flagcore.no_such_program" in line
     assert not any(home.iterdir())
@@ -92,9 +92,9 @@ def test_ctrl_c_leaves_no_process_and_saves_nothing(home: Path, project: Project
 def test_an_unreadable_calibration_is_reported_when_it_is_used(flag: Flag, home: Path, project: Project) -> None:
     home.mkdir(parents=True)
     (home / "cpu.json").write_text("{")
-    ran = flag("estimate", project.spec(train={"command": None}))
-    assert ran.code == 2
-    assert "cpu.json is not a calibration" in ran.err
+    completed = flag("estimate", project.spec(train={"command": None}))
+    assert completed.code == 2
+    assert "cpu.json is not a calibration" in completed.err
 
 
 def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> None:
@@ -111,10 +111,10 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = project.spec(train={"command": None})
-    before = step_time(flag, spec)
+    seconds_before = step_time(flag, spec)
     home.mkdir(parents=True)
     (home / "h200--nvidia-h200--driver-1--torch-2.json").write_text("{")
-    assert step_time(flag, spec) == before
+    assert step_time(flag, spec) == seconds_before
     assert caplog.text.count("h200--nvidia-h200--driver-1--torch-2.json is not a calibration that can be read") == 1
     assert flag("calibrate", "--list", "--json").out == "[]\n"
     assert flag("estimate", spec, "--chip", "H200").code == 2
@@ -123,10 +123,10 @@ def test_an_unreadable_file_of_another_chip_is_reported_and_skipped(
 
 
 def test_forgetting_an_unknown_calibration_is_wrong_usage(flag: Flag, home: Path) -> None:
-    ran = flag("calibrate", "--forget", "foo")
-    assert ran.code == 2
-    assert ran.code == 2
-    assert "'foo'" in ran.err
+    completed = flag("calibrate", "--forget", "foo")
+    assert completed.code == 2
+    assert completed.code == 2
+    assert "'foo'" in completed.err
     Calibrations(home).save(kept("H200"))
     assert "'H200'?" in flag("calibrate", "--forget", "h20").err
     assert ": H200" in flag("calibrate", "--forget", "foo").err
@@ -160,10 +160,10 @@ def test_missing_requirements_are_reported_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "file"))
-    ran = flag("calibrate", *arguments)
-    assert ran.code == 2
-    assert words in ran.err
-    assert "measuring" not in ran.err
+    completed = flag("calibrate", *arguments)
+    assert completed.code == 2
+    assert words in completed.err
+    assert "measuring" not in completed.err
 
 
 def kept(chip: str) -> Calibration:

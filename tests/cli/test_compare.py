@@ -13,7 +13,7 @@ import pytest
 
 from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import candidate_report
-from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _overlap, _Side
+from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compare_sides, _overlap, _Side
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
@@ -28,9 +28,9 @@ Flag = Callable[..., Ran]
 @pytest.fixture
 def compared(flag: Flag) -> Callable[..., Any]:
     def call(*arguments: object) -> Any:
-        ran = flag("compare", *map(str, arguments), "--json")
-        assert ran.code == 0, ran.err
-        return json.loads(ran.out)
+        completed = flag("compare", *map(str, arguments), "--json")
+        assert completed.code == 0, completed.err
+        return json.loads(completed.out)
 
     return call
 
@@ -39,15 +39,15 @@ def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
     compared: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
     arguments = ("--spec", project.spec(cluster={"memory_per_device": "2GiB"}), "tp=2, mbs=2", "DP 2, MBS 4")
-    both = compared(*arguments)
-    assert (both["sure"], both["tasks"]) == ("as predicted", [])
-    assert both["differs"]["micro_batch_size"] == [2, 4]
-    for place, side in enumerate((both["a"], both["b"])):
+    comparison = compared(*arguments)
+    assert (comparison["sure"], comparison["tasks"]) == ("as predicted", [])
+    assert comparison["differs"]["micro_batch_size"] == [2, 4]
+    for place, side in enumerate((comparison["a"], comparison["b"])):
         step, used = side["predicted"]["step_time_s"]["value"], side["predicted"]["memory"]["device_used_gib"]
-        assert sum(pair[place] for pair in both["time"].values()) == pytest.approx(step)
-        assert sum(pair[place] for pair in both["memory"].values()) == pytest.approx(used, abs=0.003)
-    steps = [both[side]["predicted"]["step_time_s"]["value"] for side in "ab"]
-    assert both["gap"] == pytest.approx(steps[1] / steps[0] - 1)
+        assert sum(pair[place] for pair in comparison["time"].values()) == pytest.approx(step)
+        assert sum(pair[place] for pair in comparison["memory"].values()) == pytest.approx(used, abs=0.003)
+    steps = [comparison[side]["predicted"]["step_time_s"]["value"] for side in "ab"]
+    assert comparison["gap"] == pytest.approx(steps[1] / steps[0] - 1)
     text = flag("compare", *arguments).out
     assert "Changed knobs: DP 1 -> 2, TP 2 -> 1, MBS 2 -> 4" in text
     assert "predicted: not both were measured" in text
@@ -75,23 +75,25 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
 ) -> None:
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
-    ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
-    trials = [_ran(number, *each) for number, each in enumerate(ended)]
+    trial_ends = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
+    trials = [_ran(number, *each) for number, each in enumerate(trial_ends)]
     run, typed = (
         replace(plan, search_state=learn(trials)),
         [values_text(each.as_dict(), BY_NAME) for each in (best, slow)],
     )
     first, second = (_Side(run, candidate_report(run, each)) for each in typed)
-    both = _compared(first, second)
-    assert (both.sure, both.gap) == (BELIEVED, pytest.approx(2.0))
-    assert _compared(second, _Side(plan, candidate_report(plan, typed[1]))).sure == PREDICTED
+    comparison = _compare_sides(first, second)
+    assert (comparison.sure, comparison.gap) == (BELIEVED, pytest.approx(2.0))
+    assert _compare_sides(second, _Side(plan, candidate_report(plan, typed[1]))).sure == PREDICTED
 
 
 def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
-    measured = Measurement(
+    measurement = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
     )
-    return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, predicted={}, measurement=measured)
+    return Trial(
+        number=number, candidate=candidate, role=Role.SEARCH, state=state, predicted={}, measurement=measurement
+    )
 
 
 @pytest.mark.slow
@@ -104,20 +106,20 @@ def test_measured_candidates_are_distinguished_by_more_than_their_noise_or_not(
     assert "(significant: " in text
     assert "spread within a run" in text
     assert "spread between runs" in text
-    both = compared(project.run_dir, f"{project.run_dir}:baseline")
-    assert both["sure"] == "surely"
-    best, baseline = (both[side]["measured"]["step_time_s"] for side in "ab")
-    assert both["gap"] == pytest.approx(baseline / best - 1)
-    assert both["a"]["measured"]["runs"] == both["b"]["measured"]["runs"] == 2
-    assert compared(project.run_dir, "baseline") == both
-    assert f"measured {both['gap']:+.1%} in time" in both["because"][0]
-    again = compared(project.run_dir, project.run_dir)
-    assert (again["gap"], again["sure"], again["differs"]) == (0.0, "perhaps", {})
-    other = project.spec(control={"max_trials": 1}, train={"seq_length": 512})
-    assert flag("tune", other, "--run-dir", str(tmp_path / "other"), "-q").code == 0
-    apart = compared(f"{project.run_dir}:baseline", tmp_path / "other")
-    assert apart["tasks"] == ["work.seq_length: 1024 -> 512"]
-    assert apart["gap"] == pytest.approx(1.0, abs=1e-6)  # half the tokens in the same time
+    comparison = compared(project.run_dir, f"{project.run_dir}:baseline")
+    assert comparison["sure"] == "surely"
+    best, baseline = (comparison[side]["measured"]["step_time_s"] for side in "ab")
+    assert comparison["gap"] == pytest.approx(baseline / best - 1)
+    assert comparison["a"]["measured"]["runs"] == comparison["b"]["measured"]["runs"] == 2
+    assert compared(project.run_dir, "baseline") == comparison
+    assert f"measured {comparison['gap']:+.1%} in time" in comparison["because"][0]
+    rerun = compared(project.run_dir, project.run_dir)
+    assert (rerun["gap"], rerun["sure"], rerun["differs"]) == (0.0, "perhaps", {})
+    other_record = project.spec(control={"max_trials": 1}, train={"seq_length": 512})
+    assert flag("tune", other_record, "--run-dir", str(tmp_path / "other"), "-q").code == 0
+    distinct = compared(f"{project.run_dir}:baseline", tmp_path / "other")
+    assert distinct["tasks"] == ["work.seq_length: 1024 -> 512"]
+    assert distinct["gap"] == pytest.approx(1.0, abs=1e-6)  # half the tokens in the same time
 
 
 def test_a_sure_comparison_has_no_overlapping_runs() -> None:
@@ -134,17 +136,17 @@ def test_a_sure_comparison_has_no_overlapping_runs() -> None:
 def test_illegal_candidate_and_unknown_run_are_reported(
     compared: Callable[..., Any], flag: Flag, project: Project
 ) -> None:
-    both = compared("--spec", project.spec(), "best", "mbs=3")
-    assert (both["gap"], both["sure"], both["time"]) == (None, "unknown", {})
-    assert both["because"][0].startswith("B is illegal: global_batch_size")
-    ran = flag("compare", "nowhere:best", "nothing")
-    assert (ran.code, ran.out) == (2, "")
-    assert "nowhere:best" in ran.err
+    comparison = compared("--spec", project.spec(), "best", "mbs=3")
+    assert (comparison["gap"], comparison["sure"], comparison["time"]) == (None, "unknown", {})
+    assert comparison["because"][0].startswith("B is illegal: global_batch_size")
+    completed = flag("compare", "nowhere:best", "nothing")
+    assert (completed.code, completed.out) == (2, "")
+    assert "nowhere:best" in completed.err
 
 
 def test_candidates_without_their_run_get_the_command_to_type(flag: Flag, project: Project) -> None:
     for words in ((project.spec(), "1", "2"), (str(project.folder), "best", "baseline"), ("first",)):
-        wrong = flag("compare", *words)
-        assert (wrong.code, wrong.out) == (2, "")
-        assert "`flag compare RUN:best RUN:baseline`" in wrong.err
-        assert "`flag compare --spec SPEC 1 2`" in wrong.err
+        invalid = flag("compare", *words)
+        assert (invalid.code, invalid.out) == (2, "")
+        assert "`flag compare RUN:best RUN:baseline`" in invalid.err
+        assert "`flag compare --spec SPEC 1 2`" in invalid.err

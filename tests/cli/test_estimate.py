@@ -65,9 +65,9 @@ def answers(ran: Ran) -> list[dict[str, Any]]:
 
 
 def test_candidates_are_numbered_and_each_reports_what_limits_it(flag: Flag, project: Project) -> None:
-    listed = json.loads(flag("estimate", project.spec(), "--json").out)
-    assert [each["number"] for each in listed] == list(range(1, len(listed) + 1))
-    assert {each["limit"] for each in listed} <= LIMITS
+    listing = json.loads(flag("estimate", project.spec(), "--json").out)
+    assert [each["number"] for each in listing] == list(range(1, len(listing) + 1))
+    assert {each["limit"] for each in listing} <= LIMITS
     table = flag("estimate", project.spec())
     assert "limited by" in table.out
     assert "baseline: " in table.err
@@ -75,10 +75,10 @@ def test_candidates_are_numbered_and_each_reports_what_limits_it(flag: Flag, pro
 
 def test_one_candidate_is_explained_by_its_number_in_the_list(flag: Flag, project: Project) -> None:
     spec = project.spec()
-    second = json.loads(flag("estimate", spec, "--json").out)[1]
-    reported = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
-    assert {key: reported[key] for key in second} == second
-    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == reported
+    second_run = json.loads(flag("estimate", spec, "--json").out)[1]
+    output = json.loads(flag("estimate", spec, "--explain", "2", "--json").out)
+    assert {key: output[key] for key in second_run} == second_run
+    assert json.loads(flag("estimate", spec, "--explain", "2", "--top", "1", "--json").out) == output
     baseline = json.loads(flag("estimate", spec, "--explain", "baseline", "--json").out)
     assert "number" not in baseline
     assert flag("estimate", spec, "--explain", "baseline").out.startswith("Baseline on 2 x cpu: ")
@@ -99,25 +99,25 @@ def test_a_plan_says_on_stdout_what_it_assumes(flag: Flag, tmp_path: Path) -> No
     assert best["assumed"].items() >= {"overlap_grad_reduce": True, "cross_entropy_loss_fusion": True}.items()
     table = flag("estimate", str(file), "--top", "1").out
     assert all(name in table for name in ("transformer_engine", *best["assumed"]))
-    own = yaml.safe_dump(
+    own_spec = yaml.safe_dump(
         {"model": model, "cluster": {"chip": "H100-SXM", "nodes": 2}, "train": {**train, "implementation": "local"}}
     )
-    file.write_text(own)
+    file.write_text(own_spec)
     assert "assumed" not in json.loads(flag("estimate", str(file), "--top", "1", "--json").out)[0]
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "first", "99999"])
 def test_a_candidate_number_outside_the_list_is_wrong_usage(flag: Flag, project: Project, wrong: str) -> None:
-    ran = flag("estimate", project.spec(), "--explain", wrong)
-    assert ran.code == 2
-    assert "--explain" in ran.err
+    completed = flag("estimate", project.spec(), "--explain", wrong)
+    assert completed.code == 2
+    assert "--explain" in completed.err
 
 
 def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "id": "other"}, JOB)
-    reported = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
-    assert (reported["id"], reported["chip"], reported["devices"]) == ("moe", "H200", 8)
-    assert reported["settings"]["moe_token_dispatcher_type"] == "flex"
+    output = json.loads(flag("estimate", "--jobs", file, "--explain", "moe", "--json").out)
+    assert (output["id"], output["chip"], output["devices"]) == ("moe", "H200", 8)
+    assert output["settings"]["moe_token_dispatcher_type"] == "flex"
     text = flag("estimate", "--jobs", file, "--explain", "moe").out
     lines = [line.split() for line in text.splitlines()]
     assert ["Embedding", "0.3112", "1", "0.3112"] in lines
@@ -125,32 +125,34 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
     assert ["MoE", "0.5711", "26", "14.8482"] in lines
     assert ["MLP", "0.0692", "1", "0.0692"] in lines
     assert ["Total", "15.9113"] in lines
-    memory = reported["memory"]
+    memory = output["memory"]
     weights, kept = memory["static_gib"] * 1024, memory["activation_gib"] * 1024
     assert f"weight and optimizer={weights:.2f} MB, activation={kept:.2f} MB, total={weights + kept:.2f} MB" in text
     assert "Shared Experts" in text
-    assert f"Bottleneck: {reported['limit']}" in text
+    assert f"Bottleneck: {output['limit']}" in text
 
 
 def test_missing_and_unknown_jobs_are_distinguished(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
-    reported = flag("estimate", "--jobs", file, "--explain", "moe").out
-    assert reported.startswith("unknown: ")
-    assert "'X1'" in reported
-    assert "`flag plugins chips`" in reported
+    output = flag("estimate", "--jobs", file, "--explain", "moe").out
+    assert output.startswith("unknown: ")
+    assert "'X1'" in output
+    assert "`flag plugins chips`" in output
 
 
 @pytest.mark.slow
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
-    other = {**JOB, "train": {**JOB["train"], "global_batch_size": 128}}
-    wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3}}
+    other_record = {**JOB, "train": {**JOB["train"], "global_batch_size": 128}}
+    invalid = {**JOB, "candidate": {"tensor_model_parallel_size": 3}}
     split = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "recompute_granularity": "selective"}}
-    many = [{**record, "id": str(n)} for n, record in enumerate([JOB, other, wrong, JOB, split, other, JOB])]
+    many = [
+        {**record, "id": str(n)} for n, record in enumerate([JOB, other_record, invalid, JOB, split, other_record, JOB])
+    ]
     together = answers(flag("estimate", "--jobs", jobs(tmp_path, *many)))
-    alone = [answers(flag("estimate", "--jobs", jobs(tmp_path, record)))[0] for record in many]
-    assert together == alone
+    single_answers = [answers(flag("estimate", "--jobs", jobs(tmp_path, record)))[0] for record in many]
+    assert together == single_answers
     assert [each["status"] for each in together] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
@@ -173,24 +175,30 @@ def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Pat
 
 
 def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp_path: Path) -> None:
-    plain = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
-    reported = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}
-    layout = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"}}
-    wrong = {**plain, "candidate": {**plain["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"}}
-    unknown = {**plain, "candidate": {**plain["candidate"], "pipeline_schedule": "zigzag"}}
-    found = answers(flag("estimate", "--jobs", jobs(tmp_path, plain, reported, layout, wrong, unknown)))
-    assert [each["status"] for each in found] == ["ok", "ok", "ok", "invalid", "unknown"]
-    exposed = [each["time"]["dp_comm_exposed_s"] for each in found[:2]]
+    plain_record = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
+    noted_job = {**plain_record, "train": {**JOB["train"], "notes": "no overlap"}}
+    layout = {
+        **plain_record,
+        "candidate": {**plain_record["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*7L"},
+    }
+    invalid = {
+        **plain_record,
+        "candidate": {**plain_record["candidate"], "pipeline_model_parallel_layout": "Et*6|t*7|t*7|t*8L"},
+    }
+    unknown = {**plain_record, "candidate": {**plain_record["candidate"], "pipeline_schedule": "zigzag"}}
+    result = answers(flag("estimate", "--jobs", jobs(tmp_path, plain_record, noted_job, layout, invalid, unknown)))
+    assert [each["status"] for each in result] == ["ok", "ok", "ok", "invalid", "unknown"]
+    exposed = [each["time"]["dp_comm_exposed_s"] for each in result[:2]]
     assert exposed[0] < exposed[1]
-    assert "num_layers is 27" in found[3]["reason"]
+    assert "num_layers is 27" in result[3]["reason"]
 
 
 def test_a_note_does_not_make_a_record_illegal_but_a_setting_does(flag: Flag, tmp_path: Path) -> None:
-    noted = {**JOB, "train": {**JOB["train"], "notes": "tp-comm-overlap"}}
-    given = {**JOB, "candidate": {**JOB["candidate"], "tp_comm_overlap": True}}
-    found = answers(flag("estimate", "--jobs", jobs(tmp_path, noted, given)))
-    assert [each["status"] for each in found] == ["ok", "invalid"]
-    assert "tp_comm_overlap needs sequence_parallel" in found[1]["reason"]
+    noted_record = {**JOB, "train": {**JOB["train"], "notes": "tp-comm-overlap"}}
+    record_given = {**JOB, "candidate": {**JOB["candidate"], "tp_comm_overlap": True}}
+    result = answers(flag("estimate", "--jobs", jobs(tmp_path, noted_record, record_given)))
+    assert [each["status"] for each in result] == ["ok", "invalid"]
+    assert "tp_comm_overlap needs sequence_parallel" in result[1]["reason"]
 
 
 @pytest.mark.slow
@@ -219,41 +227,41 @@ def test_a_schedule_without_a_trial_program_is_still_predicted(flag: Flag, proje
 
 
 def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None:
-    ran = flag("estimate", project.spec(train={"settings": {"overlap_grad_reduction": True}}))
-    assert ran.code == 2
-    assert "train.settings.overlap_grad_reduction" in ran.err
-    assert "overlap_grad_reduce" in ran.err.split("did you mean")[1]
+    completed = flag("estimate", project.spec(train={"settings": {"overlap_grad_reduction": True}}))
+    assert completed.code == 2
+    assert "train.settings.overlap_grad_reduction" in completed.err
+    assert "overlap_grad_reduce" in completed.err.split("did you mean")[1]
 
 
 def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, tmp_path: Path) -> None:
-    near = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
+    nearest = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
     for ran in (
         flag("estimate", project.spec(cluster={"chip": "H100"})),
         flag("estimate", project.spec(), "--chip", "H100"),
     ):
         assert (ran.code, ran.out) == (4, "")
-        assert near in ran.err
+        assert nearest in ran.err
     (answer,) = answers(
         flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "H100"}}))
     )
     assert answer["status"] == "unknown"
-    assert near in answer["reason"]
+    assert nearest in answer["reason"]
 
 
 def test_a_bad_line_of_a_job_file_is_reported_and_the_rest_is_read(flag: Flag, tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(JOB) + '\n{"id": \n' + json.dumps(JOB) + "\n")
-    found = answers(flag("estimate", "--jobs", str(file)))
-    assert [each["status"] for each in found] == ["ok", "invalid", "ok"]
-    assert found[1]["id"] is None
-    assert f"{file}: line 2 cannot be read as JSON" in found[1]["reason"]
+    result = answers(flag("estimate", "--jobs", str(file)))
+    assert [each["status"] for each in result] == ["ok", "invalid", "ok"]
+    assert result[1]["id"] is None
+    assert f"{file}: line 2 cannot be read as JSON" in result[1]["reason"]
 
 
 def test_a_job_file_without_a_record_is_reported(flag: Flag, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    ran = flag("estimate", "--jobs", str(tmp_path / "empty.jsonl"))
-    assert (ran.code, ran.out) == (2, "")
-    assert "empty.jsonl is empty" in ran.err
+    completed = flag("estimate", "--jobs", str(tmp_path / "empty.jsonl"))
+    assert (completed.code, completed.out) == (2, "")
+    assert "empty.jsonl is empty" in completed.err
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -286,10 +294,12 @@ def test_a_job_without_a_predictable_time_reports_what_is_missing_and_how_to_get
 
 def test_with_a_network_from_the_spec_a_time_is_predicted(flag: Flag, tmp_path: Path) -> None:
     cluster = {**JOB["cluster"], "chip": "C550", "devices": 16, "nic_bytes_per_second": 5e10}
-    slow = {**cluster, "nic_bytes_per_second": 5e9}
-    found = answers(flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow)))))
-    assert all("reason" not in each for each in found)
-    assert found[0]["step_time_s"]["value"] < found[1]["step_time_s"]["value"]
+    slow_cluster = {**cluster, "nic_bytes_per_second": 5e9}
+    result = answers(
+        flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow_cluster))))
+    )
+    assert all("reason" not in each for each in result)
+    assert result[0]["step_time_s"]["value"] < result[1]["step_time_s"]["value"]
 
 
 def test_candidates_without_a_time_have_a_reason(flag: Flag, project: Project) -> None:
@@ -302,26 +312,26 @@ def test_an_unsupported_precision_is_reported_with_the_supported_ones(flag: Flag
     spec = project.spec(
         cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
     )
-    reported = flag("estimate", spec).err
-    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in reported
-    assert "calibrate" not in reported
-    assert reported.startswith("Candidates with the least memory on 2 x A100-80GB:")
-    assert "fastest" not in reported
+    output = flag("estimate", spec).err
+    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in output
+    assert "calibrate" not in output
+    assert output.startswith("Candidates with the least memory on 2 x A100-80GB:")
+    assert "fastest" not in output
 
 
 def test_if_nothing_fits_the_hardware_and_its_memory_are_reported(flag: Flag, project: Project) -> None:
     space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
     auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
-    ran = flag("estimate", auto)
-    assert ran.code == 3
-    assert "of 0.00 GiB (cluster.memory_per_device): " in ran.err
-    assert "; cluster.chip: auto found cpu here; `flag estimate --chip NAME` plans for other hardware" in ran.err
-    assert "None" not in ran.err
-    large = {"hidden_size": 2**16, "ffn_hidden_size": 2**18}
-    spec = project.spec(model=large, cluster={"chip": "A100-40GB", "memory_per_device": None}, auto_tuner=space)
-    ran = flag("estimate", spec)
-    assert "of 40.00 GiB (that of A100-40GB): " in ran.err
-    assert "auto found" not in ran.err
+    completed = flag("estimate", auto)
+    assert completed.code == 3
+    assert "of 0.00 GiB (cluster.memory_per_device): " in completed.err
+    assert "; cluster.chip: auto found cpu here; `flag estimate --chip NAME` plans for other hardware" in completed.err
+    assert "None" not in completed.err
+    large_model = {"hidden_size": 2**16, "ffn_hidden_size": 2**18}
+    spec = project.spec(model=large_model, cluster={"chip": "A100-40GB", "memory_per_device": None}, auto_tuner=space)
+    completed = flag("estimate", spec)
+    assert "of 40.00 GiB (memory of A100-40GB): " in completed.err
+    assert "auto found" not in completed.err
 
 
 def test_a_layer_count_without_any_pipeline_split_is_reported(
@@ -332,8 +342,8 @@ def test_a_layer_count_without_any_pipeline_split_is_reported(
     five = {"num_layers": 5}
     assert flag("estimate", project.spec(model=five)).code == 0
     assert "no candidate has" not in caplog.text
-    even = {"space": {"layer_split": None}}
-    assert flag("estimate", project.spec(model=five, auto_tuner=even)).code == 0
+    even_split = {"space": {"layer_split": None}}
+    assert flag("estimate", project.spec(model=five, auto_tuner=even_split)).code == 0
     (line,) = [line for line in caplog.messages if "no candidate has" in line]
     assert line.startswith("no candidate has pipeline_model_parallel_size > 1: ")
     for words in ("num_layers = 5", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):
@@ -341,18 +351,18 @@ def test_a_layer_count_without_any_pipeline_split_is_reported(
 
 
 def test_counts_without_trials_and_the_runner_of_a_prediction(flag: Flag, project: Project) -> None:
-    reported = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
-    assert "untried" in reported
-    assert "measured" not in reported
-    assert "failed" not in reported
-    assert "; with train.settings." in reported
+    output = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
+    assert "untried" in output
+    assert "measured" not in output
+    assert "failed" not in output
+    assert "; with train.settings." in output
     assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 
 def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_reported(flag: Flag, tmp_path: Path) -> None:
     idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
-    given = {**JOB, "candidate": {**JOB["candidate"], **idle}}
-    first, second = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB, given)))
+    record_given = {**JOB, "candidate": {**JOB["candidate"], **idle}}
+    first, second = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB, record_given)))
     assert "warnings" not in first
     assert second["warnings"] == [
         "sequence_parallel = True does nothing: tensor_model_parallel_size is 1",
@@ -401,9 +411,9 @@ def test_jobs_can_be_a_table(flag: Flag, tmp_path: Path) -> None:
 
 def test_the_detailed_view_has_no_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
     for arguments in ((project.spec(), "--explain", "1"), ("--jobs", jobs(tmp_path, JOB), "--explain", "moe")):
-        ran = flag("estimate", *arguments, "--format", "csv")
-        assert (ran.code, ran.out) == (2, "")
-        assert "--format csv" in ran.err
+        completed = flag("estimate", *arguments, "--format", "csv")
+        assert (completed.code, completed.out) == (2, "")
+        assert "--format csv" in completed.err
 
 
 def test_modules_that_no_candidate_recomputes_are_reported(
@@ -417,9 +427,13 @@ def test_modules_that_no_candidate_recomputes_are_reported(
     assert flag("estimate", project.spec(train=settings, auto_tuner=space)).code == 0
     assert "does nothing" not in caplog.text
 
-    given = {**JOB, "candidate": {**JOB["candidate"], "recompute_modules": ["mlp"]}}
-    used = {**given, "id": "used", "candidate": {**given["candidate"], "recompute_granularity": "selective"}}
-    idle, busy = answers(flag("estimate", "--jobs", jobs(tmp_path, given, used)))
+    record_given = {**JOB, "candidate": {**JOB["candidate"], "recompute_modules": ["mlp"]}}
+    used = {
+        **record_given,
+        "id": "used",
+        "candidate": {**record_given["candidate"], "recompute_granularity": "selective"},
+    }
+    idle, busy = answers(flag("estimate", "--jobs", jobs(tmp_path, record_given, used)))
     assert "recompute_modules = 'mlp' does nothing" in idle.pop("warnings")[0]
     assert "warnings" not in busy
     (plain,) = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB)))
@@ -438,17 +452,17 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
 
 
 def test_broken_rules_of_a_job_are_reported_with_values(flag: Flag, tmp_path: Path) -> None:
-    wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
-    (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, wrong)))
+    invalid = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
+    (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, invalid)))
     assert "must divide num_attention_heads = 16" in answer["reason"]
     assert answer["reason"].endswith(" (here data_parallel_size = 2, tensor_model_parallel_size = 3)")
 
 
 @pytest.mark.parametrize("option", [("--top", "3"), ("--chip", "H200")])
 def test_options_of_a_spec_are_refused_with_jobs(flag: Flag, tmp_path: Path, option: tuple[str, str]) -> None:
-    ran = flag("estimate", "--jobs", jobs(tmp_path, JOB), *option)
-    assert ran.code == 2
-    assert f"{option[0]} requires SPEC" in ran.err
+    completed = flag("estimate", "--jobs", jobs(tmp_path, JOB), *option)
+    assert completed.code == 2
+    assert f"{option[0]} requires SPEC" in completed.err
 
 
 def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
@@ -459,9 +473,9 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
 
 
 def test_a_file_of_jobs_is_not_a_spec(flag: Flag, tmp_path: Path) -> None:
-    ran = flag("estimate", jobs(tmp_path, JOB))
-    assert (ran.code, ran.out) == (2, "")
-    assert "use --jobs" in ran.err
+    completed = flag("estimate", jobs(tmp_path, JOB))
+    assert (completed.code, completed.out) == (2, "")
+    assert "use --jobs" in completed.err
 
 
 @pytest.mark.skipif(shutil.which("vllm") is not None, reason="vLLM is installed")
@@ -474,6 +488,6 @@ def test_flags_of_an_engine_that_is_not_installed_are_reported_as_unchecked(
         serve.pop(key, None)
     file = tmp_path / "spec.yaml"
     file.write_text(yaml.safe_dump({**spec, "serve": serve}))
-    ran = flag("estimate", str(file))
-    assert ran.code == 0, ran.err
+    completed = flag("estimate", str(file))
+    assert completed.code == 0, completed.err
     assert "serve.engine_args (no-such-flag): not checked, vllm is not installed here" in caplog.text

@@ -30,9 +30,9 @@ Flag = Callable[..., Ran]
 @pytest.fixture
 def explained(flag: Flag) -> Callable[..., Any]:
     def call(where: object, candidate: str) -> Any:
-        ran = flag("explain", str(where), candidate, "--json")
-        assert ran.code == 0, ran.err
-        return json.loads(ran.out)
+        completed = flag("explain", str(where), candidate, "--json")
+        assert completed.code == 0, completed.err
+        return json.loads(completed.out)
 
     return call
 
@@ -46,9 +46,11 @@ def test_illegal_candidate_is_reported_with_its_rule_its_values_and_the_smallest
     assert (rule["rule"], rule["values"]) == ("global_batch_size", {"data_parallel_size": 2, "micro_batch_size": 3})
     assert account["predicted"] is None
     assert account["changes"]["allowed"]["differs"] == {"micro_batch_size": [3, 2]}
-    merged = explained(project.spec(), "dp=2, ep=2")  # a dense model has no experts, and asking for them is illegal
-    assert (merged["state"], merged["candidate"]["expert_model_parallel_size"]) == ("illegal", 2)
-    assert merged["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
+    merged_candidate = explained(
+        project.spec(), "dp=2, ep=2"
+    )  # a dense model has no experts, and asking for them is illegal
+    assert (merged_candidate["state"], merged_candidate["candidate"]["expert_model_parallel_size"]) == ("illegal", 2)
+    assert merged_candidate["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 
 
 def test_a_value_outside_the_space_is_reported_and_still_predicted(
@@ -74,10 +76,10 @@ def test_knob_that_does_nothing_is_reported(explained: Callable[..., Any], flag:
 
 def test_knobs_may_be_separated_by_blanks(flag: Flag, project: Project) -> None:
     spec = project.spec()
-    asked = flag("explain", spec, "tp=2, mbs=4").out
-    assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "TP=2 micro_batch_size=4").out == asked
+    request = flag("explain", spec, "tp=2, mbs=4").out
+    assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "TP=2 micro_batch_size=4").out == request
     for typed in ("TP2 MBS4", "tp 2 mbs 4", "no dist-opt TP2, MBS4"):
-        assert flag("explain", spec, typed).out == asked
+        assert flag("explain", spec, typed).out == request
     assert flag("explain", spec, "TP2 quick").code == 2
     assert flag("explain", spec, "candidate").code == 2
 
@@ -87,9 +89,9 @@ def test_a_layout_may_be_typed_before_or_after_equals_signs_and_blanks(
 ) -> None:
     space = {"num_layers_per_virtual_pipeline_stage": [None, 1]}
     spec = project.spec(model={"num_layers": 4}, auto_tuner={"space": space})
-    asked = explained(spec, "tp=2, mbs=4, recompute full uniform 1")["candidate"]
+    request = explained(spec, "tp=2, mbs=4, recompute full uniform 1")["candidate"]
     for typed in ("tp=2 mbs=4 recompute full uniform 1", "TP2 MBS4 recompute=full uniform 1"):
-        assert explained(spec, typed)["candidate"] == asked
+        assert explained(spec, typed)["candidate"] == request
     stages = explained(spec, "pp=2, layers/virtual stage=1, mbs=2")["candidate"]
     for typed in ("pp=2 layers/virtual stage=1 mbs=2", "PP2 layers/virtual stage 1 MBS2"):
         assert explained(spec, typed)["candidate"] == stages
@@ -124,10 +126,10 @@ def test_memory_that_a_candidate_lacks_is_reported_by_parts_that_add_up(
 
 def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) -> None:
     spec = project.spec(cluster={"memory_per_device": "100MiB"})
-    explained = flag("explain", spec, "tp=2, mbs=1")
-    assert explained.code == 0
-    assert "does_not_fit: " in explained.out
-    assert explained.out.endswith("No change helps: no allowed candidate is left.\n")
+    explanation = flag("explain", spec, "tp=2, mbs=1")
+    assert explanation.code == 0
+    assert "does_not_fit: " in explanation.out
+    assert explanation.out.endswith("No change is possible: no allowed candidate is left.\n")
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
@@ -135,13 +137,13 @@ def test_if_nothing_fits_no_change_is_suggested(flag: Flag, project: Project) ->
 def test_the_candidate_can_be_copied_from_a_table(explained: Callable[..., Any], flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
-    listed = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
-    assert any(each["candidate"]["use_recompute"] for each in listed)
-    for each in listed[:: len(listed) // 8]:
+    listing = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
+    assert any(each["candidate"]["use_recompute"] for each in listing)
+    for each in listing[:: len(listing) // 8]:
         account = explained(spec, values_text(each["candidate"], BY_NAME))
         assert account["candidate"] == each["candidate"]
         assert f"number {each['number']:,} of" in account["because"][0]
-    assert explained(spec, "1")["candidate"] == explained(spec, "best")["candidate"] == listed[0]["candidate"]
+    assert explained(spec, "1")["candidate"] == explained(spec, "best")["candidate"] == listing[0]["candidate"]
 
 
 def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, project: Project) -> None:
@@ -158,17 +160,17 @@ def test_an_ambiguous_candidate_is_refused_with_the_available_knobs(flag: Flag, 
         '{"tp": 2': "JSON",
         " , ": "data_parallel_size (DP)",
     }.items():
-        ran = flag("explain", project.spec(), wrong)
-        assert (ran.code, ran.out) == (2, "")
-        assert named in ran.err, ran.err
-        assert ran.err.startswith("flag: ")
-        assert ran.err.count("\n") == 1
-        assert len(ran.err) < 700
+        completed = flag("explain", project.spec(), wrong)
+        assert (completed.code, completed.out) == (2, "")
+        assert named in completed.err, completed.err
+        assert completed.err.startswith("flag: ")
+        assert completed.err.count("\n") == 1
+        assert len(completed.err) < 700
 
 
 def test_a_candidate_may_be_json(explained: Callable[..., Any], project: Project) -> None:
-    typed = explained(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
-    assert typed["candidate"] == explained(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
+    parsed = explained(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
+    assert parsed["candidate"] == explained(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
 
 
 @pytest.mark.parametrize(
@@ -200,17 +202,19 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
-    others = [each for each in project.result()["trials"] if each["state"] == "measured" and each["number"] != number]
-    assert f"{len(others) + 1} measured" in why
+    other_trials = [
+        each for each in project.result()["trials"] if each["state"] == "measured" and each["number"] != number
+    ]
+    assert f"{len(other_trials) + 1} measured" in why
     assert f"(trial {project.result()['baseline']['number']})" in why
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
     assert explained(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = explained(project.run_dir, "baseline")
     assert baseline["candidate"] == project.result()["baseline"]["candidate"]
     assert baseline["changes"]["fastest"]["trial"] == number
-    tried = {json.dumps(each["candidate"]) for each in project.result()["trials"]}
-    others = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
-    untried = next(each["candidate"] for each in others if json.dumps(each["candidate"]) not in tried)
+    tried_candidates = {json.dumps(each["candidate"]) for each in project.result()["trials"]}
+    other_trials = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
+    untried = next(each["candidate"] for each in other_trials if json.dumps(each["candidate"]) not in tried_candidates)
     open_one = explained(project.run_dir, values_text(untried, BY_NAME))
     assert "max_trials = 5" in open_one["because"][0]
     assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
@@ -226,8 +230,8 @@ def test_a_candidate_that_a_trial_excluded_names_the_trial(
     flag("tune", spec, "--run-dir", str(project.run_dir), "-q")
     (failed,) = [each for each in project.result()["trials"] if each["state"] == "out_of_memory"]
     account = explained(project.run_dir, "tp=2, mbs=4")
-    ran = [each for each in project.result()["trials"] if each["candidate"]["micro_batch_size"] == 4]
-    if any(each["candidate"]["tensor_model_parallel_size"] == 2 for each in ran):
+    completed = [each for each in project.result()["trials"] if each["candidate"]["micro_batch_size"] == 4]
+    if any(each["candidate"]["tensor_model_parallel_size"] == 2 for each in completed):
         assert account["state"] == "ran"
     else:
         assert account["rules"][0]["trial"] == failed["number"]
@@ -272,38 +276,38 @@ def test_a_run_with_a_truncated_journal_is_not_reported_as_shorter(flag: Flag, p
     count_trials = project.result()["trials"] + project.result()["repeats"]
     (project.run_dir / "journal.log").unlink()
     for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
-        ran = flag(ask[0], str(project.run_dir), *ask[1:])
-        assert ran.code == 2
-        assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in ran.err
+        completed = flag(ask[0], str(project.run_dir), *ask[1:])
+        assert completed.code == 2
+        assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in completed.err
     assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
 
 
 def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q").code == 0
     journal = project.run_dir / "journal.log"
-    kept = journal.read_text()
+    saved = journal.read_text()
     for name, old, new, message in (
-        ("recompute_method", "null", '"sometimes"', "is of another version"),
+        ("recompute_method", "null", '"sometimes"', "was written by another version"),
         ("recompute_method", "null", "NaN", "not a valid value"),
         ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
         ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is not a finite number"),
         ("telemetry", "{", '3, "x": {', "cannot be read ('int' object is not iterable)"),
         ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
     ):
-        assert f'"{name}":{old}' in kept
-        journal.write_text(kept.replace(f'"{name}":{old}', f'"{name}":{new}'))
-        ran = flag("explain", str(project.run_dir), "tp=2")
-        assert ran.code == 2
-        assert message in ran.err
-        assert ran.err.count("\n") == 1
+        assert f'"{name}":{old}' in saved
+        journal.write_text(saved.replace(f'"{name}":{old}', f'"{name}":{new}'))
+        completed = flag("explain", str(project.run_dir), "tp=2")
+        assert completed.code == 2
+        assert message in completed.err
+        assert completed.err.count("\n") == 1
 
 
 def test_one_candidate_has_no_csv_and_a_run_rejects_another_chip(flag: Flag, project: Project) -> None:
     assert "--format csv" in flag("explain", project.spec(), "best", "--format", "csv").err
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
-    wrong = flag("explain", str(project.run_dir), "best", "--chip", "cpu")
-    assert wrong.code == 2
-    assert "--chip cpu" in wrong.err
+    invalid = flag("explain", str(project.run_dir), "best", "--chip", "cpu")
+    assert invalid.code == 2
+    assert "--chip cpu" in invalid.err
     assert flag("explain", str(project.folder), "best").code == 2
 
 
@@ -311,52 +315,54 @@ def test_a_run_is_reported_with_its_own_chip(explained: Callable[..., Any], flag
     spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
     run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
     assert flag(*run).code == 0
-    kept = Path(project.run_dir, "spec.yaml")
-    data = yaml.safe_load(kept.read_text())
+    saved = Path(project.run_dir, "spec.yaml")
+    data = yaml.safe_load(saved.read_text())
     data["cluster"] = {"memory_per_device": "4GiB"}  # as if its spec had left the chip to discovery
-    before = explained(project.run_dir, "best")
-    kept.write_text(yaml.safe_dump(data))
-    after = explained(project.run_dir, "best")
-    assert (after["chip"], after["devices"]) == ("H100-SXM", 2)
-    assert after["predicted"] == before["predicted"]
+    report_before = explained(project.run_dir, "best")
+    saved.write_text(yaml.safe_dump(data))
+    report_after = explained(project.run_dir, "best")
+    assert (report_after["chip"], report_after["devices"]) == ("H100-SXM", 2)
+    assert report_after["predicted"] == report_before["predicted"]
 
 
 def test_a_stopped_trial_is_not_predicted_faster_than_measured(project: Project) -> None:
-    where = load_snapshot(project.spec(), None, ())
-    row, other = (int(each) for each in rows_by_time(where.problem)[:2])
-    slow_s = 1.01 * float(where.problem.predictions.step_time_s[other])
-    measured = Measurement(
+    snapshot = load_snapshot(project.spec(), None, ())
+    row, other = (int(each) for each in rows_by_time(snapshot.problem)[:2])
+    slow_s = 1.01 * float(snapshot.problem.predictions.step_time_s[other])
+    measurement = Measurement(
         step_times_s=(slow_s,), step_time_s=slow_s, spread_s=0.0, tokens_per_second_per_device=1.0, partial=True
     )
-    stopped = Trial(
+    stopped_trial = Trial(
         number=2,
-        candidate=where.problem.space.candidate(row),
+        candidate=snapshot.problem.space.candidate(row),
         role=Role.SEARCH,
         state=TrialState.STOPPED,
         predicted={},
-        measurement=measured,
+        measurement=measurement,
     )
-    after = replace(where, search_state=learn((stopped,)))
-    last = where.problem.space.candidate(int(rows_by_time(where.problem)[-1]))
-    slowest = values_text(last.as_dict(), BY_NAME)
-    assert candidate_report(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
-    assert candidate_report(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
-    beside = candidate_report(after, "2")
-    assert "fastest" not in beside.changes
-    itself = candidate_report(after, "1")
+    learned = replace(snapshot, search_state=learn((stopped_trial,)))
+    last_candidate = snapshot.problem.space.candidate(int(rows_by_time(snapshot.problem)[-1]))
+    slowest = values_text(last_candidate.as_dict(), BY_NAME)
+    assert candidate_report(snapshot, slowest).changes["fastest"]["candidate"] == stopped_trial.candidate.as_dict()
+    assert candidate_report(learned, slowest).changes["fastest"]["candidate"] != stopped_trial.candidate.as_dict()
+    comparison_text = candidate_report(learned, "2")
+    assert "fastest" not in comparison_text.changes
+    itself = candidate_report(learned, "1")
     assert itself.expected_s == slow_s
 
 
 def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared_with(project: Project) -> None:
-    where = load_snapshot(project.spec(), None, ())
-    best, slow = (where.problem.space.candidate(int(row)) for row in rows_by_time(where.problem)[[0, 5]])
-    several = [
+    snapshot = load_snapshot(project.spec(), None, ())
+    best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 5]])
+    trials_of_run = [
         _ran(1, best, 1.0),
         _ran(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
         _ran(3, best, 0.5, role=Role.REPEAT),
     ]
     ended = "surely slower than the best: by far"
-    alone, beside_one, beside_two = (_why(where, some) for some in (several[1:2], several[:2], several))
+    alone, beside_one, beside_two = (
+        _why(snapshot, some) for some in (trials_of_run[1:2], trials_of_run[:2], trials_of_run)
+    )
     assert all(text.startswith("trial 2 (search) stopped: 3 s/step") for text in (alone, beside_one, beside_two))
     assert all(text.endswith(ended) for text in (alone, beside_one, beside_two))
     assert "+200.0%" in beside_one
@@ -366,50 +372,56 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 
 
 def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> None:
-    where = load_snapshot(project.spec(), None, ())
-    best, near, slow = (where.problem.space.candidate(int(row)) for row in rows_by_time(where.problem)[[0, 3, 5]])
-    several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
-    after = replace(where, search_state=learn(several))
+    snapshot = load_snapshot(project.spec(), None, ())
+    best, near, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 3, 5]])
+    trials_of_run = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
+    learned_snapshot = replace(snapshot, search_state=learn(trials_of_run))
 
     def explained(trial: Trial) -> list[str]:
-        row = where.problem.space.find(trial.candidate)
-        return state_of(after, trial.candidate, row, [trial], [], None)[1]
+        row = snapshot.problem.space.find(trial.candidate)
+        return state_of(learned_snapshot, trial.candidate, row, [trial], [], None)[1]
 
-    assert explained(several[1])[-1] == "not significantly slower than the best"
+    assert explained(trials_of_run[1])[-1] == "not significantly slower than the best"
     assert not any(
-        "not significantly slower" in line for trial in (several[0], several[2]) for line in explained(trial)
+        "not significantly slower" in line
+        for trial in (trials_of_run[0], trials_of_run[2])
+        for line in explained(trial)
     )
-    once = replace(where, search_state=learn(several[:3]))
-    assert len(state_of(once, near, where.problem.space.find(near), several[1:2], [], None)[1]) == 1
+    single_run_snapshot = replace(snapshot, search_state=learn(trials_of_run[:3]))
+    assert (
+        len(state_of(single_run_snapshot, near, snapshot.problem.space.find(near), trials_of_run[1:2], [], None)[1])
+        == 1
+    )
 
 
 def _why(where: Snapshot, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
-    after = replace(where, search_state=learn(trials))
-    return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
+    learned_snapshot = replace(where, search_state=learn(trials))
+    return state_of(learned_snapshot, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
 def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
-    where = load_snapshot(project.spec(), None, ())
-    rows = rows_by_time(where.problem)[:2]
-    best, slow = (where.problem.space.candidate(int(row)) for row in rows)
+    snapshot = load_snapshot(project.spec(), None, ())
+    rows = rows_by_time(snapshot.problem)[:2]
+    best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows)
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)
-    after = replace(where, search_state=learn(probes, PROBE), run=run)
-    explained = [
-        state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)
+    learned_snapshot = replace(snapshot, search_state=learn(probes, PROBE), run=run)
+    explanation = [
+        state_of(learned_snapshot, each.candidate, int(row), [each], [], None)
+        for each, row in zip(probes, rows, strict=True)
     ]
-    state, (ended, why), _taught = explained[0]
+    state, (ended, why), _taught = explanation[0]
     assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
     assert "-50.0%" in why
     assert "(trial 2)" in why
-    beside = "+100.0% in time vs the best (trial 1: 1 s/step)"
-    assert explained[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
+    comparison_text = "+100.0% in time vs the best (trial 1: 1 s/step)"
+    assert explanation[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {comparison_text}"])
 
 
 def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:
-    measured = Measurement(
+    measurement = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
     )
-    how = {"role": Role.SEARCH, "state": TrialState.MEASURED} | more
-    return Trial(number=number, candidate=candidate, predicted={}, measurement=measured, **how)
+    trial_fields = {"role": Role.SEARCH, "state": TrialState.MEASURED} | more
+    return Trial(number=number, candidate=candidate, predicted={}, measurement=measurement, **trial_fields)

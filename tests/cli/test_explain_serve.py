@@ -41,13 +41,13 @@ def spec(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
-    explained = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
-    assert "output tok/s (80%: " in explained
-    assert "  p50: TTFT " in explained
-    assert "cache " in explained
+    explanation = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
+    assert "output tok/s (80%: " in explanation
+    assert "  p50: TTFT " in explanation
+    assert "cache " in explanation
     account = json.loads(flag("explain", spec(), "parallel=3", "--json").out)
     assert account["state"] == "not in the space"
-    assert "it would be legal, and fit" in account["because"]
+    assert "it would be legal, and would fit" in account["because"]
     assert account["predicted"]["output_tokens_per_s"] > 0
     illegal = json.loads(flag("explain", spec(), "instances=3", "--json").out)
     assert illegal["rules"][0]["values"]["instances"] == 3
@@ -56,9 +56,9 @@ def test_server_is_reported_by_its_objective_its_latencies_and_its_cache(flag: F
 
 def test_two_servers_are_compared_by_rate_latency_and_memory(flag: Flag, spec: Callable[..., str]) -> None:
     arguments = ("compare", "--spec", spec(), "instances 2, parallel 4, threads 1", "baseline")
-    both = json.loads(flag(*arguments, "--json").out)
-    assert both["figures"].keys() >= {"ttft_s.p50", "tpot_s.p50"}
-    assert both["memory"]["cache"][0] > 0
+    comparison = json.loads(flag(*arguments, "--json").out)
+    assert comparison["figures"].keys() >= {"ttft_s.p50", "tpot_s.p50"}
+    assert comparison["memory"]["cache"][0] > 0
     assert "~output tok/s" in flag(*arguments).out
 
 
@@ -72,13 +72,15 @@ def test_value_that_a_plugin_refuses_is_reported_with_its_reason(flag: Flag, spe
 
 
 def test_if_no_trial_met_the_limits_there_is_no_best(spec: Callable[..., str]) -> None:
-    where = load_snapshot(spec(serve={**SPEC["serve"], "slo": {"ttft_s": {"p99": 5.0}}}), None, ())
-    space = where.problem.space
-    late = [replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))]
-    run: Any = SimpleNamespace(best=None, trials=late, repeats=(), probes=(), imported=())
-    after = replace(where, search_state=learn(late), run=run)
+    snapshot = load_snapshot(spec(serve={**SPEC["serve"], "slo": {"ttft_s": {"p99": 5.0}}}), None, ())
+    space = snapshot.problem.space
+    late_trials = [
+        replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))
+    ]
+    run: Any = SimpleNamespace(best=None, trials=late_trials, repeats=(), probes=(), imported=())
+    learned_snapshot = replace(snapshot, search_state=learn(late_trials), run=run)
     with pytest.raises(UsageError, match="p99 TTFT <= 5 s"):
-        candidate_report(after, "best")
-    assert not allowed_rows(after).size
-    kept = [*late[:-1], replace(trial(len(late) - 1, 1.0), candidate=late[-1].candidate)]
-    assert allowed_rows(replace(after, search_state=learn(kept))).tolist() == [len(late) - 1]
+        candidate_report(learned_snapshot, "best")
+    assert not allowed_rows(learned_snapshot).size
+    saved = [*late_trials[:-1], replace(trial(len(late_trials) - 1, 1.0), candidate=late_trials[-1].candidate)]
+    assert allowed_rows(replace(learned_snapshot, search_state=learn(saved))).tolist() == [len(late_trials) - 1]

@@ -31,14 +31,14 @@ finally:
 
 
 def imported(project: Project, watched: tuple[str, ...], *arguments: str) -> list[str]:
-    done = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", IMPORTED, ",".join(watched), *arguments],
         capture_output=True,
         text=True,
         cwd=project.folder,
         check=True,
     )
-    return done.stderr.strip().splitlines()[-1].split()[1:]
+    return completed_process.stderr.strip().splitlines()[-1].split()[1:]
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("tune", "--help"), ("estimate", "--help")])
@@ -56,9 +56,9 @@ def test_planning_does_not_import_torch(project: Project) -> None:
     "command", ["calibrate", "devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"]
 )
 def test_every_command_reports_what_it_does(flag: Flag, command: str) -> None:
-    ran = flag(command, "--help")
-    assert ran.code == 0
-    assert ran.out.startswith(f"Usage: flag {command}")
+    completed = flag(command, "--help")
+    assert completed.code == 0
+    assert completed.out.startswith(f"Usage: flag {command}")
     assert command in flag("--help").out
 
 
@@ -78,12 +78,12 @@ def test_a_failing_vendor_tool_is_reported_and_the_cpu_is_not_used_instead(
     tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    reported = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
-    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in reported)
-    ran = flag("estimate", project.spec(cluster={"chip": "auto"}))
-    assert ran.code == 4
-    assert "driver mismatch" in ran.err
-    assert "cluster.chip: cpu" in ran.err
+    output = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
+    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in output)
+    completed = flag("estimate", project.spec(cluster={"chip": "auto"}))
+    assert completed.code == 4
+    assert "driver mismatch" in completed.err
+    assert "cluster.chip: cpu" in completed.err
 
 
 def test_estimate_has_the_same_content_in_each_format(flag: Flag, project: Project) -> None:
@@ -101,9 +101,9 @@ def test_estimate_has_the_same_content_in_each_format(flag: Flag, project: Proje
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 def test_output_that_cannot_be_written_is_reported_in_one_line() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "flag: cannot write the output: No space left on device\n"
+        completed_process = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert completed_process.returncode == 2
+    assert completed_process.stderr == "flag: cannot write the output: No space left on device\n"
 
 
 def test_a_reader_that_closes_the_pipe_is_not_a_failure() -> None:
@@ -116,8 +116,10 @@ def test_a_reader_that_closes_the_pipe_is_not_a_failure() -> None:
 
 
 def test_a_closed_stdout_is_not_a_failure() -> None:
-    done = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *FLAG, "schema"], stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed_process = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *FLAG, "schema"], stderr=subprocess.PIPE, text=True
+    )
+    assert (completed_process.returncode, completed_process.stderr) == (0, "")
 
 
 @pytest.mark.slow
@@ -140,8 +142,8 @@ def test_nohup_is_respected(project: Project) -> None:
 
 
 def test_a_misspelt_command_gets_a_suggestion(flag: Callable[..., Ran]) -> None:
-    ran = flag("estimat")
-    assert (ran.code, ran.out) == (2, "")
-    assert "'estimat'" in ran.err
-    assert "'estimate'?" in ran.err
+    completed = flag("estimat")
+    assert (completed.code, completed.out) == (2, "")
+    assert "'estimat'" in completed.err
+    assert "'estimate'?" in completed.err
     assert "?" not in flag("zzz").err

@@ -30,19 +30,19 @@ def test_help_and_usage_errors_are_chinese(flag: Flag) -> None:
     assert lines[0].startswith("用法")
     assert max(map(columns, lines)) <= 80
     assert CHINESE.search(flag("--help").out)
-    ran = flag("tuen")
-    assert ran.code == 2
-    assert CHINESE.search(ran.err)
-    assert "'tune'" in ran.err
+    completed = flag("tuen")
+    assert completed.code == 2
+    assert CHINESE.search(completed.err)
+    assert "'tune'" in completed.err
 
 
 def test_tables_are_chinese_and_aligned(flag: Flag, project: Project) -> None:
     heading, rule, *rows = flag("estimate", project.spec()).out.splitlines()
     assert CHINESE.search(heading)
-    ends = [match.end() for match in re.finditer("-+", rule)]
+    column_ends = [match.end() for match in re.finditer("-+", rule)]
     for line in (heading, *rows):
-        narrow = "".join(letter + "\0" * (columns(letter) - 1) for letter in line)
-        assert all(narrow[end : end + 2].strip() == "" for end in ends)
+        narrow_output = "".join(letter + "\0" * (columns(letter) - 1) for letter in line)
+        assert all(narrow_output[end : end + 2].strip() == "" for end in column_ends)
 
 
 def test_data_formats_are_english(flag: Flag, project: Project) -> None:
@@ -51,29 +51,29 @@ def test_data_formats_are_english(flag: Flag, project: Project) -> None:
         assert not CHINESE.search(flag("estimate", spec, "--format", form).out)
     assert json.loads(flag("explain", spec, "--json").out)["counts"]
     assert not CHINESE.search(flag("doctor", "--json").out)
-    bad = project.folder / "jobs.jsonl"
-    bad.write_text('{"id": "a", "chip": "cpu", "train": 1}\n', encoding="utf-8")
-    ran = flag("estimate", "--jobs", str(bad))
-    assert json.loads(ran.out)["status"] == "invalid"
-    assert not CHINESE.search(ran.out)
+    bad_jobs = project.folder / "jobs.jsonl"
+    bad_jobs.write_text('{"id": "a", "chip": "cpu", "train": 1}\n', encoding="utf-8")
+    completed = flag("estimate", "--jobs", str(bad_jobs))
+    assert json.loads(completed.out)["status"] == "invalid"
+    assert not CHINESE.search(completed.out)
 
 
 def test_an_unknown_language_is_invalid_usage(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLAGCORE_LANG", "klingon")
-    ran = flag("--help")
-    assert (ran.code, ran.out) == (2, "")
-    assert "FLAGCORE_LANG = 'klingon'" in ran.err
+    completed = flag("--help")
+    assert (completed.code, completed.out) == (2, "")
+    assert "FLAGCORE_LANG = 'klingon'" in completed.err
 
 
 @pytest.mark.slow
 def test_a_terminal_that_cannot_encode_chinese_gets_english(project: Project) -> None:
-    ran = project.run("--help", PYTHONIOENCODING="ascii")
-    assert ran.code == 0
-    assert ran.out.startswith("Usage: flag")
+    completed = project.run("--help", PYTHONIOENCODING="ascii")
+    assert completed.code == 0
+    assert completed.out.startswith("Usage: flag")
 
 
 def test_english_loads_no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLAGCORE_LANG")
     code = f"{FLAG[2].rpartition(';')[0]}; from flagcore import i18n; i18n._('x'); print(i18n._catalogue('en'))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "NullTranslations" in ran.stdout
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "NullTranslations" in completed.stdout

@@ -33,19 +33,19 @@ def spec(project: Project) -> Callable[..., str]:
 
 
 def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag, spec: Callable[..., str]) -> None:
-    listed = flag("estimate", spec(LARGE, SMALL))
-    assert "on 4 x cpu (2) + cpu (2):" in listed.err
-    assert "illegal: stages_in_one_group" in listed.err
-    found = json.loads(flag("estimate", spec(LARGE, SMALL), "--json").out)
-    assert found
-    assert {each["candidate"]["pipeline_model_parallel_size"] % 2 for each in found} == {0}
-    assert all(each["mfu"] > 0 for each in found)
+    listing = flag("estimate", spec(LARGE, SMALL))
+    assert "on 4 x cpu (2) + cpu (2):" in listing.err
+    assert "illegal: stages_in_one_group" in listing.err
+    result = json.loads(flag("estimate", spec(LARGE, SMALL), "--json").out)
+    assert result
+    assert {each["candidate"]["pipeline_model_parallel_size"] % 2 for each in result} == {0}
+    assert all(each["mfu"] > 0 for each in result)
 
 
 def test_the_capacity_reported_is_that_of_the_stage_with_the_least_room(flag: Flag, spec: Callable[..., str]) -> None:
     def memory(*groups: dict[str, Any]) -> dict[str, Any]:
-        reported = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
-        found: dict[str, Any] = reported["memory"]
+        output = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
+        found: dict[str, Any] = output["memory"]
         return found
 
     last, first = memory(LARGE, SMALL), memory(SMALL, LARGE)
@@ -55,29 +55,29 @@ def test_the_capacity_reported_is_that_of_the_stage_with_the_least_room(flag: Fl
 
 
 def test_the_rule_about_stages_is_explained(flag: Flag, spec: Callable[..., str]) -> None:
-    reported = flag("explain", spec(LARGE, SMALL))
-    assert "must be a multiple of 2, so that no stage has devices of two node groups" in reported.out
+    output = flag("explain", spec(LARGE, SMALL))
+    assert "must be a multiple of 2, so that no stage has devices of two node groups" in output.out
 
 
 def test_without_a_custom_command_nothing_runs_on_a_mixed_cluster(
     flag: Flag, spec: Callable[..., str], project: Project
 ) -> None:
-    ran = flag("tune", spec(LARGE, SMALL), "--run-dir", str(project.run_dir))
-    assert (ran.code, ran.out) == (2, "")
-    assert "cluster.groups" in ran.err
-    assert "flag estimate" in ran.err
-    assert "train.command" in ran.err
+    completed = flag("tune", spec(LARGE, SMALL), "--run-dir", str(project.run_dir))
+    assert (completed.code, completed.out) == (2, "")
+    assert "cluster.groups" in completed.err
+    assert "flag estimate" in completed.err
+    assert "train.command" in completed.err
     assert not project.run_dir.exists()
 
 
 def test_another_chip_for_a_mixed_cluster_is_wrong_usage(flag: Flag, spec: Callable[..., str]) -> None:
-    ran = flag("estimate", spec(LARGE, SMALL), "--chip", "cpu")
-    assert ran.code == 2
-    assert "cluster.groups" in ran.err
+    completed = flag("estimate", spec(LARGE, SMALL), "--chip", "cpu")
+    assert completed.code == 2
+    assert "cluster.groups" in completed.err
 
 
 def test_an_unknown_network_between_groups_is_reported(flag: Flag, spec: Callable[..., str]) -> None:
     unknown = {key: value for key, value in SMALL.items() if key != "nic_bytes_per_second"}
-    ran = flag("estimate", spec(LARGE, unknown))
-    assert ran.code == 0
-    assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in ran.err
+    completed = flag("estimate", spec(LARGE, unknown))
+    assert completed.code == 0
+    assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in completed.err

@@ -119,18 +119,18 @@ def run(project: Project, *arguments: str) -> Ran:
 
 
 def test_it_is_tuned(acme: Project) -> None:
-    ran = run(acme, "tune", "spec.yaml", "--run-dir", str(acme.run_dir))
-    assert ran.code == 0, ran.err
+    completed = run(acme, "tune", "spec.yaml", "--run-dir", str(acme.run_dir))
+    assert completed.code == 0, completed.err
     result = acme.result()
     assert {trial["state"] for trial in result["trials"]} == {"measured"}
-    measured = {trial["candidate"].get("slots"): trial["measured"]["effective"] for trial in result["trials"]}
-    assert [measured[slots]["slots"] for slots in (2, 4)] == [2, 4]
+    measurement = {trial["candidate"].get("slots"): trial["measured"]["effective"] for trial in result["trials"]}
+    assert [measurement[slots]["slots"] for slots in (2, 4)] == [2, 4]
 
 
 def test_it_is_estimated_and_its_knobs_are_checked(acme: Project) -> None:
-    ran = run(acme, "estimate", "spec.yaml")
-    assert ran.code == 0, ran.err
+    completed = run(acme, "estimate", "spec.yaml")
+    assert completed.code == 0, completed.err
     spec(acme, slot=[1])
-    ran = run(acme, "estimate", "spec.yaml")
-    assert ran.code == 2
-    assert "auto_tuner.space.slot" in ran.err
+    completed = run(acme, "estimate", "spec.yaml")
+    assert completed.code == 2
+    assert "auto_tuner.space.slot" in completed.err

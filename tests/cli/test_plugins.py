@@ -71,26 +71,26 @@ def install(folder: Path, name: str, source: str) -> str:
 
 def test_a_broken_plugin_is_reported_and_others_still_work(project: Project) -> None:
     path = install(project.folder, "broken", BROKEN)
-    reported = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
-    listed = project.run("plugins", "list", "--json", PYTHONPATH=path)
-    assert listed.code == 0
-    plugins = {plugin["name"]: plugin for plugin in json.loads(listed.out)}
+    output = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
+    listing = project.run("plugins", "list", "--json", PYTHONPATH=path)
+    assert listing.code == 0
+    plugins = {plugin["name"]: plugin for plugin in json.loads(listing.out)}
     assert plugins["broken"]["status"] == "failed"
-    assert plugins["broken"]["problem"] == reported
+    assert plugins["broken"]["problem"] == output
     assert plugins["cpu"]["status"] == "loaded"
     spec = project.spec(control={"max_trials": 2, "repeats": 0})
     for command in (
         ("estimate", spec, "--json"),
         ("tune", spec, "--json", "--run-dir", str(project.run_dir)),
     ):
-        ran = project.run(*command, PYTHONPATH=path)
-        assert ran.code == 0, ran.err
-        assert json.loads(ran.out)
-        assert reported in ran.err.splitlines()
-        assert "Traceback" not in ran.err
-    quiet = project.run("estimate", spec, "--no-plugin", "broken", "--json", PYTHONPATH=path)
-    assert quiet.code == 0
-    assert "broken" not in quiet.err
+        completed = project.run(*command, PYTHONPATH=path)
+        assert completed.code == 0, completed.err
+        assert json.loads(completed.out)
+        assert output in completed.err.splitlines()
+        assert "Traceback" not in completed.err
+    quiet_run = project.run("estimate", spec, "--no-plugin", "broken", "--json", PYTHONPATH=path)
+    assert quiet_run.code == 0
+    assert "broken" not in quiet_run.err
 
 
 def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -> None:
@@ -98,25 +98,25 @@ def test_an_added_plugin_changes_detection_planning_and_runs(project: Project) -
     devices = json.loads(project.run("devices", "--json", PYTHONPATH=path).out)
     assert {"newcomer-1"} <= {device["chip"] for device in devices}
     spec = project.spec(cluster={"chip": "auto", "memory_per_device": None}, control={"max_trials": 3, "repeats": 0})
-    found = project.run("estimate", spec, "--json", PYTHONPATH=path)
-    assert found.code == 0, found.err
-    assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(found.out)} == {1}
-    ran = project.run("tune", spec, "--json", "--run-dir", str(project.run_dir), PYTHONPATH=path)
-    assert ran.code == 0, ran.err
-    result = json.loads(ran.out)
+    estimate = project.run("estimate", spec, "--json", PYTHONPATH=path)
+    assert estimate.code == 0, estimate.err
+    assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(estimate.out)} == {1}
+    completed = project.run("tune", spec, "--json", "--run-dir", str(project.run_dir), PYTHONPATH=path)
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
     assert result["chip"] == "newcomer-1"
     assert result["counts"]["pruned"]["newcomer_no_tensor"] > 0
-    launched = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
-    assert launched["environment"]["NEWCOMER_FAST"] == "1"
+    launch_record = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
+    assert launch_record["environment"]["NEWCOMER_FAST"] == "1"
 
 
 def test_a_plugin_that_cannot_prepare_trials_fails_them_and_is_named(project: Project) -> None:
     path = install(project.folder, "newcomer", NEWCOMER)
     spec = project.spec(cluster={"chip": "newcomer-1", "memory_per_device": None})
-    ran = project.run("tune", spec, "-q", "--run-dir", str(project.run_dir), PYTHONPATH=path, NEWCOMER_BREAKS="1")
-    assert ran.code == 5
-    assert "no wrapper here" in ran.err
-    assert "Traceback" not in ran.err
+    completed = project.run("tune", spec, "-q", "--run-dir", str(project.run_dir), PYTHONPATH=path, NEWCOMER_BREAKS="1")
+    assert completed.code == 5
+    assert "no wrapper here" in completed.err
+    assert "Traceback" not in completed.err
     assert {trial["state"] for trial in project.result()["trials"]} == {"failed"}
 
 
@@ -138,17 +138,17 @@ def test_plugins_are_switched_off_by_option_and_by_environment(
 
 
 def test_a_plugin_that_cannot_be_switched_off_is_reported(project: Project) -> None:
-    ran = project.run("estimate", project.spec(), "--no-plugin", "cpuu")
-    assert ran.code == 0
-    assert "did you mean cpu?" in ran.err
+    completed = project.run("estimate", project.spec(), "--no-plugin", "cpuu")
+    assert completed.code == 0
+    assert "did you mean cpu?" in completed.err
 
 
 def test_every_plugin_of_the_checkout_is_reported_with_its_chips_in_each_format(flag: Flag) -> None:
     for form in ("table", "json", "jsonl", "yaml", "csv"):
-        ran = flag("plugins", "list", "--format", form)
-        assert ran.code == 0
-        assert "cpu" in ran.out
-        assert "loaded" in ran.out
+        completed = flag("plugins", "list", "--format", form)
+        assert completed.code == 0
+        assert "cpu" in completed.out
+        assert "loaded" in completed.out
 
 
 def test_chips_are_listed_with_their_aliases_and_dashes_for_unknown_facts(flag: Flag) -> None:

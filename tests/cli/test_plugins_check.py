@@ -18,16 +18,16 @@ Flag = Callable[..., Ran]
 @pytest.fixture
 def acme(flag: Flag, tmp_path: Path) -> Path:
     """A new plugin, as it is written."""
-    ran = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path))
-    assert ran.code == 0, ran.err
-    assert f"pip install -e {ran.out.strip()} && flag plugins check {ran.out.strip()}" in ran.err
-    return Path(ran.out.strip())
+    completed = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path))
+    assert completed.code == 0, completed.err
+    assert f"pip install -e {completed.out.strip()} && flag plugins check {completed.out.strip()}" in completed.err
+    return Path(completed.out.strip())
 
 
 def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, acme: Path) -> None:
-    ran = flag("plugins", "check", str(acme), "--format", "json")
-    assert ran.code == 0, ran.out
-    (plugin,) = json.loads(ran.out)["plugins"]
+    completed = flag("plugins", "check", str(acme), "--format", "json")
+    assert completed.code == 0, completed.out
+    (plugin,) = json.loads(completed.out)["plugins"]
     assert list(plugin) == ["name", "version", "passed", "failed", "skipped", "failures"]
     assert (plugin["name"], plugin["version"], plugin["failed"], plugin["failures"]) == ("acme", "0.1.0", 0, [])
     assert plugin["passed"] >= 40
@@ -39,13 +39,13 @@ def test_a_new_plugin_passes_every_check_and_lists_its_placeholders(flag: Flag, 
 def test_a_failed_check_is_reported_with_its_fix(flag: Flag, acme: Path) -> None:
     chip = acme / "flagcore_acme/chips/a1.yaml"
     chip.write_text(chip.read_text().replace("68719476736", "64"))
-    ran = flag("plugins", "check", str(acme), "--format", "json")
-    assert ran.code == 4
-    assert "acme" in ran.err
-    failures = {each["check"]: each for each in json.loads(ran.out)["plugins"][0]["failures"]}
-    found = failures["figures_are_plausible"]
-    assert "A1: memory_bytes = 64" in found["message"]
-    assert "bytes" in found["fix"]
+    completed = flag("plugins", "check", str(acme), "--format", "json")
+    assert completed.code == 4
+    assert "acme" in completed.err
+    failures = {each["check"]: each for each in json.loads(completed.out)["plugins"][0]["failures"]}
+    result = failures["figures_are_plausible"]
+    assert "A1: memory_bytes = 64" in result["message"]
+    assert "bytes" in result["fix"]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(
 ) -> None:
     hooks = acme / "flagcore_acme/hooks.py"
     hooks.write_text(hooks.read_text().replace("from __future__ import annotations\n", f"{hook}\n"))
-    ran = flag("plugins", "check", str(acme), "--format", "json")
-    assert ran.code == 4
-    (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
+    completed = flag("plugins", "check", str(acme), "--format", "json")
+    assert completed.code == 4
+    (failure,) = json.loads(completed.out)["plugins"][0]["failures"]
     assert failure["check"] == "plugin_loads"
     assert reported in failure["message"]
 
@@ -72,9 +72,9 @@ def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(
 def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, reported: str) -> None:
     file = acme / "pyproject.toml"
     file.write_text(file.read_text().replace(old, old[:-1], 1))
-    ran = flag("plugins", "check", str(acme), "--format", "json")
-    assert ran.code == 4
-    (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
+    completed = flag("plugins", "check", str(acme), "--format", "json")
+    assert completed.code == 4
+    (failure,) = json.loads(completed.out)["plugins"][0]["failures"]
     assert reported in failure["message"]
     assert failure["fix"]
 
@@ -96,9 +96,9 @@ class Endless(VendorPlugin):
 plugin = Endless(**vars(plugin))
 """
     hooks.write_text(hooks.read_text() + endless)
-    ran = flag("plugins", "check", str(acme), "--format", "json")
-    assert ran.code == 4
-    assert "it took more than 8 s" in json.loads(ran.out)["plugins"][0]["failures"][-1]["message"]
+    completed = flag("plugins", "check", str(acme), "--format", "json")
+    assert completed.code == 4
+    assert "it took more than 8 s" in json.loads(completed.out)["plugins"][0]["failures"][-1]["message"]
 
 
 def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
@@ -107,29 +107,29 @@ def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
 
 
 def test_an_unknown_plugin_is_reported_with_the_nearest(flag: Flag, tmp_path: Path) -> None:
-    ran = flag("plugins", "check", "metaxx")
-    assert (ran.code, "did you mean metax?" in ran.err) == (2, True)
+    completed = flag("plugins", "check", "metaxx")
+    assert (completed.code, "did you mean metax?" in completed.err) == (2, True)
     assert flag("plugins", "check", str(tmp_path)).code == 2
     assert flag("plugins", "check", "cpu", "--all").code == 2
 
 
 @pytest.mark.parametrize("name", ["Acme", "1acme", "ac-me", "class", "cpu", "", "../up"])
 def test_an_invalid_or_taken_name_is_refused(flag: Flag, tmp_path: Path, name: str) -> None:
-    ran = flag("plugins", "new", name, "--directory", str(tmp_path))
-    assert ran.code == 2
-    assert f"NAME {name!r}" in ran.err
+    completed = flag("plugins", "new", name, "--directory", str(tmp_path))
+    assert completed.code == 2
+    assert f"NAME {name!r}" in completed.err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_files_are_not_overwritten(flag: Flag, acme: Path) -> None:
-    before = (acme / "README.md").read_text()
-    ran = flag("plugins", "new", "acme", "--directory", str(acme.parent))
-    assert (ran.code, "exists already" in ran.err) == (2, True)
-    assert (acme / "README.md").read_text() == before
+    readme_before = (acme / "README.md").read_text()
+    completed = flag("plugins", "new", "acme", "--directory", str(acme.parent))
+    assert (completed.code, "exists already" in completed.err) == (2, True)
+    assert (acme / "README.md").read_text() == readme_before
 
 
 def test_a_chip_of_another_plugin_and_invalid_names_are_refused(flag: Flag, tmp_path: Path) -> None:
     for option, word in (("--chip", "cpu"), ("--chip", "A 1"), ("--vendor", 'A"B')):
-        ran = flag("plugins", "new", "acme", option, word, "--directory", str(tmp_path))
-        assert (ran.code, option in ran.err) == (2, True)
+        completed = flag("plugins", "new", "acme", option, word, "--directory", str(tmp_path))
+        assert (completed.code, option in completed.err) == (2, True)
     assert list(tmp_path.iterdir()) == []

@@ -32,9 +32,9 @@ KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parall
 @needs_megatron
 def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
     folder = project.folder / "kept"
-    ran = flag("probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder))
-    assert ran.code == 0, ran.err
-    (found,) = json.loads(ran.out)
+    completed = flag("probe", project.spec(**WORLD), "--candidate", TWO_STAGES, "--json", "--folder", str(folder))
+    assert completed.code == 0, completed.err
+    (found,) = json.loads(completed.out)
     assert found["devices"] == 32
     assert found["candidate"]["pipeline_model_parallel_size"] == 2
     assert [rank["rank"] for rank in found["ranks"]] == [0, 16]
@@ -51,41 +51,43 @@ def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Pr
     assert combined["time"]["compute_s"] == slowest
     assert combined["time"]["pp_comm_s"] == found["predicted"]["time"]["pp_comm_s"]
     assert combined["memory"]["fits"] is True
-    assert "flag: probing rank 0 of 32: " in ran.err
+    assert "flag: probing rank 0 of 32: " in completed.err
     assert project.all_gone()
 
 
 @needs_megatron
 def test_table_has_a_line_a_rank_and_reports_what_was_scaled_up(flag: Flag, project: Project) -> None:
-    ran = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
-    assert ran.code == 0, ran.err
-    heading, _, line = ran.out.splitlines()
+    completed = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
+    assert completed.code == 0, completed.err
+    heading, _, line = completed.out.splitlines()
     assert heading.split()[:4] == ["rank", "stage", "state", "static"]
     assert line.split()[:3] == ["31", "3", "measured"]
-    assert "16 micro-batches" in ran.err
-    assert "with probe: DP 4, TP 2, PP 4" in ran.err
+    assert "16 micro-batches" in completed.err
+    assert "with probe: DP 4, TP 2, PP 4" in completed.err
 
 
 @needs_megatron
 def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
-    small = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "192MiB"}}
-    tiny = {**small, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
-    ran = flag("probe", project.spec(**tiny), "--candidate", "data_parallel_size=8", "--rank", "7", "--format", "csv")
-    assert ran.code == 0, ran.err
-    (line,) = csv.DictReader(io.StringIO(ran.out))
+    small_spec = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "192MiB"}}
+    tiny = {**small_spec, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
+    completed = flag(
+        "probe", project.spec(**tiny), "--candidate", "data_parallel_size=8", "--rank", "7", "--format", "csv"
+    )
+    assert completed.code == 0, completed.err
+    (line,) = csv.DictReader(io.StringIO(completed.out))
     assert line["state"] == "out_of_memory"
 
 
 @needs_megatron
 def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
-    slow = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
-    running = project.start("probe", project.spec(**slow), "--candidate", KNOBS, "--folder", str(project.folder))
-    started = time.monotonic()
-    while not list(project.folder.glob("candidate-0/rank-0/steps.jsonl")) and time.monotonic() < started + 60:
+    slow_spec = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
+    process = project.start("probe", project.spec(**slow_spec), "--candidate", KNOBS, "--folder", str(project.folder))
+    start_time = time.monotonic()
+    while not list(project.folder.glob("candidate-0/rank-0/steps.jsonl")) and time.monotonic() < start_time + 60:
         time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=60)
-    assert running.returncode == 130, err
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
     assert project.all_gone()
 
 
@@ -101,26 +103,26 @@ def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
     ],
 )
 def test_invalid_requests_are_reported(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
-    ran = flag("probe", project.spec(**WORLD), *arguments)
-    assert ran.code in (2, 4)
-    assert says in ran.err
+    completed = flag("probe", project.spec(**WORLD), *arguments)
+    assert completed.code in (2, 4)
+    assert says in completed.err
 
 
 def test_a_custom_command_cannot_be_probed(flag: Flag, project: Project) -> None:
-    ran = flag("probe", project.spec(cluster=WORLD["cluster"]))
-    assert ran.code == 2
-    assert "train.command" in ran.err
+    completed = flag("probe", project.spec(cluster=WORLD["cluster"]))
+    assert completed.code == 2
+    assert "train.command" in completed.err
 
 
 def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Flag) -> None:
     file = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
-    ran = flag("estimate", file, "--top", "1", "--json")
-    assert ran.code == 0, ran.err
-    (best,) = json.loads(ran.out)
+    completed = flag("estimate", file, "--top", "1", "--json")
+    assert completed.code == 0, completed.err
+    (best,) = json.loads(completed.out)
     assert best["memory"]["fits"] is True
 
 
 def test_servers_are_not_probed_and_the_answer_reports_what_to_do(flag: Flag) -> None:
-    ran = flag("probe", str(Path(__file__).parents[2] / "examples" / "serve-cpu.yaml"))
-    assert ran.code == 2
-    assert "serve.engine" in ran.err
+    completed = flag("probe", str(Path(__file__).parents[2] / "examples" / "serve-cpu.yaml"))
+    assert completed.code == 2
+    assert "serve.engine" in completed.err

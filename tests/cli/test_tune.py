@@ -21,6 +21,7 @@ import yaml
 from flagcore import i18n
 from flagcore.i18n import Message, choose
 from flagcore.report.text import stop_reason
+from tests.books import books_balance, check_kept_once
 from tests.cli.conftest import BEST, SPACE, Project, Ran
 
 Flag = Callable[..., Ran]
@@ -31,25 +32,14 @@ def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:
     return flag("tune", project.spec(**of_spec), "--run-dir", str(project.run_dir), *more)
 
 
-def books_balance(result: Any) -> bool:
-    counts = result["counts"]
-    ran = counts["measured"] + counts["stopped"] + counts["failed"]
-    settled = counts["does_not_fit"] + sum(counts["pruned"].values()) + ran
-    return (
-        counts["combinations"] == sum(counts["illegal"].values()) + counts["merged"] + counts["candidates"]
-        and counts["candidates"] == settled + counts["untried"]
-        and ran == len(result["trials"])
-    )
-
-
 def states(result: Any) -> list[str]:
     return [trial["state"] for trial in result["trials"]]
 
 
 def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, "--json")
-    assert ran.code == 0, ran.err
-    result = json.loads(ran.out)
+    completed = tune(flag, project, "--json")
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
     assert result == project.result()
     assert result["best"]["candidate"].items() >= BEST.items()
     assert result["baseline"]["role"] == "baseline"
@@ -61,33 +51,33 @@ def test_the_known_best_is_found_and_every_trial_is_stored(flag: Flag, project: 
         result[name]["candidate"]["micro_batch_size"] for name in ("baseline", "best")
     }
     assert books_balance(result)
-    tried = [json.dumps(trial["candidate"]) for trial in result["trials"]]
-    assert len(set(tried)) == len(tried) >= 5
+    tried_candidates = [json.dumps(trial["candidate"]) for trial in result["trials"]]
+    assert len(set(tried_candidates)) == len(tried_candidates) >= 5
     for trial in result["trials"]:
         folder = project.run_dir / "trials" / str(trial["number"])
         assert {"launch.json", "stdout.log", "stderr.log"} <= {file.name for file in folder.iterdir()}
         assert (project.run_dir / trial["log"]).exists()
-    assert "trial 0 (baseline) starts" in ran.err
-    assert "Traceback" not in ran.err
+    assert "trial 0 (baseline) starts" in completed.err
+    assert "Traceback" not in completed.err
     assert project.all_gone()
 
 
 def test_started_again_it_repeats_nothing(flag: Flag, project: Project) -> None:
-    few = {"max_trials": 2}
-    first = json.loads(tune(flag, project, "--json", control=few).out)
-    again = tune(flag, project, "--json", control=few)
-    assert again.code == 0
-    assert json.loads(again.out) == first
-    assert "starts" not in again.err
+    small_budget = {"max_trials": 2}
+    first = json.loads(tune(flag, project, "--json", control=small_budget).out)
+    rerun = tune(flag, project, "--json", control=small_budget)
+    assert rerun.code == 0
+    assert json.loads(rerun.out) == first
+    assert "starts" not in rerun.err
 
 
 def test_trials_can_be_stored_in_any_optuna_storage(flag: Flag, project: Project) -> None:
     url, few = f"sqlite:///{project.folder}/trials.db", {"max_trials": 3, "repeats": 0}
     first = tune(flag, project, "--json", "--storage", url, control=few)
     assert first.code == 0, first.err
-    again = tune(flag, project, "--json", "--storage", url, control=few)
-    assert json.loads(again.out) == json.loads(first.out)
-    assert "starts" not in again.err
+    rerun = tune(flag, project, "--json", "--storage", url, control=few)
+    assert json.loads(rerun.out) == json.loads(first.out)
+    assert "starts" not in rerun.err
     assert not (project.run_dir / "journal.log").exists()
 
 
@@ -99,39 +89,39 @@ def test_the_best_can_be_rerun_reread_and_reestimated(flag: Flag, project: Proje
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, **config})
     )
     assert tune(flag, project, model="./model").code == 0
-    again = flag("estimate", str(project.run_dir / "best.yaml"), "--json")
-    assert again.code == 0, again.err
-    assert project.result()["best"]["candidate"] in [row["candidate"] for row in json.loads(again.out)]
-    ran = project.run("run", str(project.run_dir))
-    assert ran.code == 0
-    assert "elapsed time per iteration (ms): 101.0" in ran.out
+    rerun = flag("estimate", str(project.run_dir / "best.yaml"), "--json")
+    assert rerun.code == 0, rerun.err
+    assert project.result()["best"]["candidate"] in [row["candidate"] for row in json.loads(rerun.out)]
+    completed = project.run("run", str(project.run_dir))
+    assert completed.code == 0
+    assert "elapsed time per iteration (ms): 101.0" in completed.out
     script = project.run_dir / "best.sh"
     assert os.access(script, os.X_OK)
-    done = os.popen(f"cd / && {script}").read()
-    assert done.count("elapsed time per iteration (ms)") == 3
-    explained = flag("explain", str(project.run_dir))
-    assert explained.code == 0
-    assert "measured" in explained.out
+    shell_output = os.popen(f"cd / && {script}").read()
+    assert shell_output.count("elapsed time per iteration (ms)") == 3
+    explanation = flag("explain", str(project.run_dir))
+    assert explanation.code == 0
+    assert "measured" in explanation.out
 
 
 def test_the_best_is_started_at_the_end_if_the_spec_requests_it(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"run_best": True, "max_trials": 2})
-    ran = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json")
-    assert ran.code == 0
-    assert json.loads(ran.out)["best"]
-    assert "elapsed time per iteration" in ran.err
+    completed = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json")
+    assert completed.code == 0
+    assert json.loads(completed.out)["best"]
+    assert "elapsed time per iteration" in completed.err
 
 
 def test_all_formats_have_the_same_content(flag: Flag, project: Project) -> None:
-    few = {"max_trials": 2, "repeats": 0}
-    table = tune(flag, project, control=few)
+    small_budget = {"max_trials": 2, "repeats": 0}
+    table = tune(flag, project, control=small_budget)
     assert table.code == 0
     assert "Best on 2 x cpu" in table.out
     result = project.result()
-    assert yaml.safe_load(tune(flag, project, "--format", "yaml", control=few).out) == [result]
-    lines = tune(flag, project, "--format", "jsonl", control=few).out.splitlines()
+    assert yaml.safe_load(tune(flag, project, "--format", "yaml", control=small_budget).out) == [result]
+    lines = tune(flag, project, "--format", "jsonl", control=small_budget).out.splitlines()
     assert [json.loads(line) for line in lines] == result["trials"]
-    rows = list(csv.DictReader(io.StringIO(tune(flag, project, "--format", "csv", control=few).out)))
+    rows = list(csv.DictReader(io.StringIO(tune(flag, project, "--format", "csv", control=small_budget).out)))
     assert [row["state"] for row in rows] == states(result)
     assert [int(row["trial"]) for row in rows] == [trial["number"] for trial in result["trials"]]
 
@@ -152,26 +142,26 @@ FAILS = {
 @pytest.mark.parametrize("name", FAILS)
 def test_a_trial_that_fails_is_reported_and_the_others_continue(name: str, flag: Flag, project: Project) -> None:
     does, state, words = FAILS[name]
-    ran = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 2, "repeats": 0})
-    assert ran.code == 0, ran.err
+    completed = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 2, "repeats": 0})
+    assert completed.code == 0, completed.err
     result = project.result()
-    failed = [trial for trial in result["trials"] if trial["state"] not in ("measured", "stopped")]
-    assert [trial["state"] for trial in failed] == [state] * len(failed)
-    assert failed
-    assert all(words in trial["reason"] for trial in failed)
+    failed_trials = [trial for trial in result["trials"] if trial["state"] not in ("measured", "stopped")]
+    assert [trial["state"] for trial in failed_trials] == [state] * len(failed_trials)
+    assert failed_trials
+    assert all(words in trial["reason"] for trial in failed_trials)
     assert "measured" in states(result)
     assert result["best"]["state"] == "measured"
     assert books_balance(result)
-    assert "Traceback" not in ran.err
+    assert "Traceback" not in completed.err
     assert project.all_gone()
 
 
 def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project: Project) -> None:
     control = {"max_trials": 2, "repeats": 0, "max_time_per_task": 1}
-    ran = tune(flag, project, does="hang", when="1x1", control=control)
+    completed = tune(flag, project, does="hang", when="1x1", control=control)
     assert project.result()["trials"][0]["state"] == "timed_out"
     assert "still running after" in project.result()["trials"][0]["reason"]
-    assert ran.code in (0, 5)
+    assert completed.code in (0, 5)
     assert project.all_gone()
 
 
@@ -193,10 +183,10 @@ def test_without_a_setting_a_hanging_trial_is_ended_by_its_prediction(
 def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_reported(
     flag: Flag, project: Project
 ) -> None:
-    ran = tune(flag, project, "-q", does="crash")
-    assert ran.code == 5
-    assert ran.err.count("\n") == 1
-    assert "it is broken" in ran.err
+    completed = tune(flag, project, "-q", does="crash")
+    assert completed.code == 5
+    assert completed.err.count("\n") == 1
+    assert "it is broken" in completed.err
     result = project.result()
     assert set(states(result)) == {"invalid"}
     assert result["best"] is None
@@ -214,8 +204,8 @@ def test_a_command_runs_in_the_folder_of_the_spec_or_in_the_one_it_names(
     folder.mkdir(exist_ok=True)
     (folder / "here.py").write_text((project.folder / "train.py").read_text())
     control = {"max_trials": 1, "repeats": 0}
-    ran = tune(flag, project, train={"command": [sys.executable, "here.py"], "directory": where}, control=control)
-    assert ran.code == 0, ran.err
+    completed = tune(flag, project, train={"command": [sys.executable, "here.py"], "directory": where}, control=control)
+    assert completed.code == 0, completed.err
     assert yaml.safe_load((project.run_dir / "best.yaml").read_text())["train"]["directory"] == str(folder)
 
 
@@ -235,8 +225,8 @@ def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project)
 
 def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag, project: Project) -> None:
     began = time.monotonic()
-    ran = tune(flag, project, control={"max_time": 2.5, "max_time_per_task": 60, "repeats": 0}, sleeps=0.2)
-    assert ran.code == 0
+    completed = tune(flag, project, control={"max_time": 2.5, "max_time_per_task": 60, "repeats": 0}, sleeps=0.2)
+    assert completed.code == 0
     assert "max_time" in project.result()["stopped_because"]
     assert 1 <= len(project.result()["trials"]) < 9
     assert time.monotonic() - began < 20
@@ -244,51 +234,51 @@ def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag,
 
 def test_a_hanging_trial_ends_with_the_run(flag: Flag, project: Project) -> None:
     began = time.monotonic()
-    ran = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
-    assert ran.code == 5
+    completed = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
+    assert completed.code == 5
     assert time.monotonic() - began < 20
     assert project.all_gone()
 
 
 def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_again(flag: Flag, project: Project) -> None:
-    few = {"max_trials": 1, "repeats": 0}
-    assert tune(flag, project, control=few).code == 0
-    changed = {"train": {"seq_length": 256}, "control": few}
-    ran = tune(flag, project, "-q", **changed)
-    assert ran.code == 2
-    assert "spec.train.seq_length: 1024 -> 256" in ran.err
-    assert ran.err.count("\n") == 1
+    small_budget = {"max_trials": 1, "repeats": 0}
+    assert tune(flag, project, control=small_budget).code == 0
+    changed = {"train": {"seq_length": 256}, "control": small_budget}
+    completed = tune(flag, project, "-q", **changed)
+    assert completed.code == 2
+    assert "spec.train.seq_length: 1024 -> 256" in completed.err
+    assert completed.err.count("\n") == 1
     assert tune(flag, project, "--new", **changed).code == 0
-    kept = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
-    assert len(kept) == 1
-    assert json.loads((kept[0] / "result.json").read_text())["trials"]
+    saved = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
+    assert len(saved) == 1
+    assert json.loads((saved[0] / "result.json").read_text())["trials"]
 
 
 def test_nothing_fits_exits_with_3_and_names_the_nearest_candidate(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, cluster={"memory_per_device": "1MiB"})
-    assert ran.code == 3
-    assert "does_not_fit" in ran.err
-    assert "the smallest needs" in ran.err
+    completed = tune(flag, project, cluster={"memory_per_device": "1MiB"})
+    assert completed.code == 3
+    assert "does_not_fit" in completed.err
+    assert "the smallest needs" in completed.err
     assert not project.run_dir.exists()
 
 
 def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
-    assert ran.code == 2
-    assert "cannot run /no/such/program" in ran.err
-    assert ran.err.count("\n") == 1
+    completed = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
+    assert completed.code == 2
+    assert "cannot run /no/such/program" in completed.err
+    assert completed.err.count("\n") == 1
     repaired = tune(flag, project, "--new", control={"max_trials": 1})
     assert repaired.code == 0
 
 
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
-    few = {"max_trials": 3, "repeats": 0}
-    talk = tune(flag, project, control=few).err.splitlines()
-    started = [line for line in talk if "starts" in line]
-    assert len(started) == 3
+    small_budget = {"max_trials": 3, "repeats": 0}
+    talk = tune(flag, project, control=small_budget).err.splitlines()
+    start_lines = [line for line in talk if "starts" in line]
+    assert len(start_lines) == 3
     assert any("best" in line and "3/3 trials" in line for line in talk)
     assert "\x1b" not in "".join(talk)
-    assert tune(flag, project, "-q", "--new", control=few).err == ""
+    assert tune(flag, project, "-q", "--new", control=small_budget).err == ""
 
 
 def wait_for_trial(project: Project, number: int) -> None:
@@ -335,11 +325,11 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="two trials at once need t
 
 @two_cores
 def test_trials_side_by_side_have_cores_of_their_own(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
-    assert ran.code == 0, ran.err
-    result = json.loads(ran.out)
+    completed = tune(flag, project, "--json", sleeps=0.3, **TWO_AT_ONCE)
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
     assert result["side_by_side"]["quiet"]
-    assert result["side_by_side"]["text"] in ran.err
+    assert result["side_by_side"]["text"] in completed.err
     assert {trial["group"] for trial in result["trials"]} >= {None, 1}  # on the first core, the baseline runs again
     assert {trial["group"] for trial in result["repeats"]} == {None}
     for trial in (*result["trials"], *result["repeats"]):
@@ -368,7 +358,6 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: 
     draw = random.Random(11)
     spec = project.spec(sleeps=0.1)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
-    kept: dict[int, Any] = {}
     for _ in range(kills):
         number = sum(1 for _ in (project.run_dir / "trials").glob("*"))
         process = project.start(*arguments)
@@ -378,32 +367,22 @@ def test_a_run_killed_at_random_times_resumes_without_loss(kills: int, project: 
         process.kill()
         process.communicate()
         assert project.all_gone(10)
-    ran = project.run(*arguments)
-    assert ran.code == 0, ran.err
-    result = json.loads(ran.out)
+    completed = project.run(*arguments)
+    assert completed.code == 0, completed.err
+    result = json.loads(completed.out)
     assert result == project.result()
     assert result["best"]["candidate"].items() >= BEST.items()
     assert books_balance(result)
-    journal = [json.loads(line) for line in (project.run_dir / "journal.log").read_text().splitlines()]
-    for line in journal:
-        for trial in [line.get("user_attr", {}).get("result")] if "trial_id" in line else []:
-            if trial is not None:
-                assert line["trial_id"] not in kept, "a finished trial was written twice"
-                kept[line["trial_id"]] = trial
-    numbers = [trial["number"] for trial in (*result["trials"], *result["repeats"])]
-    assert len(set(numbers)) == len(numbers)
-    measured = {number for number, trial in kept.items() if trial["state"] == "measured"}
-    reported = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
-    assert reported == measured
+    check_kept_once(project.run_dir, result)
 
 
 def test_a_second_tuner_in_one_folder_is_shown_the_owner_of_the_lock(flag: Flag, project: Project) -> None:
     spec = project.spec(sleeps=0.5)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 0)
-    ran = flag("tune", spec, "--run-dir", str(project.run_dir))
-    assert ran.code == 2
-    assert f"(process {process.pid} on " in ran.err
+    completed = flag("tune", spec, "--run-dir", str(project.run_dir))
+    assert completed.code == 2
+    assert f"(process {process.pid} on " in completed.err
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert project.all_gone()
@@ -414,12 +393,12 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     spec = project.spec(train={"command": None})
     first = "import sys, flagcore.strategies.learned"  # scipy asks what is loaded whether it is torch
     code = f"{first}; sys.modules['torch'] = None; from flagcore.cli import main; main()"
-    done = subprocess.run(
+    completed_process = subprocess.run(
         [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=120
     )
-    assert done.returncode == 4
-    assert "pip install" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert completed_process.returncode == 4
+    assert "pip install" in completed_process.stderr
+    assert "Traceback" not in completed_process.stderr
 
 
 def test_a_run_learns_from_earlier_ones_unless_disabled(
@@ -429,8 +408,8 @@ def test_a_run_learns_from_earlier_ones_unless_disabled(
 
     def believed(name: str, **control: object) -> float:
         spec = project.spec(control={"max_trials": 2, "repeats": 0, **control}, auto_tuner={"strategy": "learned"})
-        ran = flag("tune", spec, "--run-dir", str(tmp_path / name), "--json", "--quiet")
-        return float(json.loads(ran.out)["trials"][1]["predicted"]["believed"]["step_time_s"]["value"])
+        completed = flag("tune", spec, "--run-dir", str(tmp_path / name), "--json", "--quiet")
+        return float(json.loads(completed.out)["trials"][1]["predicted"]["believed"]["step_time_s"]["value"])
 
     first = believed("one")
     assert believed("two", use_experience=False) == first

@@ -55,8 +55,8 @@ def tune(flag: Flag, project: Project, **given: Any) -> Ran:
 
 
 def test_the_fastest_is_found_with_its_figures_and_what_is_needed_to_start_it(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, space={"parallel": [1, 4]})
-    assert ran.code == 0, ran.err
+    completed = tune(flag, project, space={"parallel": [1, 4]})
+    assert completed.code == 0, completed.err
     result = project.result()
     assert books_balance(result)
     assert [trial["state"] for trial in result["trials"]] == ["measured"] * 2
@@ -73,27 +73,29 @@ def test_the_fastest_is_found_with_its_figures_and_what_is_needed_to_start_it(fl
 
 
 def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_reported(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, slo={"ttft_s": {"p99": 0.6}})
-    assert ran.code == 0, ran.err
+    completed = tune(flag, project, slo={"ttft_s": {"p99": 0.6}})
+    assert completed.code == 0, completed.err
     assert project.result()["best"]["candidate"]["parallel"] == 2
-    assert "Without the limits: trial " in ran.out
-    broken = {trial["candidate"]["parallel"]: trial["measured"]["broken"] for trial in project.result()["trials"]}
-    assert [bool(broken[slots]) for slots in (1, 2, 4)] == [False, False, True]
+    assert "Without the limits: trial " in completed.out
+    broken_limits = {
+        trial["candidate"]["parallel"]: trial["measured"]["broken"] for trial in project.result()["trials"]
+    }
+    assert [bool(broken_limits[slots]) for slots in (1, 2, 4)] == [False, False, True]
 
 
 def test_if_no_configuration_meets_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, slo={"ttft_s": {"p99": 0.05}}, space={"parallel": [1, 4]})
-    assert ran.code == 3, ran.err
-    assert "nearest" in ran.err
-    assert "parallel" in ran.err
+    completed = tune(flag, project, slo={"ttft_s": {"p99": 0.05}}, space={"parallel": [1, 4]})
+    assert completed.code == 3, completed.err
+    assert "nearest" in completed.err
+    assert "parallel" in completed.err
 
 
 @pytest.mark.parametrize(("limit", "code"), [(0.6, 0), pytest.param(0.05, 3, marks=pytest.mark.long)])
 def test_a_configuration_without_good_requests_is_measured_and_breaks_the_slo(
     limit: float, code: int, flag: Flag, project: Project
 ) -> None:
-    ran = tune(flag, project, slo={"ttft_s": {"p99": limit}}, objective="goodput_requests_per_s")
-    assert ran.code == code, ran.err
+    completed = tune(flag, project, slo={"ttft_s": {"p99": limit}}, objective="goodput_requests_per_s")
+    assert completed.code == code, completed.err
     result = project.result()
     assert [trial["state"] for trial in result["trials"]] == ["measured"] * 3
     (fastest,) = [trial for trial in result["trials"] if trial["candidate"]["parallel"] == 4]
@@ -103,17 +105,17 @@ def test_a_configuration_without_good_requests_is_measured_and_breaks_the_slo(
 
 
 def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, behaviour="cuts")
-    assert ran.code == 5
+    completed = tune(flag, project, behaviour="cuts")
+    assert completed.code == 5
     trials = project.result()["trials"]
     assert {trial["state"] for trial in trials} == {"invalid"}
     assert not any(trial["measured"] for trial in trials)
-    assert "do not fit into the context" in ran.err
+    assert "do not fit into the context" in completed.err
 
 
 def test_several_instances_get_a_balancer(flag: Flag, project: Project) -> None:
-    ran = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
-    assert ran.code == 0, ran.err
+    completed = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
+    assert completed.code == 0, completed.err
     folder = project.run_dir / "best"
     assert {"start.sh", "nginx.conf", "docker-compose.yaml"} <= {file.name for file in folder.iterdir()}
     assert str(folder / "start.sh") in (project.run_dir / "best.sh").read_text()
@@ -132,9 +134,9 @@ def test_a_killed_run_leaves_no_process_and_resumes(
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert project.all_gone()
-    again = flag("tune", file, "--run-dir", str(project.run_dir))
-    assert again.code == 0, again.err
-    assert "trial 0 (" not in again.err
+    rerun = flag("tune", file, "--run-dir", str(project.run_dir))
+    assert rerun.code == 0, rerun.err
+    assert "trial 0 (" not in rerun.err
     assert "resuming" in caplog.text
     result = project.result()
     assert result["best"]["candidate"]["parallel"] == 4
@@ -152,7 +154,7 @@ def test_a_killed_run_leaves_no_process_and_resumes(
 def test_a_spec_that_cannot_be_served_is_reported_before_anything_runs(
     change: dict[str, Any], words: tuple[str, ...], flag: Flag, project: Project
 ) -> None:
-    ran = tune(flag, project, **change)
-    assert ran.code == 2
-    assert all(word in ran.err for word in words)
+    completed = tune(flag, project, **change)
+    assert completed.code == 2
+    assert all(word in completed.err for word in words)
     assert not (project.run_dir / "trials").exists()

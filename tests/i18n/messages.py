@@ -123,10 +123,12 @@ def update() -> None:
 def untranslated() -> None:
     """Print the messages without a translation, and how many have one."""
     known, messages = translations(), [each for each in sources() if each.id]
-    missing = [each for each in messages if (found := known.get(each.id)) is None or not any(found.string)]
-    for message in missing:
+    untranslated_messages = [
+        each for each in messages if (found := known.get(each.id)) is None or not any(found.string)
+    ]
+    for message in untranslated_messages:
         print(f"{message.locations[0][0]}: {message.id!r}")
-    print(f"{len(messages) - len(missing)} of {len(messages)} messages are translated")
+    print(f"{len(messages) - len(untranslated_messages)} of {len(messages)} messages are translated")
 
 
 if __name__ == "__main__":

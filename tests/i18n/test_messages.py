@@ -61,14 +61,14 @@ def test_a_message_of_a_record_is_english_and_translated_where_it_is_printed() -
 
 
 def test_a_saved_message_is_translated_with_its_values() -> None:
-    why = Message("max_trials = {count} reached", count=3)
-    message = Message("no trial fits in the remaining {left:.0f} s; {why}", left=4.0, why=why)
+    stop_message = Message("max_trials = {count} reached", count=3)
+    message = Message("no trial fits in the remaining {left:.0f} s; {why}", left=4.0, why=stop_message)
     saved = json.loads(json.dumps(message.record))
     assert from_record(str(message), saved) == message
     choose("zh")
-    found = from_record(str(message), saved)
-    assert found == _(message)
-    assert "已达到 max_trials = 3" in found
+    ids = from_record(str(message), saved)
+    assert ids == _(message)
+    assert "已达到 max_trials = 3" in ids
     assert from_record("interrupted", None) == _("interrupted") != "interrupted"
 
 
@@ -104,5 +104,5 @@ def test_translations_have_the_fields_of_their_messages() -> None:
 
 @pytest.mark.slow
 def test_sources_have_help_headings_and_messages() -> None:
-    found = {message.id for message in sources()}
-    assert {"Hide progress.", "limited by", "Saved to {folder}."} <= found
+    ids = {message.id for message in sources()}
+    assert {"Hide progress.", "limited by", "Saved to {folder}."} <= ids

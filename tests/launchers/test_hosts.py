@@ -72,15 +72,15 @@ def launch(script: str, folder: Path, **how: object) -> Launch:
 
 def says(*lines: str) -> Callable[[str], list[str]]:
     """Return a channel to a host that answers `lines`, and then nothing."""
-    script = "\n".join(["cat > /dev/null &", *(f"echo '{line}'" for line in lines), "wait"])
+    script = "\n".join(["cat > /dev/null &", *(f"printf '%s\\n' '{line}'" for line in lines), "wait"])
     return lambda host: ["sh", "-c", script]
 
 
 def test_each_host_runs_the_program_with_its_own_rank(tmp_path: Path, mark: str) -> None:
     script = "echo {node_rank} of {nnodes} at {master_addr} on $NODE_RANK; echo port {master_port} at {interface}"
-    ended = launcher().start(launch(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))).wait(30)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (0, None)
+    exit_record = launcher().start(launch(script, tmp_path / "trial", hosts=("127.0.0.1", "b", "c"))).wait(30)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (0, None)
     lines = (tmp_path / "trial" / "stdout.log").read_text().splitlines()
     assert {line for line in lines if " of " in line} == {f"{rank} of 3 at 127.0.0.1 on {rank}" for rank in range(3)}
     assert len({line for line in lines if re.fullmatch(r"port \d+ at \w+", line)}) == 1
@@ -91,39 +91,39 @@ def test_files_go_to_every_host_and_come_back(tmp_path: Path, mark: str) -> None
     folder.mkdir()
     (folder / "job.json").write_text(f'{{"output": "{folder}"}}')
     script = f"cat job.json; head -c 300000 /dev/zero > {folder}/out-$NODE_RANK; mkdir sub; pwd > sub/{{node_rank}}"
-    ended = launcher().start(launch(script, folder)).wait(30)
-    assert ended is not None
-    assert ended.code == 0
+    exit_record = launcher().start(launch(script, folder)).wait(30)
+    assert exit_record is not None
+    assert exit_record.code == 0
     assert (folder / "job.json").read_text() == f'{{"output": "{folder}"}}'
     assert (folder / "out-0").read_bytes() == (folder / "hosts" / "b" / "out-1").read_bytes() == bytes(300_000)
-    where = (folder / "hosts" / "c" / "sub" / "2").read_text().strip()
-    assert where in (folder / "hosts" / "c" / "stdout.log").read_text()
-    assert str(folder) not in where
+    remote_folder = (folder / "hosts" / "c" / "sub" / "2").read_text().strip()
+    assert remote_folder in (folder / "hosts" / "c" / "stdout.log").read_text()
+    assert str(folder) not in remote_folder
     assert (folder / "sub" / "0").exists()
 
 
 def test_the_first_failure_ends_all(tmp_path: Path, mark: str) -> None:
     script = "[ $NODE_RANK = 1 ] && { echo broken >&2; exit 7; }; sleep 60"
     began = time.monotonic()
-    ended = launcher().start(launch(script, tmp_path / "trial")).wait(40)
-    assert ended is not None
-    assert (ended.code, ended.ended_by, ended.detail) == (7, None, "b")
+    exit_record = launcher().start(launch(script, tmp_path / "trial")).wait(40)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by, exit_record.detail) == (7, None, "b")
     assert time.monotonic() - began < 30
     assert "broken" in (tmp_path / "trial" / "stderr.log").read_text()
 
 
 def test_stop_ends_the_trial_everywhere(tmp_path: Path, mark: str) -> None:
-    running = launcher().start(launch("setsid sleep 60 & exec sleep 60", tmp_path / "trial"))
-    assert running.poll() is None
-    ended = running.stop()
-    assert ended.ended_by == "request"
-    assert running.stop() == ended
+    trial = launcher().start(launch("setsid sleep 60 & exec sleep 60", tmp_path / "trial"))
+    assert trial.poll() is None
+    exit_record = trial.stop()
+    assert exit_record.ended_by == "request"
+    assert trial.stop() == exit_record
 
 
 def test_limits_hold_on_each_host(tmp_path: Path, mark: str) -> None:
-    ended = launcher().start(launch("sleep 60", tmp_path / "trial", timeout_seconds=1.0)).wait(30)
-    assert ended is not None
-    assert ended.ended_by == "timeout"
+    exit_record = launcher().start(launch("sleep 60", tmp_path / "trial", timeout_seconds=1.0)).wait(30)
+    assert exit_record is not None
+    assert exit_record.ended_by == "timeout"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -137,97 +137,108 @@ def test_nothing_is_left_when_flagcore_is_killed(tmp_path: Path, mark: str, numb
 
 
 def test_a_host_whose_channel_breaks_ends_the_trial_as_lost(tmp_path: Path, mark: str) -> None:
-    running = launcher().start(launch("sleep 60", tmp_path / "trial"))
-    channel = running.connections[1].process
+    trial = launcher().start(launch("sleep 60", tmp_path / "trial"))
+    channel = trial.connections[1].process
     assert channel.stdin
     channel.stdin.close()
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
 
 
 def test_a_silent_host_is_lost(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SILENCE_SECONDS", 6.0)
     relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
-    running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
-    agent = agent_below(running.connections[2].process.pid, mark)
+    trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    agent = agent_below(trial.connections[2].process.pid, mark)
     os.kill(agent, signal.SIGSTOP)
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
     os.kill(agent, signal.SIGCONT)
 
 
 def agent_below(parent: int, mark: str) -> int:
-    families = {pid: guard.family(pid) or (0, 0, 0, True) for pid in processes(mark)}
+    families = {pid: guard.read_ids(pid) or (0, 0, 0, True) for pid in processes(mark)}
     (agent,) = [pid for pid, family in families.items() if family[:2] == (parent, pid)]
     return agent
 
 
 def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str) -> None:
     relay = ["sh", "-c", f"cat | setsid sh -c {shlex.quote(agent_command())} | cat"]
-    running = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
-    agent = agent_below(running.connections[2].process.pid, mark)
-    parents = {pid: (guard.family(pid) or (0,))[0] for pid in processes(mark)}
-    mine = {agent}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    assert len(mine) > 2
-    for pid in mine:  # as Slurm at the end of a step
+    trial = launcher(c=lambda host: relay).start(launch("sleep 60", tmp_path / "trial"))
+    agent = agent_below(trial.connections[2].process.pid, mark)
+    parents = {pid: (guard.read_ids(pid) or (0,))[0] for pid in processes(mark)}
+    host_launcher = {agent}
+    while more := {pid for pid, parent in parents.items() if parent in host_launcher} - host_launcher:
+        host_launcher |= more
+    assert len(host_launcher) > 2
+    for pid in host_launcher:  # as Slurm at the end of a step
         os.kill(pid, signal.SIGTERM)
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "c:")
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
 
 
 def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: str) -> None:
-    mine = launcher()
-    left = subprocess.Popen(["sleep", "60"], env={**os.environ, MARKER: "0123"}, start_new_session=True)
-    mine.lost["b"] = "0123"
-    ended = mine.start(launch("true", tmp_path / "trial")).wait(30)
-    assert ended is not None
-    assert ended.code == 0
-    assert left.wait(5) == -signal.SIGKILL
-    assert mine.lost == {}
+    host_launcher = launcher()
+    leftover = subprocess.Popen(["sleep", "60"], env={**os.environ, MARKER: "0123"}, start_new_session=True)
+    host_launcher.lost["b"] = "0123"
+    exit_record = host_launcher.start(launch("true", tmp_path / "trial")).wait(30)
+    assert exit_record is not None
+    assert exit_record.code == 0
+    assert leftover.wait(5) == -signal.SIGKILL
+    assert host_launcher.lost == {}
 
 
-HELLO = '{"hello": {"wire": 1, "port": 4000}}'
+HELLO = '{"hello": {"wire": 1, "port": 4000, "time": 0, "python": "3.11", "free_disk_bytes": 99999999999}}'
 
 
 @pytest.mark.parametrize(
     "lines",
     [
         ['{"hello": {"wire": 99, "port": 4000}}'],
+        ['{"hello": {"wire": 1}}'],
+        [HELLO.replace("99999999999", "0")],
         ["Welcome!", HELLO, "{oops"],
         [HELLO, '{"file": "../../x", "at": 0, "data": ""}'],
         [HELLO, '{"file": "/x", "at": 0, "data": ""}'],
         [HELLO, '{"file": "x", "at": 0, "data": "?"}'],
         [HELLO, "[1]"],
+        [HELLO, '{"file": "x", "at": -1, "data": ""}'],
+        [HELLO, '{"file": "x", "at": 1e400, "data": ""}'],
+        [HELLO, '{"file": "x", "at": 9999999999999999, "data": ""}'],
+        [HELLO, '{"file": "a\\u0000b", "at": 0, "data": ""}'],
+        [HELLO, '{"file": "\\ud800", "at": 0, "data": ""}'],
+        [HELLO, "[" * 100_000],
         [HELLO, '{"exit": 3}'],
+        [HELLO, '{"exit": {}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": NaN, "peak_memory_bytes": null}}'],
+        [HELLO, '{"exit": {"code": 0, "ended_by": null, "duration_s": 1, "peak_memory_bytes": [1]}}'],
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
-    mine = launcher(b=says(*lines))
-    mine.reached.add("b")
-    ended = mine.start(launch("sleep 60", tmp_path / "trial")).wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
+    host_launcher = launcher(b=says(*lines))
+    host_launcher.reached.add("b")
+    exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
     assert not (tmp_path / "x").exists()
 
 
 def test_a_line_without_end_is_a_problem_of_the_host(tmp_path: Path, mark: str) -> None:
     endless = ["sh", "-c", f"cat > /dev/null & echo '{HELLO}'; head -c 3000000 /dev/zero; wait"]
-    mine = launcher(b=lambda host: endless)
-    mine.reached.add("b")
-    ended = mine.start(launch("sleep 60", tmp_path / "trial")).wait(40)
-    assert ended is not None
-    assert ended.detail.startswith("b:")
+    host_launcher = launcher(b=lambda host: endless)
+    host_launcher.reached.add("b")
+    exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
+    assert exit_record is not None
+    assert exit_record.detail.startswith("b:")
 
 
 def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, mark: str) -> None:
-    refused = launcher(c=lambda host: ["sh", "-c", "echo Permission denied >&2; exit 255"])
+    refusing = launcher(c=lambda host: ["sh", "-c", "echo Permission denied >&2; exit 255"])
     with pytest.raises(LaunchError, match="c: Permission denied"):
-        refused.start(launch("true", tmp_path / "trial"))
+        refusing.start(launch("true", tmp_path / "trial"))
     with pytest.raises(LaunchError, match="host"):
         launcher().start(launch("true", tmp_path / "trial", directory="/no/such/folder"))
     with pytest.raises(LaunchError, match="no hosts"):
@@ -235,61 +246,74 @@ def test_a_host_that_never_answered_is_an_error_of_the_launch(tmp_path: Path, ma
 
 
 def test_secrets_are_in_no_command_line(tmp_path: Path, mark: str) -> None:
-    running = launcher().start(launch("sleep 60", tmp_path / "trial", environment={"HF_TOKEN": "hidden-4711"}))
+    trial = launcher().start(launch("sleep 60", tmp_path / "trial", environment={"HF_TOKEN": "hidden-4711"}))
     lines = [guard.read_proc(pid, "cmdline") for pid in processes(mark)]
     assert len(lines) > 6
     assert not any(b"hidden-4711" in line for line in lines)
     assert "hidden-4711" not in (tmp_path / "trial" / "launch.json").read_text()
-    running.stop()
+    trial.stop()
 
 
 def test_a_spare_replaces_a_host_that_was_lost() -> None:
-    mine = launcher()
-    assert mine.choose_hosts(HOSTS, 2) == ("a", "b")
-    mine.failures["a"] = 1
-    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
-    mine.failures["c"] = 1
-    assert mine.choose_hosts(HOSTS, 2) == ("a", "b")
-    mine.failures["a"] = 2
-    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
-    mine.failures["b"] = 2
+    host_launcher = launcher()
+    assert host_launcher.choose_hosts(HOSTS, 2) == ("a", "b")
+    host_launcher.failures["a"] = 1
+    assert host_launcher.choose_hosts(HOSTS, 2) == ("c", "b")
+    host_launcher.failures["c"] = 1
+    assert host_launcher.choose_hosts(HOSTS, 2) == ("a", "b")
+    host_launcher.failures["a"] = 2
+    assert host_launcher.choose_hosts(HOSTS, 2) == ("c", "b")
+    host_launcher.failures["b"] = 2
     with pytest.raises(LaunchError, match="1 of 2"):
-        mine.choose_hosts(HOSTS, 2)
-    assert mine.choose_hosts(HOSTS, 3) == HOSTS
+        host_launcher.choose_hosts(HOSTS, 2)
+    assert host_launcher.choose_hosts(HOSTS, 3) == HOSTS
+
+
+def test_a_resumed_run_prefers_other_hosts_and_ends_what_is_left(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b")))
+    mine = launcher()
+    mine.resume(["a", "a"], [str(tmp_path / "none"), str(tmp_path / "trial")])
+    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
+    mine.failures["b"] = mine.failures["c"] = 2
+    assert mine.choose_hosts(HOSTS[:2], 1) == ("a",)
+    ended = mine.start(launch("true", tmp_path / "next", hosts=("a", "b"))).wait(30)
+    assert ended is not None
+    assert ended.code == 0
+    assert running.wait(30) is not None
 
 
 def test_a_loss_is_the_reason_even_if_the_program_failed_first(tmp_path: Path, mark: str) -> None:
-    mine = launcher()
+    host_launcher = launcher()
     script = "[ $NODE_RANK = 0 ] && exit 7; trap '' TERM; sleep 60"
-    running = mine.start(launch(script, tmp_path / "trial", hosts=("a", "b")))
-    channel = running.connections[1].process
+    trial = host_launcher.start(launch(script, tmp_path / "trial", hosts=("a", "b")))
+    channel = trial.connections[1].process
     assert channel.stdin
     channel.stdin.close()
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail[:2]) == ("host", "b:")
-    assert mine.failures == {"b": 1}
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "b:")
+    assert host_launcher.failures == {"b": 1}
 
 
 def test_a_host_may_take_longer_to_answer_than_to_be_lost(tmp_path: Path) -> None:
-    slow = connection.Connection("a", ["cat"], str(tmp_path))
-    slow.last_input -= 2 * connection.SILENCE_SECONDS
-    slow.beat()
-    assert slow.open
-    slow.hello = {}
-    slow.beat()
-    assert not slow.open
-    slow.hang_up()
-    slow.close(5)
+    slow_connection = connection.Connection("a", ["cat"], str(tmp_path))
+    slow_connection.last_input -= 2 * connection.SILENCE_SECONDS
+    slow_connection.beat()
+    assert slow_connection.open
+    slow_connection.hello = {}
+    slow_connection.beat()
+    assert not slow_connection.open
+    slow_connection.hang_up()
+    slow_connection.close(5)
 
 
 def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
-        ended = launcher().start(launch("true", tmp_path / "trial")).wait(30)
-        assert ended is not None
-        assert ended.code == 0
+        exit_record = launcher().start(launch("true", tmp_path / "trial")).wait(30)
+        assert exit_record is not None
+        assert exit_record.code == 0
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 60
         too_many = Launch(argv=("true",), folder=str(tmp_path / "other"), hosts=tuple(map(str, range(hard))))
         with pytest.raises(LaunchError, match="open files"):

@@ -79,9 +79,9 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
     assert hold(find_hosts(1)) == PODS
     script = 'echo "{node_rank} of {nnodes} at {master_addr}, token ${FLAGCORE_TOKEN:-hidden}"'
     for number in range(2):
-        ended = LAUNCHER.start(launch(script, tmp_path / str(number))).wait(30)
-        assert ended is not None
-        assert (ended.code, ended.ended_by) == (0, None)
+        exit_record = LAUNCHER.start(launch(script, tmp_path / str(number))).wait(30)
+        assert exit_record is not None
+        assert (exit_record.code, exit_record.ended_by) == (0, None)
         lines = (tmp_path / str(number) / "stdout.log").read_text().splitlines()
         assert sorted(lines) == [f"{rank} of 3 at localhost, token hidden" for rank in range(3)]
     assert all(pod.poll() is None for pod in pods)
@@ -90,17 +90,17 @@ def test_trials_run_one_after_the_other_in_all_pods(join: Join, tmp_path: Path) 
 
 def test_a_pod_that_is_killed_is_lost_and_joins_again(join: Join, tmp_path: Path) -> None:
     _, second = join("pod-1"), join("pod-2")
-    running = LAUNCHER.start(launch("sleep 60", tmp_path / "one", hold(PODS)))
-    for pid in [pid for pid in processes() if (guard.family(pid) or (0,))[0] == second.pid]:
+    trial = LAUNCHER.start(launch("sleep 60", tmp_path / "one", hold(PODS)))
+    for pid in [pid for pid in processes() if (guard.read_ids(pid) or (0,))[0] == second.pid]:
         os.kill(pid, signal.SIGKILL)
     second.kill()
-    ended = running.wait(40)
-    assert ended is not None
-    assert (ended.ended_by, ended.detail.partition(":")[0]) == ("host", PODS[2])
+    exit_record = trial.wait(40)
+    assert exit_record is not None
+    assert (exit_record.ended_by, exit_record.detail.partition(":")[0]) == ("host", PODS[2])
     join("pod-2")
-    again = LAUNCHER.start(launch("true", tmp_path / "two")).wait(40)
-    assert again is not None
-    assert again.code == 0
+    second_trial = LAUNCHER.start(launch("true", tmp_path / "two")).wait(40)
+    assert second_trial is not None
+    assert second_trial.code == 0
     for disk in set((tmp_path / "tmp").glob("flagcore-*")) - set((tmp_path / "tmp").glob("flagcore-hub-*")):
         shutil.rmtree(disk)  # a pod's disk is gone with it
 
@@ -125,8 +125,8 @@ def test_who_does_not_know_the_secret_is_closed(join: Join, key: bytes | None) -
     port = int(os.environ[PORT_VARIABLE])
     hub.ask(10, names=[], port=port, seconds=5.0)
     with socket.create_connection(("localhost", port)) as stranger, stranger.makefile("rwb") as stream:
-        theirs = stream.readline().decode().strip()
-        answer = {"host": "pod-1", "nonce": "", "proof": proof(key, "host", theirs, "", "pod-1")} if key else [1]
+        their_nonce = stream.readline().decode().strip()
+        answer = {"host": "pod-1", "nonce": "", "proof": proof(key, "host", their_nonce, "", "pod-1")} if key else [1]
         stream.write(json.dumps(answer).encode() + b"\n")
         stream.flush()
         assert stream.read() == b""

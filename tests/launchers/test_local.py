@@ -76,9 +76,9 @@ class Marked:
 
 @pytest.fixture
 def marked() -> Iterator[Marked]:
-    mine = Marked()
-    yield mine
-    for pid in mine.alive():
+    host_launcher = Marked()
+    yield host_launcher
+    for pid in host_launcher.alive():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -96,24 +96,30 @@ def test_it_is_a_launcher_named_local() -> None:
 
 def test_exit_code_logs_and_records_are_written(tmp_path: Path) -> None:
     code = "import os, sys; print(os.getcwd()); print(os.environ['X'], file=sys.stderr); sys.stdin.read(); sys.exit(7)"
-    running = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "a"), environment={"X": "ä"}))
-    ended = running.wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (7, None)
-    assert 0 < ended.duration_s < 10
+    trial = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "a"), environment={"X": "ä"}))
+    exit_record = trial.wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (7, None)
+    assert 0 < exit_record.duration_s < 10
     assert (tmp_path / "a" / "stdout.log").read_text().strip() == str(tmp_path / "a")
     assert (tmp_path / "a" / "stderr.log").read_text().strip() == "ä"
-    launched = json.loads((tmp_path / "a" / "launch.json").read_text())
-    assert (launched["argv"][-1], launched["environment"]["X"], launched["timeout_seconds"]) == (code, "ä", 300.0)
+    launch_record = json.loads((tmp_path / "a" / "launch.json").read_text())
+    assert (launch_record["argv"][-1], launch_record["environment"]["X"], launch_record["timeout_seconds"]) == (
+        code,
+        "ä",
+        300.0,
+    )
     assert json.loads((tmp_path / "a" / "exit.json").read_text())["code"] == 7
-    assert running.poll() == ended
-    assert running.stop() == ended
+    assert trial.poll() == exit_record
+    assert trial.stop() == exit_record
 
 
 def test_death_by_a_signal_is_a_negative_code(tmp_path: Path) -> None:
-    ended = LAUNCHER.start(Launch(argv=(*PYTHON, "import os; os.kill(os.getpid(), 11)"), folder=str(tmp_path))).wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-11, None)
+    exit_record = LAUNCHER.start(
+        Launch(argv=(*PYTHON, "import os; os.kill(os.getpid(), 11)"), folder=str(tmp_path))
+    ).wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-11, None)
 
 
 def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tmp_path: Path) -> None:
@@ -124,41 +130,43 @@ def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tm
     finally:
         signal.signal(signal.SIGHUP, previous)
     LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "b"))).wait(10)
-    ignored = next(x for x in (tmp_path / "a" / "stdout.log").read_text().splitlines() if x.startswith("SigIgn"))
+    ignored_signals = next(
+        x for x in (tmp_path / "a" / "stdout.log").read_text().splitlines() if x.startswith("SigIgn")
+    )
     settable = sum(1 << (number - 1) for number in signal.valid_signals())  # two are the C library's own
-    assert int(ignored.split()[1], 16) & settable == 0
+    assert int(ignored_signals.split()[1], 16) & settable == 0
     assert (tmp_path / "b" / "stdout.log").read_text().splitlines()[-1] == "['0', '1', '2', '3']"  # 3: the listing
 
 
 def test_timeout_ends_a_tree_that_ignores_sigterm_and_opened_sessions(tmp_path: Path, marked: Marked) -> None:
     launch = Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment, timeout_seconds=0.5)
-    running = LAUNCHER.start(launch)
+    trial = LAUNCHER.start(launch)
     wait_for(tmp_path / "stdout.log", "up")
     time.sleep(0.1)
     assert len(marked.alive()) > 4
-    ended = running.wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-9, "timeout")
-    assert 2 < ended.duration_s < 4
+    exit_record = trial.wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-9, "timeout")
+    assert 2 < exit_record.duration_s < 4
     assert marked.alive() == []
 
 
 def test_a_program_may_clean_up_after_its_timeout(tmp_path: Path) -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); time.sleep(60)"
-    ended = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path), timeout_seconds=0.5)).wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (3, "timeout")
-    assert ended.duration_s < 1.5
+    exit_record = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path), timeout_seconds=0.5)).wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (3, "timeout")
+    assert exit_record.duration_s < 1.5
 
 
 def test_memory_over_the_limit_is_ended_as_memory(tmp_path: Path) -> None:
     code = "import time\nkept = []\nwhile True: kept.append(bytearray(b'x') * (8 << 20)); time.sleep(0.01)"
     launch = Launch(argv=(*PYTHON, code), folder=str(tmp_path), memory_limit_bytes=200 << 20)
-    ended = LAUNCHER.start(launch).wait(20)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-9, "memory")
-    assert ended.peak_memory_bytes is not None
-    assert 200 << 20 < ended.peak_memory_bytes < 600 << 20
+    exit_record = LAUNCHER.start(launch).wait(20)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-9, "memory")
+    assert exit_record.peak_memory_bytes is not None
+    assert 200 << 20 < exit_record.peak_memory_bytes < 600 << 20
 
 
 def test_memory_that_forks_share_is_counted_once_and_what_they_write_is_added(tmp_path: Path) -> None:
@@ -176,23 +184,23 @@ time.sleep(2)
     peaks = []
     for name in ("read", "write"):
         launch = Launch(argv=(*PYTHON, code, name), folder=str(tmp_path / name), memory_limit_bytes=1 << 30)
-        ended = LAUNCHER.start(launch).wait(20)
-        assert ended is not None
-        assert (ended.code, ended.ended_by) == (0, None)
-        peaks.append((ended.peak_memory_bytes or 0) >> 20)
+        exit_record = LAUNCHER.start(launch).wait(20)
+        assert exit_record is not None
+        assert (exit_record.code, exit_record.ended_by) == (0, None)
+        peaks.append((exit_record.peak_memory_bytes or 0) >> 20)
     assert 20 <= peaks[0] < 60
     assert 80 <= peaks[1] < 120
 
 
 def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
     launch = Launch(argv=("/usr/bin/yes",), folder=str(tmp_path), disk_limit_bytes=4 << 20)
-    ended = LAUNCHER.start(launch).wait(20)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-9, "disk")
+    exit_record = LAUNCHER.start(launch).wait(20)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-9, "disk")
 
 
 def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = guard.Disk(str(tmp_path), 1 << 30)
+    disk = guard.DiskMeter(str(tmp_path), 1 << 30)
     assert disk.problem() is None
     monkeypatch.setattr(guard, "free_disk_bytes", lambda folder: guard.FREE_DISK_FLOOR_BYTES - 1)
     assert disk.problem() == "full_disk"
@@ -203,32 +211,32 @@ def test_a_trial_is_ended_before_the_disk_is_full(tmp_path: Path, monkeypatch: p
 def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     argv = ("/bin/sh", "-c", "sleep 60 & exec sleep 60")
     launch = Launch(argv=argv, folder=str(tmp_path), environment=marked.environment)
-    running = LAUNCHER.start(launch)
-    assert running.poll() is None
-    assert running.wait(0.2) is None
-    ended = running.stop()
-    assert (ended.code, ended.ended_by) == (-15, "request")
-    assert running.stop() == ended
+    trial = LAUNCHER.start(launch)
+    assert trial.poll() is None
+    assert trial.wait(0.2) is None
+    exit_record = trial.stop()
+    assert (exit_record.code, exit_record.ended_by) == (-15, "request")
+    assert trial.stop() == exit_record
     assert marked.alive() == []
 
 
 def test_the_end_is_detected_within_20_ms(tmp_path: Path) -> None:
     code = "import time; time.sleep(0.3); print(time.time(), flush=True)"
-    late = []
+    delays = []
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(folder))).wait(5)
         LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(folder))).wait(5)
-        late.append(time.time() - float((folder / "stdout.log").read_text()))
-    assert min(late) < 0.02
+        delays.append(time.time() - float((folder / "stdout.log").read_text()))
+    assert min(delays) < 0.02
 
 
 def test_a_daemon_ends_with_its_trial(tmp_path: Path, marked: Marked) -> None:
-    running = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
-    ended = running.wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (0, None)
-    assert ended.duration_s < 1.5
+    trial = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
+    exit_record = trial.wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (0, None)
+    assert exit_record.duration_s < 1.5
     assert marked.alive() == []
 
 
@@ -259,52 +267,52 @@ def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: M
 
 
 def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, marked: Marked) -> None:
-    running = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
+    trial = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
     wait_for(tmp_path / "stdout.log", "up")
-    parent = guard.family(running.pid)
+    parent = guard.read_ids(trial.pid)
     assert parent is not None
     os.kill(parent[0], signal.SIGKILL)
-    ended = running.wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-9, "guard")
+    exit_record = trial.wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-9, "guard")
     assert marked.alive() == []
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == -9
 
 
 def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked) -> None:
-    running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
-    parent = guard.family(running.pid)
+    trial = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
+    parent = guard.read_ids(trial.pid)
     assert parent is not None
     os.kill(parent[0], signal.SIGTERM)
-    ended = running.wait(10)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-15, "request")
+    exit_record = trial.wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-15, "request")
     assert marked.alive() == []
 
 
 def test_trial_and_guard_are_detached_from_the_terminal(tmp_path: Path) -> None:
-    running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path)))
-    trial = guard.family(running.pid)
+    running_trial = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path)))
+    trial = guard.read_ids(running_trial.pid)
     assert trial is not None
-    keeper = guard.family(trial[0])
+    keeper = guard.read_ids(trial[0])
     assert keeper is not None
     assert len({os.getsid(0), trial[2], keeper[2]}) == 3
     assert len({os.getpgrp(), trial[1], keeper[1]}) == 3
-    running.stop()
+    running_trial.stop()
 
 
 def test_two_trials_do_not_inherit_each_others_pipes(tmp_path: Path) -> None:
-    both = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
+    trials = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
     pipes = []
-    for running in both:
-        trial = guard.family(running.pid)
+    for running in trials:
+        trial = guard.read_ids(running.pid)
         assert trial is not None
         folder = Path(f"/proc/{trial[0]}/fd")
         pipes.append({name for entry in folder.iterdir() if (name := os.readlink(entry)).startswith("pipe:")})
         assert not any(os.readlink(entry).startswith("pipe:") for entry in Path(f"/proc/{running.pid}/fd").iterdir())
     assert len(pipes[0]) >= 2
     assert not pipes[0] & pipes[1]
-    for running in both:
+    for running in trials:
         running.stop()
 
 
@@ -316,7 +324,7 @@ def test_finished_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> No
         with pytest.raises(LaunchError):
             LAUNCHER.start(Launch(argv=("/no/such/program",), folder=str(tmp_path / name)))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not any((kin := guard.family(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
+    assert not any((kin := guard.read_ids(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
 
 
 def test_binary_output_arrives_unchanged(tmp_path: Path) -> None:
@@ -391,28 +399,28 @@ for limit in range(4, 14):
         print(error)
     assert before == [os.path.exists(f"/proc/self/fd/{n}") for n in range(64)], limit
 """
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
     assert "Too many open files" in lines[0]
     assert lines[-1] == "started"
 
 
 def test_the_guard_costs_less_than_a_percent_of_a_core(tmp_path: Path) -> None:
-    running = LAUNCHER.start(Launch(argv=("/bin/sh", "-c", "sleep 9 & sleep 9 & sleep 9"), folder=str(tmp_path)))
-    trial = guard.family(running.pid)
+    running_trial = LAUNCHER.start(Launch(argv=("/bin/sh", "-c", "sleep 9 & sleep 9 & sleep 9"), folder=str(tmp_path)))
+    trial = guard.read_ids(running_trial.pid)
     assert trial is not None
-    before = _cpu_seconds(trial[0])
-    running.wait(3)
-    assert _cpu_seconds(trial[0]) - before < 0.01 * 3 + 0.02  # the kernel counts in hundredths
+    before_count = _cpu_seconds(trial[0])
+    running_trial.wait(3)
+    assert _cpu_seconds(trial[0]) - before_count < 0.01 * 3 + 0.02  # the kernel counts in hundredths
     assert MARKER in json.loads((tmp_path / "launch.json").read_text())["environment"]
-    running.stop()
+    running_trial.stop()
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -422,7 +430,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def test_a_pipe_in_place_of_a_log_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "stdout.log")
-    ended = LAUNCHER.start(Launch(argv=("/bin/echo", "here"), folder=str(tmp_path))).wait(10)
-    assert ended is not None
-    assert ended.code == 0
+    exit_record = LAUNCHER.start(Launch(argv=("/bin/echo", "here"), folder=str(tmp_path))).wait(10)
+    assert exit_record is not None
+    assert exit_record.code == 0
     assert (tmp_path / "stdout.log").read_text() == "here\n"

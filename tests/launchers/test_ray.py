@@ -46,14 +46,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("agents")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        patch.setenv("RAY_ADDRESS", made.address)
+        ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        patch.setenv("RAY_ADDRESS", ray_cluster.address)
         size = 80_000_000
         yield {
-            "cluster": made,
-            **{each: made.add_node(num_cpus=1, node_ip_address=each, object_store_memory=size) for each in NODES},
+            "cluster": ray_cluster,
+            **{
+                each: ray_cluster.add_node(num_cpus=1, node_ip_address=each, object_store_memory=size) for each in NODES
+            },
         }
-        made.shutdown()
+        ray_cluster.shutdown()
 
 
 @pytest.fixture
@@ -84,20 +86,20 @@ def other(hub: Hub) -> HostsLauncher:
 
 
 def test_two_tunes_share_the_cluster(cluster: dict[str, Any], mark: str, tmp_path: Path) -> None:
-    second = Hub("ray", "flagcore.launchers.ray_hub")
-    mine = hold(find_hosts(2))
-    others = tuple(second.ask(60, nodes=2, names=[])["hosts"])
-    assert sorted((*mine, *others)) == list(NODES)
+    second_hub = Hub("ray", "flagcore.launchers.ray_hub")
+    host_launcher = hold(find_hosts(2))
+    other_hosts = tuple(second_hub.ask(60, nodes=2, names=[])["hosts"])
+    assert sorted((*host_launcher, *other_hosts)) == list(NODES)
     script = ("sh", "-c", "echo {node_rank} of {nnodes} at {master_addr}")
     runs = [
         launcher.start(Launch(argv=script, folder=str(tmp_path / name), hosts=hosts, environment={"TEST_MARK": mark}))
-        for launcher, hosts, name in ((LAUNCHER, mine, "one"), (other(second), others, "two"))
+        for launcher, hosts, name in ((LAUNCHER, host_launcher, "one"), (other(second_hub), other_hosts, "two"))
     ]
     assert [ended.code for running in runs if (ended := running.wait(60))] == [0, 0]
-    for name, hosts in (("one", mine), ("two", others)):
+    for name, hosts in (("one", host_launcher), ("two", other_hosts)):
         lines = (tmp_path / name / "stdout.log").read_text().splitlines()
         assert sorted(lines) == [f"{rank} of 2 at {hosts[0]}" for rank in range(2)]
-    second.close()
+    second_hub.close()
 
 
 def test_named_hosts_are_held_and_unknown_ones_refused(cluster: dict[str, Any]) -> None:
@@ -124,10 +126,10 @@ def test_a_node_that_dies_is_a_lost_host(cluster: dict[str, Any], mark: str, tmp
     launch = Launch(argv=("sh", "-c", ESCAPES), folder=str(tmp_path), hosts=hosts, environment=environment)
     running, lost = LAUNCHER.start(launch), hosts[1]
     cluster["cluster"].remove_node(cluster[lost], allow_graceful=gracefully)
-    ended = running.wait(60)
-    assert ended is not None
-    assert ended.ended_by == "host"
-    assert ended.detail.startswith(lost)
+    exit_record = running.wait(60)
+    assert exit_record is not None
+    assert exit_record.ended_by == "host"
+    assert exit_record.detail.startswith(lost)
 
 
 def test_without_a_cluster_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,9 +94,9 @@ class Warm:
         )
 
     def run(self, code: str, *, warm: bool = True, limit: float = 30.0, **environment: str) -> Exit:
-        ended = self.start(code, warm=warm, limit=limit, **environment).wait(60)
-        assert ended is not None
-        return ended
+        exit_record = self.start(code, warm=warm, limit=limit, **environment).wait(60)
+        assert exit_record is not None
+        return exit_record
 
     @property
     def printed(self) -> str:
@@ -127,18 +127,18 @@ class Warm:
 
 @pytest.fixture
 def warm(tmp_path: Path) -> Iterator[Warm]:
-    made = Warm(tmp_path)
-    yield made
-    made.launcher.close()
-    for pid in made.alive():
+    warm_runner = Warm(tmp_path)
+    yield warm_runner
+    warm_runner.launcher.close()
+    for pid in warm_runner.alive():
         os.kill(pid, signal.SIGKILL)
 
 
 def test_a_warm_trial_finds_what_a_cold_one_finds(warm: Warm) -> None:
     seen: list[Any] = []
     for kind in (False, True, True):
-        ended = warm.run(SEEN, warm=kind, X="ä")
-        assert (ended.code, ended.ended_by, ended.warm) == (0, None, kind)
+        exit_record = warm.run(SEEN, warm=kind, X="ä")
+        assert (exit_record.code, exit_record.ended_by, exit_record.warm) == (0, None, kind)
         seen.append(json.loads(warm.printed))
     assert seen[0] == seen[1] == seen[2]
     assert seen[0]["descriptors"] == ["0", "1", "2", "3"]  # 3: the listing
@@ -156,9 +156,9 @@ def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: War
     while stat()[0] != b"S":  # it may not have reached its wait yet
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    before = stat()[11:13]
+    before_count = stat()[11:13]
     time.sleep(0.3)
-    assert stat()[11:13] == before
+    assert stat()[11:13] == before_count
     warm.launcher.close()
     assert warm.alive() == set()
 
@@ -166,9 +166,9 @@ def test_one_template_serves_trial_after_trial_and_sleeps_between_them(warm: War
 def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
     first = warm.template(MASTER_PORT="1234")
     assert warm.template(MASTER_PORT="1235") == first
-    second = warm.template(OMP_NUM_THREADS="7")
-    assert second != first
-    assert warm.alive() == {second}
+    second_hub = warm.template(OMP_NUM_THREADS="7")
+    assert second_hub != first
+    assert warm.alive() == {second_hub}
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -176,7 +176,7 @@ def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch:
     finally:
         os.sched_setaffinity(0, cores)
     third, count = map(int, warm.printed.split())
-    assert (third != second, count) == (True, 1)
+    assert (third != second_hub, count) == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -193,24 +193,24 @@ def test_nothing_comes_from_the_template_of_a_trial_that_failed(
     warm: Warm, code: str, by: str | None, status: int
 ) -> None:
     first = warm.template()
-    ended = warm.run(code, limit=1.0 if by else 30.0)
-    assert (ended.ended_by, ended.code) == (by, status)
+    exit_record = warm.run(code, limit=1.0 if by else 30.0)
+    assert (exit_record.ended_by, exit_record.code) == (by, status)
     assert warm.alive() == set()
     assert warm.template() != first
 
 
 def test_what_a_trial_leaves_behind_ends_before_the_next_one(warm: Warm) -> None:
     first = warm.template()
-    ended = warm.run(TREE.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
-    assert (ended.code, ended.ended_by) == (0, None)
+    exit_record = warm.run(TREE.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
+    assert (exit_record.code, exit_record.ended_by) == (0, None)
     assert warm.alive() == {first}
 
 
 def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
     first = warm.template()
-    running = warm.start(TREE + "time.sleep(60)")
+    trial = warm.start(TREE + "time.sleep(60)")
     warm.wait_for("up")
-    assert running.stop().ended_by == "request"
+    assert trial.stop().ended_by == "request"
     assert warm.alive() == {first}
     assert warm.template() == first
 
@@ -218,14 +218,14 @@ def test_a_stopped_trial_keeps_its_template(warm: Warm) -> None:
 @pytest.mark.parametrize("victim", ["guard", "template"])
 def test_a_killed_guard_or_template_leaves_no_process(warm: Warm, victim: str) -> None:
     template = warm.template()
-    running = warm.start(TREE + "time.sleep(60)")
+    trial = warm.start(TREE + "time.sleep(60)")
     warm.wait_for("up")
-    family = guard.family(running.pid)
+    family = guard.read_ids(trial.pid)
     assert family is not None
     os.kill(family[0] if victim == "guard" else template, signal.SIGKILL)
-    ended = running.wait(20)
-    assert ended is not None
-    assert (ended.code, ended.ended_by) == (-9, "guard" if victim == "guard" else "request")
+    exit_record = trial.wait(20)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.ended_by) == (-9, "guard" if victim == "guard" else "request")
     assert warm.alive() == set()
     assert warm.template() != template
 
@@ -267,20 +267,20 @@ def test_nothing_outlives_a_killed_tuner(warm: Warm, moment: str) -> None:
 def test_a_program_that_is_not_fit_to_be_forked_starts_cold(warm: Warm, ready: str) -> None:
     warm.program(ready)
     for _ in range(2):
-        ended = warm.run("print(template)")
-        assert (ended.code, ended.warm, warm.printed) == (0, False, "0\n")
+        exit_record = warm.run("print(template)")
+        assert (exit_record.code, exit_record.warm, warm.printed) == (0, False, "0\n")
         assert warm.alive() == set()
 
 
 def test_only_a_python_package_and_one_trial_at_a_time_come_from_the_template(warm: Warm) -> None:
     first = warm.template()
-    running = warm.start("import time; time.sleep(60)")
+    trial = warm.start("import time; time.sleep(60)")
     assert not warm.run("pass").warm
-    assert running.stop().warm
+    assert trial.stop().warm
     launch = Launch(argv=("/bin/echo", "-m", "warmed"), folder=str(warm.folder / "echo"), warm=True)
-    ended = warm.launcher.start(launch).wait(10)
-    assert ended is not None
-    assert (ended.code, ended.warm) == (0, False)
+    exit_record = warm.launcher.start(launch).wait(10)
+    assert exit_record is not None
+    assert (exit_record.code, exit_record.warm) == (0, False)
     assert warm.template() == first
 
 
@@ -309,8 +309,8 @@ if not all(pids):
 for pid in pids:
     os.waitpid(pid, 0)
 """
-    ended = {kind: warm.run(code, warm=kind) for kind in (True, False)}
-    assert {kind: (each.code, each.warm) for kind, each in ended.items()} == {True: (0, True), False: (0, False)}
-    peaks = {kind: each.peak_memory_bytes or 0 for kind, each in ended.items()}
+    exit_record = {kind: warm.run(code, warm=kind) for kind in (True, False)}
+    assert {kind: (each.code, each.warm) for kind, each in exit_record.items()} == {True: (0, True), False: (0, False)}
+    peaks = {kind: each.peak_memory_bytes or 0 for kind, each in exit_record.items()}
     assert peaks[True] == pytest.approx(peaks[False], rel=0.05)
     assert peaks[True] > held + 2 * own

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning.trials import expected_seconds, whole_seconds
+from flagcore.learning.trials import expected_seconds, full_trial_seconds
 from tests.strategies.contexts import predictions, ran, search_context
 
 KNOWN = predictions()
@@ -22,7 +22,7 @@ def cost(fits: float, ends: float, *trials: Trial) -> float:
     """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
     seen = search_context(KNOWN, [replace(ran(0, STEP, 0), duration_s=WHOLE), *trials])
     log_time: FloatArray = np.log([STEP])
-    whole = whole_seconds(seen, log_time)
+    whole = full_trial_seconds(seen, log_time)
     assert whole.tolist() == pytest.approx([WHOLE])
     return float(expected_seconds(seen, log_time, whole, np.array([fits]), np.array([ends]))[0])
 

@@ -55,7 +55,7 @@ def test_contradicted_experience_is_ignored() -> None:
 
 def test_samples_are_drawn_from_the_posterior() -> None:
     belief = Ratios(observed(TRIED[:5], by_parts(0.2)), ALL, TIME)
-    one, drawn = belief.of(ALL.take(ROWS[:20])), belief.drawn(ALL.take(ROWS[:20]), 20_000)
+    one, drawn = belief.of(ALL.take(ROWS[:20])), belief.sample(ALL.take(ROWS[:20]), 20_000)
     assert drawn.mean(axis=0) == pytest.approx(one.mean, abs=0.01)
     assert drawn.std(axis=0) == pytest.approx(one.deviation, rel=0.1)
 
@@ -93,7 +93,7 @@ def test_experience_that_held_narrows_the_intervals_and_trials_that_held_do_not(
 
     def width(task: int) -> float:
         ratios = Ratios(observed(rows, exact, task), ALL, TIME)
-        return float(np.mean([process.fit.wider for process in ratios._processes]))
+        return float(np.mean([process.fit.scale for process in ratios._processes]))
 
     assert width(task=1) < 0.5
     assert width(task=0) == 1.0

@@ -213,7 +213,7 @@ def run_load_plugins(
 
 def test_a_plugin_for_a_newer_hook_version_is_left_out_with_the_reason(install: Install) -> None:
     found = load_with_good(install, GOOD + "\nHOOKS_API = 99\n")
-    assert "was written for hooks 99, but this flagcore has hooks 1; install a newer flagcore" in found.reason
+    assert "was written for HOOKS_API 99, but this flagcore has HOOKS_API 1; install a newer flagcore" in found.reason
 
 
 @pytest.mark.parametrize("number", ["'1'", "True", "0", "1.5"])

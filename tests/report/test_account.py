@@ -8,9 +8,13 @@ from flagcore.report.explanation import memory_parts, needs_text
 
 
 def test_knobs_of_recompute_are_reported_as_one() -> None:
-    on = {"use_recompute": (False, True), "recompute_granularity": (None, "full"), "recompute_method": (None, "block")}
-    assert differs_text({"micro_batch_size": (1, 2), **on}, BY_NAME) == "MBS 1 -> 2, recompute off -> full block"
-    assert differs_text({knob: pair[::-1] for knob, pair in on.items()}, BY_NAME) == "recompute full block -> off"
+    flags_on = {
+        "use_recompute": (False, True),
+        "recompute_granularity": (None, "full"),
+        "recompute_method": (None, "block"),
+    }
+    assert differs_text({"micro_batch_size": (1, 2), **flags_on}, BY_NAME) == "MBS 1 -> 2, recompute off -> full block"
+    assert differs_text({knob: pair[::-1] for knob, pair in flags_on.items()}, BY_NAME) == "recompute full block -> off"
     assert differs_text({"recompute_method": ("uniform", "block")}, BY_NAME) == "method uniform -> block"
     assert differs_text({"max_num_seqs": (None, 0), "enforce_eager": (None, False)}, BY_NAME) == (
         "max_num_seqs unset -> 0, enforce_eager unset -> off"

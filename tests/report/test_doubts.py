@@ -19,11 +19,13 @@ NONE: dict[str, object] = {"illegal": {}, "pruned": {}}
 
 
 def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial:
-    measured = Measurement(
+    measured_trials = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=100.0 / step
     )
-    who = Candidate.of({"micro_batch_size": mbs})
-    return Trial(number=number, candidate=who, role=role, state=TrialState.MEASURED, measurement=measured)
+    candidate_of_trial = Candidate.of({"micro_batch_size": mbs})
+    return Trial(
+        number=number, candidate=candidate_of_trial, role=role, state=TrialState.MEASURED, measurement=measured_trials
+    )
 
 
 def plan_text(plan: Plan) -> str:
@@ -67,8 +69,10 @@ AGAIN = Role.REPEAT
 
 
 def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None:
-    late = replace(trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running")
-    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), late]
+    timed_out_repeat = replace(
+        trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running"
+    )
+    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), timed_out_repeat]
     assert failed_repeats(trials) == {2: "timed_out"}
     assert "1 failed repeat (trial 2 timed out)" in plan_text(plan(trials, 0))
     assert "failed repeat" not in plan_text(plan(trials[:2], 0))

@@ -31,8 +31,8 @@ def test_table_fits_and_keeps_every_word_and_figure(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert "12,345,678" in text
     words = [word for row in (HEADINGS, *ROWS) for cell in row for word in cell.split()]
-    shown = [word for word in text.split() if set(word) != {"-"} or word == "-"]
-    assert sorted(shown) == sorted(words)
+    shown_words = [word for word in text.split() if set(word) != {"-"} or word == "-"]
+    assert sorted(shown_words) == sorted(words)
 
 
 def test_figures_are_never_cut_however_narrow_the_terminal() -> None:
@@ -52,5 +52,5 @@ def test_columns_without_room_are_printed_below_with_the_first_one() -> None:
         assert all(part.startswith("chip") for part in parts)
         assert max(len(line) for part in parts for line in part.splitlines()) <= width
         for row in rows:
-            found = [line.split()[1:] for part in parts for line in part.splitlines() if line.startswith(row[0])]
-            assert list(chain.from_iterable(found)) == row[1:]
+            cells_by_row = [line.split()[1:] for part in parts for line in part.splitlines() if line.startswith(row[0])]
+            assert list(chain.from_iterable(cells_by_row)) == row[1:]

@@ -43,8 +43,8 @@ def test_a_narrow_terminal_gets_several_tables_with_the_number_in_each() -> None
 
 
 def test_candidates_that_differ_have_rows_that_differ() -> None:
-    two = [
+    two_records = [
         {**each, "candidate": {"enforce_eager": value}} for each, value in zip(RECORDS[:2], (None, False), strict=True)
     ]
-    rows = {line[1:] for line in candidates_table(two).splitlines()[2:]}
+    rows = {line[1:] for line in candidates_table(two_records).splitlines()[2:]}
     assert len(rows) == 2

@@ -90,46 +90,50 @@ def test_the_cost_of_limits_counts_load_points_that_break_them() -> None:
     assert best.measurement is not None
     few, many = {"concurrency": 4, **best.measurement.figures}, {"concurrency": 16, "output_tokens_per_s": 350.0}
     points = (few, {**many, "ttft_s.p99": 1.7, "tpot_s.p50": 0.02})
-    found = plan(BASELINE, dataclasses.replace(best, measurement=dataclasses.replace(best.measurement, points=points)))
-    text = plan_text(found)
+    served_plan = plan(
+        BASELINE, dataclasses.replace(best, measurement=dataclasses.replace(best.measurement, points=points))
+    )
+    text = plan_text(served_plan)
     assert "200 output tok/s at 4 clients" in text
     assert "trial 1 reached 350 output tok/s at 16 clients (ttft_s.p99 = 1.7 s)" in text
     assert "Pareto front" in text
 
 
 def test_unreachable_limits_name_the_nearest_candidate() -> None:
-    found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), trial(1, 200.0, ttft=1.5))
-    assert "p99 TTFT <= 1 s; nearest: trial 1 (parallel 1)" in reason(found)
-    assert "ttft_s.p99 is 1.5 s, over 1 s" in reason(found)
-    assert "none within the limits p99 TTFT <= 1 s" in plan_text(found)
+    served_plan = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), trial(1, 200.0, ttft=1.5))
+    assert "p99 TTFT <= 1 s; nearest: trial 1 (parallel 1)" in reason(served_plan)
+    assert "ttft_s.p99 is 1.5 s, over 1 s" in reason(served_plan)
+    assert "none within the limits p99 TTFT <= 1 s" in plan_text(served_plan)
 
 
 def test_a_trial_that_broke_limits_only_in_a_repeat_is_reported() -> None:
-    once, again = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
-    again = dataclasses.replace(again, candidate=once.candidate)
-    found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, again)
-    assert found.best is None
-    assert reason(found).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
+    once, repeat_trial = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
+    repeat_trial = dataclasses.replace(repeat_trial, candidate=once.candidate)
+    served_plan = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, repeat_trial)
+    assert served_plan.best is None
+    assert reason(served_plan).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
 
 
 def test_a_latency_objective_is_reported_in_seconds_and_less_is_better() -> None:
     objective = "ttft_s.p99"
     base, best = (trial(n, 10.0, ttft=t, objective=objective, limits={}) for n, t in ((0, 0.8), (1, 0.4)))
-    found = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
-    text = plan_text(found)
+    served_plan = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
+    text = plan_text(served_plan)
     assert "0.4 TTFT p99 s" in text
     assert "-50.0% TTFT p99 (baseline: " in text
-    assert result(found, "x")["objective"] == {"name": objective, "direction": "min"}
+    assert result(served_plan, "x")["objective"] == {"name": objective, "direction": "min"}
 
 
 def test_the_front_holds_the_pareto_optimal_points() -> None:
-    found = plan(trial(0, 100.0), trial(1, 300.0))
+    served_plan = plan(trial(0, 100.0), trial(1, 300.0))
     slower = trial(2, 200.0)
     assert slower.measurement is not None
     quick = dataclasses.replace(
         slower.measurement, points=({"concurrency": 1, "output_tokens_per_s": 50.0, "tpot_s.p50": 0.001},)
     )
-    found = dataclasses.replace(found, trials=(*found.trials, dataclasses.replace(slower, measurement=quick)))
-    reported = result(found, "x")["front"]
-    assert [point["trial"] for point in reported] == [1, 2]
-    assert reported[1]["tpot_s"] == {"p50": 0.001}
+    served_plan = dataclasses.replace(
+        served_plan, trials=(*served_plan.trials, dataclasses.replace(slower, measurement=quick))
+    )
+    shown = result(served_plan, "x")["front"]
+    assert [point["trial"] for point in shown] == [1, 2]
+    assert shown[1]["tpot_s"] == {"p50": 0.001}

@@ -41,8 +41,8 @@ def test_a_candidate_is_described_by_its_non_neutral_knobs(values: dict[str, obj
 
 
 def test_values_that_are_neutral_for_the_engine_are_left_out() -> None:
-    usual = {"instances": 1, "parallel": 8, "n_gpu_layers": -1, "enable_prefix_caching": True}
-    assert values_text(usual, LLAMACPP) == "parallel 8"
+    usual_values = {"instances": 1, "parallel": 8, "n_gpu_layers": -1, "enable_prefix_caching": True}
+    assert values_text(usual_values, LLAMACPP) == "parallel 8"
     assert values_text({"instances": 1}, LLAMACPP) == "engine defaults"
     assert values_text({"instances": 2, "enable_prefix_caching": False}, LLAMACPP) == "instances 2, no prefix caching"
 

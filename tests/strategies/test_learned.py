@@ -15,15 +15,15 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.trials import (
-    BEYOND,
-    LEAST_NOISE,
     MAX_EXCESS,
+    MIN_EXCESS,
+    MIN_NOISE,
     PARTIAL_NOISE,
     PROBE_NOISE,
-    believed_times,
+    expected_times,
+    full_trial_seconds,
     observed_memory,
     observed_times,
-    whole_seconds,
 )
 from flagcore.strategies.learned import STRATEGY, believed
 from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
@@ -123,9 +123,9 @@ def test_pending_trials_make_similar_candidates_less_attractive() -> None:
         rows.append(chosen.row)
         pending.append(replace(ran(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
     assert len(set(rows)) == 4
-    sure = believed_times(replace(alone, pending=pending), observed_times(alone))
+    sure = expected_times(replace(alone, pending=pending), observed_times(alone))
     assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
-    assert len(believed_times(alone, observed_times(alone))) == 0
+    assert len(expected_times(alone, observed_times(alone))) == 0
     before, after = (believed(replace(alone, pending=some), rows[0]) for some in ((), pending))
     assert spread(after) < spread(before)
 
@@ -145,7 +145,7 @@ def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     seen = replace(search_context(known, [ran(4, 1.2 * step[4], 3)]), probes=probes)
     times = observed_times(seen)
     assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
-    assert times.noise.tolist() == [LEAST_NOISE, PROBE_NOISE]
+    assert times.noise.tolist() == [MIN_NOISE, PROBE_NOISE]
     memory = observed_memory(seen)
     assert np.exp(memory.log_ratio[0]) == pytest.approx(2.0)
     assert len(memory) == 2
@@ -168,7 +168,7 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
     cut = replace(cut, state=TrialState.STOPPED, measurement=replace(cut.measurement, partial=True))
     noise = observed_times(search_context(known, [even, rough, usual, cut])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
-    assert observed_times(search_context(known, [even, cut])).noise.tolist() == [LEAST_NOISE, PARTIAL_NOISE]
+    assert observed_times(search_context(known, [even, cut])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
 
 
 def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
@@ -193,7 +193,7 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
     for share in (0.9, 0.01):
         tight = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
         bounds.append(observed_memory(search_context(tight, [ran(row, None, 0)])).log_ratio[0])
-    assert bounds == pytest.approx([BEYOND - np.log(0.9), MAX_EXCESS])
+    assert bounds == pytest.approx([MIN_EXCESS - np.log(0.9), MAX_EXCESS])
 
 
 def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
@@ -212,7 +212,7 @@ def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
     control = replace(seen.task.spec.control, fidelity=PROBE)
     task = replace(seen.task, spec=replace(seen.task.spec, control=control))
     alike = replace(seen, task=task)
-    costs = [whole_seconds(each, np.log(known.step_time_s)) for each in (seen, alike)]
+    costs = [full_trial_seconds(each, np.log(known.step_time_s)) for each in (seen, alike)]
     assert np.ptp(costs[0]) > 0
     assert np.ptp(costs[1]) == 0
 

@@ -10,7 +10,7 @@ import pytest
 from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial
-from flagcore.strategies.learned import LEAST_GAIN, STRATEGY
+from flagcore.strategies.learned import MIN_GAIN, STRATEGY
 from tests.strategies.contexts import distorted, predictions, ran, search_context
 
 KNOWN = predictions()
@@ -41,7 +41,7 @@ def lost_by_ending(real: FloatArray, rows: IntArray, past: PastMeasurements) -> 
             break
         trials.append(ran(row, float(real[row]), len(trials)))
     best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
-    return bool(real[rows].min() * (1 + LEAST_GAIN) < best)
+    return bool(real[rows].min() * (1 + MIN_GAIN) < best)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ plugin = BrokenPlugin(**vars(plugin))
 
 def hook(check: str, name: str, body: str, names: str, *, before: str = "", arguments: str = "", also: tuple[str, ...] = ()) -> Fault:
     """Override a hook. `body` returns the answer and may use `own`, that of the healthy plugin."""
-    passed = ARGUMENTS[name]
-    new = OVERRIDE.format(name=name, arguments=arguments or passed, passed=passed, before=before, body=body)
-    return Fault(check, HOOKS, "", new, names, also)
+    passed_arguments = ARGUMENTS[name]
+    override = OVERRIDE.format(name=name, arguments=arguments or passed_arguments, passed=passed_arguments, before=before, body=body)
+    return Fault(check, HOOKS, "", override, names, also)
 
 
 def module(check: str, statements: str, names: str, also: tuple[str, ...] = ()) -> Fault:
@@ -62,40 +62,40 @@ def module(check: str, statements: str, names: str, also: tuple[str, ...] = ()) 
 def foreign(name: str) -> Fault:
     """Let a hook answer for any vendor's chip as for its own."""
     subject = ARGUMENTS[name].split(", ")[-1 if name == "prepare_launch" else 0]
-    mine = "self.flagcore_chips()[0]"
-    group = f"[replace(task.cluster.groups[0], chip={mine})]"
-    before = {
-        "chip": f"chip = {mine}",
-        "group": f"group = replace(group, chip=replace({mine}))",
+    own_chip = "self.flagcore_chips()[0]"
+    group = f"[replace(task.cluster.groups[0], chip={own_chip})]"
+    before_text = {
+        "chip": f"chip = {own_chip}",
+        "group": f"group = replace(group, chip=replace({own_chip}))",
         "task": f"task = replace(task, cluster=replace(task.cluster, groups=tuple({group})))",
-        "device": f"device = replace(device, chip={mine}.name)",
+        "device": f"device = replace(device, chip={own_chip}.name)",
     }[subject]
-    return hook("foreign_chips_get_no_answer", name, "return own", f"flagcore_{name}", before=before)
+    return hook("foreign_chips_get_no_answer", name, "return own", f"flagcore_{name}", before=before_text)
 
 
 def memory(check: str, method: str, body: str) -> Fault:
     """Override a method of the memory model."""
-    made = f"type('Model', (PlainMemory,), {{'{method}': {body}}})"
-    answer = f"return own and {made}.of(group, fragmentation=0.02, context_bytes=CONTEXT_BYTES)"
+    type_expression = f"type('Model', (PlainMemory,), {{'{method}': {body}}})"
+    answer = f"return own and {type_expression}.of(group, fragmentation=0.02, context_bytes=CONTEXT_BYTES)"
     return hook(check, "memory_model", answer, method)
 
 
 def kernels(check: str, method: str, body: str) -> Fault:
     """Override a method of the kernel costs."""
-    made = f"type('Costs', (), {{'__getattr__': lambda self, name: getattr(own, name), '{method}': {body}}})()"
-    return hook(check, "kernel_costs", f"return own and {made}", method)
+    type_expression = f"type('Costs', (), {{'__getattr__': lambda self, name: getattr(own, name), '{method}': {body}}})()"
+    return hook(check, "kernel_costs", f"return own and {type_expression}", method)
 
 
 def collectives(check: str, seconds: str, taken: str, names: str) -> Fault:
     """Let collectives take `seconds` for payload p and ranks r, and the share `taken` of the compute."""
-    made = f"{{'seconds': lambda self, kind, p, r, s: {seconds}, 'compute_share': lambda self, r, s: {taken}}}"
-    return hook(check, "collective_costs", f"return own and type('Costs', (), {made})()", names)
+    type_expression = f"{{'seconds': lambda self, kind, p, r, s: {seconds}, 'compute_share': lambda self, r, s: {taken}}}"
+    return hook(check, "collective_costs", f"return own and type('Costs', (), {type_expression})()", names)
 
 
 def reading(check: str, figures: str, names: str) -> Fault:
     """Let telemetry answer `figures`, an expression of the tool's own `figures`."""
-    made = f"type('Reading', (), {{'sample': lambda self: (lambda figures: {figures})(own.sample())}})()"
-    return hook(check, "telemetry", f"return own and {made}", names)
+    type_expression = f"type('Reading', (), {{'sample': lambda self: (lambda figures: {figures})(own.sample())}})()"
+    return hook(check, "telemetry", f"return own and {type_expression}", names)
 
 
 def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> Fault:
@@ -133,7 +133,7 @@ CHIPS = (
     Fault("chips_and_devices_are_valid", CHIP, "TODO: made up, replace it by a figure with its source", " ", "memory_bytes.source.method"),
     Fault("measured_figures_have_dates", CHIP, "{kind: estimated, method: \"TODO", "{kind: measured, how: \"TODO", "memory_bytes.source is measured"),
     Fault("source_dates_are_iso", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date"),
-    Fault("chip_names_are_unique", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "answers to", also=("chip_files_match_chip_names",)),
+    Fault("chip_names_are_unique", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "is already a name of", also=("chip_files_match_chip_names",)),
     Fault("chip_names_differ_from_other_plugins", CHIP, "[ACME A1]", "[ACME A1, cpu]", "plugin cpu"),
     Fault("chip_names_are_clean", CHIP, "[ACME A1]", "[ACME A1, 'A1  OAM']", "A1  OAM"),
     Fault("chip_names_are_clean", CHIP, "[ACME A1]", "[ACME A1, acme a1]", "acme a1"),
@@ -152,7 +152,7 @@ CHIPS = (
     Fault("fp16_and_bf16_peaks_are_similar", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "bf16 is 6 times"),
     Fault("fp16_and_bf16_peaks_are_similar", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "bf16 is 2 times", also=("peaks_are_dense",)),
     Fault("links_are_slower_than_memory", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 of memory"),
-    Fault("peaks_match_memory_bandwidth", CHIP, "value: 1.6e+12", "value: 4.0e+10", "operations a byte", also=("links_are_slower_than_memory",)),
+    Fault("peaks_match_memory_bandwidth", CHIP, "value: 1.6e+12", "value: 4.0e+10", "operations per byte", also=("links_are_slower_than_memory",)),
     Fault("links_are_slower_than_memory", CHIP, "value: 2.0e+11", "value: 2.0e+12", "link.bytes_per_second"),
     Fault("figures_are_plausible", CHIP, "  name: ACMELink", "  name: ACMELink\n  latency_seconds: 5.0", "= 5"),
     Fault("link_domains_divide_nodes", CHIP, "  name: ACMELink", "  name: ACMELink\n  domain_size: 3", "= 3 does not"),

@@ -129,28 +129,31 @@ class Fault:
 
 def healthy(folder: Path) -> Path:
     """Write the healthy plugin, with every hook and every file that one may have, and return its folder."""
-    made = api.new_plugin("acme", vendor="ACME", directory=str(folder))
-    append(made / HOOKS, MORE_HOOKS)
-    append(made / QUIRKS, MORE_QUIRKS)
-    (made / KNOBS).write_text(MORE_KNOBS)
-    (made / COLLECTIVES).write_text(MORE_COLLECTIVES)
-    append(made / ENVIRONMENT, "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n")
-    edit(made / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
-    edit(made / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
-    return made
+    plugin_folder = api.new_plugin("acme", vendor="ACME", directory=str(folder))
+    append(plugin_folder / HOOKS, MORE_HOOKS)
+    append(plugin_folder / QUIRKS, MORE_QUIRKS)
+    (plugin_folder / KNOBS).write_text(MORE_KNOBS)
+    (plugin_folder / COLLECTIVES).write_text(MORE_COLLECTIVES)
+    append(
+        plugin_folder / ENVIRONMENT,
+        "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n",
+    )
+    edit(plugin_folder / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
+    edit(plugin_folder / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
+    return plugin_folder
 
 
 def broken(folder: Path, source: Path, fault: Fault) -> Path:
     """Return a copy of the healthy plugin with one fault."""
-    made = folder / "flagcore-acme"
-    shutil.copytree(source, made)
+    plugin_copy = folder / "flagcore-acme"
+    shutil.copytree(source, plugin_copy)
     if not fault.old and not fault.new:
-        (made / fault.file).unlink()
+        (plugin_copy / fault.file).unlink()
     elif not fault.old:
-        append(made / fault.file, fault.new)
+        append(plugin_copy / fault.file, fault.new)
     else:
-        edit(made / fault.file, fault.old, fault.new)
-    return made
+        edit(plugin_copy / fault.file, fault.old, fault.new)
+    return plugin_copy
 
 
 def append(path: Path, text: str) -> None:

@@ -70,10 +70,10 @@ def test_a_fault_fails_only_its_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with imported(broken(tmp_path, acme, fault)) as plugin:
-        failed = {result.check for result in run_all(CHECKS, plugin) if result.state == "failed"}
-    assert fault.check in failed
+        failed_checks = {result.check for result in run_all(CHECKS, plugin) if result.state == "failed"}
+    assert fault.check in failed_checks
     if "*" not in fault.also:
-        assert failed == {fault.check, *fault.also}
+        assert failed_checks == {fault.check, *fault.also}
 
 
 def test_every_check_has_a_fault() -> None:
@@ -94,7 +94,7 @@ def test_the_network_may_be_faster_than_a_bridge_within_the_node(tmp_path: Path,
     (check,) = (each for each in CHECKS if each.__name__ == bridged.check)
     with imported(broken(tmp_path, acme, bridged)) as plugin:
         (group,) = (each for each in plugin.groups() if each.devices == 32)
-        found = plugin.loaded.topology(group)
-        assert found is not None
-        assert [level.name for level in found.levels][:2] == ["island", "bridge"]
+        topology = plugin.loaded.topology(group)
+        assert topology is not None
+        assert [level.name for level in topology.levels][:2] == ["island", "bridge"]
         assert [result.state for result in run_all([check], plugin)] == ["passed"]

@@ -1,1 +1,1 @@
-"""What every task of the API needs: inputs, the run folder, the context of a run, warnings."""
+"""Shared by all functions of the API: inputs, the run folder, the state of a run, warnings."""

@@ -1,4 +1,4 @@
-"""Chips and costs from the user's own calibrations, and chips that no plugin lists."""
+"""Chips and costs from the user's calibrations, and chips that no plugin lists."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CALIBRATED = "calibration"
 
 
 class CalibratedPlugins(LoadedPlugins):
-    """As `LoadedPlugins`, with the kernel and collective times of a chip from its calibration where there is one.
+    """`LoadedPlugins` with kernel and collective times from the calibration of a chip, if there is one.
 
-    `warn` is called with a line for each calibration that costs are made of, for one of fewer devices than a node
-    has, and for each file that cannot be read and is of another chip, once each.
+    `warn` is called once with a line for each calibration in use, for a calibration of fewer devices than a node has,
+    and for each unreadable file of another chip.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class CalibratedPlugins(LoadedPlugins):
         super().__init__(plugins, failures)
         self._calibrations, self._warn = calibrations, warn
         self._found: dict[str, Calibration | None] = {}
-        self._few: set[str] = set()
+        self._calibrated_on_few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return the plugins' chips, and those that no plugin catalogues but that were calibrated."""
+        """Return the chips of the plugins, and the calibrated chips that no plugin lists."""
         if self._catalogue is None:
             catalogue = super()._known_chips()
             saved: tuple[tuple[Path, Calibration], ...] = ()
@@ -70,7 +70,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer; for a chip that is only in a calibration, what torch reported."""
+        """Return the answer of the plugins; for a chip that only a calibration has, the report of torch."""
         answer = super().engine_support(chip, engine, engine_version)
         return answer if answer.device_type else self._support.get(chip.name, answer)
 
@@ -79,8 +79,8 @@ class CalibratedPlugins(LoadedPlugins):
         known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
         if calibration is None:
             return known
-        below = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
-        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *below))
+        fallbacks = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
+        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *fallbacks))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return measured times inside a node, and the topology's times beyond it. Raises RunError."""
@@ -91,26 +91,26 @@ class CalibratedPlugins(LoadedPlugins):
         if table is None:
             return known
         levels = self.topology(group) or topology_of(group)
-        measured = Collectives(topology=levels, table=table)
-        return CollectiveCostStack((measured, known or Collectives(topology=levels)))
+        collectives = Collectives(topology=levels, table=table)
+        return CollectiveCostStack((collectives, known or Collectives(topology=levels)))
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:
-            found = self._calibrations.find(chip, _installed_torch())
+            calibration = self._calibrations.find(chip, _installed_torch())
             if not self._found:
                 for _file, error in self._calibrations.skipped_files():
                     self._warn(str(error))
-            self._found[chip.name] = found[1] if found else None
-            if found:
-                date, others = found[1].date[:10], busy(found[1].others or 0.0)
+            self._found[chip.name] = calibration[1] if calibration else None
+            if calibration:
+                date, others = calibration[1].date[:10], busy(calibration[1].others or 0.0)
                 message = _("{chip} is predicted from its calibration of {date}", chip=chip.name, date=date)
-                self._warn("; ".join([f"{message} ({found[0]})", *others]))
+                self._warn("; ".join([f"{message} ({calibration[0]})", *others]))
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
         name, most = group.chip.name, calibration.devices
-        if most < group.devices_per_node and name not in self._few:
-            self._few.add(name)
+        if most < group.devices_per_node and name not in self._calibrated_on_few:
+            self._calibrated_on_few.add(name)
             text = _(
                 "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
                 chip=name,
@@ -146,31 +146,30 @@ def ask_torch() -> TorchReport | None:
 
 
 def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
-    """Return the chip of this machine that no plugin catalogues, how torch runs on it, and its devices; None if there
-    is none.
+    """Return the chip of this machine that no plugin lists, its engine support, and its devices; None if there is none.
 
-    Raises NoDevice for devices that a plugin lists but torch cannot use: nothing can be measured on them.
+    Raises NoDevice for devices that a plugin lists but torch cannot use, because nothing can be measured on them.
     """
-    unlisted = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
-    reported = ask_torch()
-    if reported and not unlisted:
-        unlisted = [device for device in reported.devices if loaded.find_chip(device.chip) is None]
-    if not unlisted:
+    unknown_devices = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
+    torch_report = ask_torch()
+    if torch_report and not unknown_devices:
+        unknown_devices = [device for device in torch_report.devices if loaded.find_chip(device.chip) is None]
+    if not unknown_devices:
         return None
-    name = Counter(device.chip for device in unlisted).most_common(1)[0][0]
-    if reported is None:
-        problem = _("no installed plugin lists {chip}, and torch finds no accelerator here", chip=name)
+    name = Counter(device.chip for device in unknown_devices).most_common(1)[0][0]
+    if torch_report is None:
+        problem = _("no installed plugin lists {chip}, and torch finds no accelerator on this machine", chip=name)
         raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
-    here = tuple(device for device in unlisted if device.chip == name)
-    memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
+    same_chip = tuple(device for device in unknown_devices if device.chip == name)
+    memory = min((device.memory_bytes for device in same_chip if device.memory_bytes), default=None)
     source = Source(kind="measured", detail="reported by torch")
-    known = Fact(value=float(memory), source=source) if memory else None
-    chip = Chip(name=name, vendor=VENDOR, memory_bytes=known, devices_per_node=len(here))
-    return chip, support_of(reported.kind, reported.backend, name), here
+    memory_fact = Fact(value=float(memory), source=source) if memory else None
+    chip = Chip(name=name, vendor=VENDOR, memory_bytes=memory_fact, devices_per_node=len(same_chip))
+    return chip, support_of(torch_report.kind, torch_report.backend, name), same_chip
 
 
 def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
-    """Return the facts that a calibration stores of a chip that no plugin lists, as plain data."""
+    """Return the facts of a chip that no plugin lists as plain data for its calibration."""
     return {
         "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
         "devices_per_node": chip.devices_per_node,
@@ -180,10 +179,10 @@ def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
 
 
 def chip_of(calibration: Calibration) -> Chip:
-    """Return an uncatalogued chip from its calibration.
+    """Return a chip that no plugin lists from its calibration.
 
-    Its rates are those of the largest kernels that were measured, over the share of a peak that such kernels reach
-    elsewhere: what the roofline needs where nothing was measured.
+    Its peak rates are estimated: the rate of the largest measured kernels over the share of the peak that such kernels
+    reach on other chips. The roofline uses them for kernels without a measurement.
     """
     facts = calibration.facts or {}
     source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
@@ -192,12 +191,14 @@ def chip_of(calibration: Calibration) -> Chip:
         if row.get("kernel") == "gemm":
             rate = 2e6 * float(row["m"]) * float(row["n"]) * float(row["k"]) / float(row["us"])
             rates[str(row["precision"])] = max(rates.get(str(row["precision"]), 0.0), rate)
-    moved = [1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"]
+    bytes_per_second = [
+        1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"
+    ]
     return Chip(
         name=calibration.chip,
         vendor=VENDOR,
         memory_bytes=_fact(facts.get("memory_bytes"), source),
-        memory_bandwidth_bytes_per_second=_fact(max(moved, default=0.0) / Curve().memory_share, source),
+        memory_bandwidth_bytes_per_second=_fact(max(bytes_per_second, default=0.0) / Curve().memory_share, source),
         dense_flops_per_second={
             name: Fact(value=rate / Curve().gemm_share, source=source) for name, rate in sorted(rates.items())
         },
@@ -206,7 +207,7 @@ def chip_of(calibration: Calibration) -> Chip:
 
 
 def support_of(kind: str, backend: str, name: str) -> EngineSupport:
-    """Return how engines run on an uncatalogued chip: as torch reports, untested."""
+    """Return the engine support of a chip that no plugin lists: untested, with the backend that torch reports."""
     reason = f"no installed plugin lists {name}; torch calls it {kind}"
     return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
 

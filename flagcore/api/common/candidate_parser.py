@@ -21,39 +21,42 @@ from flagcore.stages.build import canonical
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
 MOST = 80
-"""Letters of what was typed that a message repeats."""
+"""Maximum length of the input that a message repeats."""
 
 
 def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
-    """Return the columns of the candidate in `text`, and the knobs that it names: knob=value or knob value,
-    with commas or blanks between.
+    """Return the columns of the candidate in `text`, and the values of the knobs that it names.
 
-    A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, if that
-    has an effect with the named ones, else the engine's default; a data-parallel size is what the devices
-    leave. Raises UsageError.
+    The text has the form `knob=value` or `knob value`, separated by commas or blanks. A flag may be used alone, or
+    after `no`. A missing knob has its only value in the space, if this has an effect with the named knobs, else the
+    engine's default. The data-parallel size follows from the number of devices. Raises UsageError.
     """
     task, axes = problem.platform.task, problem.legality.axes
-    given = _knob_values(text, axes, problem.knobs)
+    given_values = _knob_values(text, axes, problem.knobs)
     for axis in axes:
-        value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
+        value, listed = given_values.get(axis.knob), (*axis.values, axis.neutral, *axis.extra_values)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
             raise UsageError(
                 _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))
             )
-    fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
+    fixed_values = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
-        whole, plain = (candidate_columns(task, workload, values) for values in ({**fixed, **given}, given))
+        whole, plain = (
+            candidate_columns(task, workload, values) for values in ({**fixed_values, **given_values}, given_values)
+        )
     except SpecError as error:
-        wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
-        raise UsageError("; ".join([str(error), *map(values_of, wrong)])) from None
-    implied = [
+        wrong_axes = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
+        raise UsageError("; ".join([str(error), *map(values_of, wrong_axes)])) from None
+    implied_flags = [
         axis.knob
         for axis in axes
-        if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
+        if axis.is_flag and axis.knob not in given_values and (axis.knob not in fixed_values or plain[axis.knob][0])
     ]
-    columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
-    merged = canonical(columns, problem.legality.merges)
-    return {knob: (columns if knob in given else merged)[knob] for knob in columns}, frozenset(given)
+    columns = {axis.knob: (plain if axis.knob in implied_flags else whole)[axis.knob] for axis in axes}
+    canonical_columns = canonical(columns, problem.legality.merges)
+    return {knob: (columns if knob in given_values else canonical_columns)[knob] for knob in columns}, frozenset(
+        given_values
+    )
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
@@ -65,7 +68,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     given: dict[str, KnobValue] = {}
-    for part, off, axis, value in _named(text, by_name, _knobs(axes, knobs)):
+    for part, off, axis, value in _named_knobs(text, by_name, _knobs(axes, knobs)):
         if value is None and not off and not axis.is_flag:
             raise UsageError(
                 _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis))
@@ -75,34 +78,34 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
         elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):
             if len(value.split()) > len(further):
                 raise UsageError(_("{part}: expected {knobs}, in this order", part=part, knobs=", ".join(further)))
-            how = zip(further, value.split(), strict=False)
-            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
+            pairs = zip(further, value.split(), strict=False)
+            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in pairs}
         else:
             values = {axis.knob: _value(value, axis)}
         if twice := given.keys() & values:
             raise UsageError(_("{part}: repeated knob: {knobs}", part=part, knobs=", ".join(twice)))
         given |= values
     if not given:
-        raise UsageError(_("{text!r} names no knob; {knobs}", text=text[:MOST], knobs=_knobs(axes, knobs)))
+        raise UsageError(_("{text!r} contains no knob; {knobs}", text=text[:MOST], knobs=_knobs(axes, knobs)))
     return given
 
 
-def _named(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
-    """Yield each knob that a text names: its words, whether it is switched off, its axis, and its value if any."""
+def _named_knobs(text: str, by_name: Mapping[str, Axis], listed: str) -> Iterator[tuple[str, bool, Axis, str | None]]:
+    """Yield the text, whether it is negated (`no`), the axis and the value of each knob that a text names."""
     names = "|".join(map(re.escape, sorted(by_name, key=len, reverse=True)))
     begin = re.compile(rf"(?<!\S)(no\s+)?({names})(?=\s*=|\s|\d|$)", re.IGNORECASE)
     for part in re.split(r"\s*,\s*", _from_json(text).strip()):
-        found = list(begin.finditer(part))
-        if part and (not found or found[0].start() > 0):
+        matches = list(begin.finditer(part))
+        if part and (not matches or matches[0].start() > 0):
             name = re.split(r"[\s=]", part)[0].casefold()
             hint = did_you_mean(name[:MOST], by_name, cutoff=0.7)
             problem = _("{text!r} is not a knob with a value, a trial, best or baseline", text=part[:MOST])
             raise UsageError("; ".join(filter(None, [problem, hint, listed])))
-        for each, following in zip_longest(found, found[1:]):
-            end = following.start() if following else len(part)
-            value = part[each.end() : end].strip()
-            named = value.removeprefix("=").strip() if value else None
-            yield part[each.start() : end].strip(), bool(each[1]), by_name[each[2].casefold()], named
+        for each, following in zip_longest(matches, matches[1:]):
+            value_end = following.start() if following else len(part)
+            value = part[each.end() : value_end].strip()
+            value_text = value.removeprefix("=").strip() if value else None
+            yield part[each.start() : value_end].strip(), bool(each[1]), by_name[each[2].casefold()], value_text
 
 
 def _from_json(text: str) -> str:
@@ -138,6 +141,6 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
 
 
 def values_of(axis: Axis) -> str:
-    """Return the space's value of a knob, the first of several."""
-    few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
-    return _("the space has {values}", values=few + (", ..." if len(axis.values) > 12 else ""))
+    """Return the first value of a knob in the space."""
+    value_list = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
+    return _("the space has {values}", values=value_list + (", ..." if len(axis.values) > 12 else ""))

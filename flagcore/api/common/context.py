@@ -1,4 +1,4 @@
-"""The state of a spec or of a run's folder: predictions and, of a run, what was learned from its trials."""
+"""The state of a spec or of a run's folder: predictions and, for a run, the results of its trials."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from flagcore.store.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A problem and the state of its search; of a spec only predictions, and then `run` is None.
+    """A problem and the state of its search. For a spec, `run` is None and the search has no trials.
 
-    `pruned` is what rules and trials removed, `context` what the search would see now.
+    `pruned` are the rows that rules and trials removed, `context` is the current input of the strategy.
     """
 
     where: Path
@@ -51,8 +51,10 @@ class Snapshot:
 
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return the messages of pruning rules that remove one candidate, in the space or not."""
-        predicted = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
-        return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
+        predictions = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
+        return [
+            f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predictions).any()
+        ]
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return the prediction of one candidate, in the space or not, with the components of its worst stage."""
@@ -61,14 +63,14 @@ class Snapshot:
 
 def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
     """Return the prediction of each row, with the components of its worst stage, and a reason if there is no time."""
-    predicted = predict_columns(task, workload, columns, costs)
-    components = predict_components(task, workload, columns, predicted.worst_stage, costs)
+    predictions = predict_columns(task, workload, columns, costs)
+    components = predict_components(task, workload, columns, predictions.worst_stage, costs)
     layers = predict_stage_layers(task, workload, columns, costs)
     records = []
-    for row in range(len(predicted.step_time_s)):
-        figures = replace(predicted.row(row), components=components_of_row(components, row))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
-        records.append(why | record(task, figures, layers.get(row, ())))
+    for row in range(len(predictions.step_time_s)):
+        figures = replace(predictions.row(row), components=components_of_row(components, row))
+        reason_field = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
+        records.append(reason_field | record(task, figures, layers.get(row, ())))
     return records
 
 
@@ -80,11 +82,11 @@ def build_problem_of_spec(
     *,
     plan: bool = False,
 ) -> tuple[Problem, Workload]:
-    """Return the problem that a spec poses, for another chip if one is named, or a `plan`. Raises a spec's errors."""
-    wanted = read_spec(spec, chip, without, data)
-    workload = plugins.workload_of(wanted.work)
+    """Return the problem of a spec, optionally for another chip or as a `plan`. Raises SpecError and others."""
+    spec_given = read_spec(spec, chip, without, data)
+    workload = plugins.workload_of(spec_given.work)
     with loaded_plugins(without) as loaded:
-        problem = build_problem(wanted, loaded, workload, plan=plan)
+        problem = build_problem(spec_given, loaded, workload, plan=plan)
     warn_about_problem(problem, workload)
     return problem, workload
 
@@ -99,26 +101,26 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     if chip is not None:
         raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
-    stored = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
-    spec = _with_its_hardware(read_spec(home / SPEC, None, without), stored)
+    identity = RunDirectory(home).identity() or {"run": "", "task": {}, "fixed": {}}
+    spec = _with_its_hardware(read_spec(home / SPEC, None, without), identity)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
         run = _with_new_knobs(run, problem.space.axes)
-        past = past_of_problem(problem, loaded, workload, stored["run"])
-        found = _snapshot(place, problem, workload, run.search_state, past)
+        past = past_of_problem(problem, loaded, workload, identity["run"])
+        snapshot = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
-    return replace(found, run=run)
+    return replace(snapshot, run=run)
 
 
 def run_home(run: Run) -> Path:
-    """Return the folder in which a run's trials are: that of the engine that won, where several were tuned."""
+    """Return the folder of a run's trials. With several engines, it is the folder of the best engine."""
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
 
 
 def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
-    """Return the spec of a run with the hardware and the baseline that it had, regardless of this machine."""
+    """Return the spec of a run with its saved hardware and baseline, independent of this machine."""
     spec = replace(spec, baseline=stored["fixed"].get("baseline"))
     hardware = stored["task"].get("hardware") or {}
     if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
@@ -128,7 +130,7 @@ def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
 
 
 def _require_known_values(run: Run, problem: Problem) -> None:
-    """Raise RunError for a trial with a value that its knob does not have here: the run is of another version."""
+    """Raise RunError if a trial has a value that its knob does not support: another version wrote the run."""
     for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
         values = trial.candidate.as_dict()
         for axis in problem.space.axes:
@@ -137,21 +139,21 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 axis.encode(value)
             except ValueError:
                 names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
-                text = _("{folder} is of another version: trial {number} has {knob} = {value}", **names)
+                text = _("{folder} was written by another version: trial {number} has {knob} = {value}", **names)
                 raise RunError(text) from None
 
 
 def _with_new_knobs(run: Run, axes: Sequence[Axis]) -> Run:
-    """Return a run whose candidates have the neutral value of each knob that did not exist when it was tuned."""
+    """Return a run whose candidates have the neutral value of each knob that is newer than the run."""
     neutral = {axis.knob: axis.neutral for axis in axes}
     trials = {trial.number: trial for trial in (*run.imported, *run.probes, *run.trials, *run.repeats)}
     if all(neutral.keys() <= trial.candidate.as_dict().keys() for trial in trials.values()):
         return run
-    stored = [
+    completed_trials = [
         replace(trials[number], candidate=Candidate.of({**neutral, **trials[number].candidate.as_dict()}))
         for number in sorted(trials)
     ]
-    return replace(run, **trial_fields(stored, run.fidelity))
+    return replace(run, **trial_fields(completed_trials, run.fidelity))
 
 
 def _snapshot(
@@ -159,17 +161,17 @@ def _snapshot(
 ) -> Snapshot:
     space, predictions = problem.space, problem.predictions
     trials_and_probes = search_state.trials, problem.pruned, search_state.probes
-    pruned = prune(space, predictions, workload, problem.rules, *trials_and_probes)
-    context = search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past)
+    pruned_rows = prune(space, predictions, workload, problem.rules, *trials_and_probes)
+    context = search_context(problem.platform.task, workload, space, predictions, pruned_rows, search_state, past)
     return Snapshot(
-        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context
+        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned_rows, context=context
     )
 
 
 def read_spec(
     asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> Spec:
-    """Return a spec, for another chip if one is named. Raises SpecError, UsageError."""
+    """Return a spec, optionally for another chip. Raises SpecError, UsageError."""
     file, content = spec_data(asked, data)
     spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:

@@ -1,4 +1,4 @@
-"""Specs as users pass them, the plugins that they need, and warnings: the log `flagcore`, by default on stderr."""
+"""Specs as users pass them, their plugins, and warnings to the logger `flagcore`, by default on stderr."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ UNNAMED = Path("spec")
 
 
 def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the file of a spec, and its content: `data` if there is any. Raises SpecError."""
+    """Return the file of a spec, and its content: `data`, if given. Raises SpecError."""
     if isinstance(spec, Mapping):
         return UNNAMED, dict(plain(spec, file=str(UNNAMED)))
     file = Path(spec)
@@ -60,34 +60,34 @@ RUNS = Path("runs")
 
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
-    """Return a spec's data with a fidelity, or without any."""
+    """Return a spec's data with this fidelity; None removes the fidelity."""
     tuner = data.get("auto_tuner") or {}
-    given = tuner.get("control") or {}
-    control = {key: value for key, value in given.items() if key != "fidelity"}
+    old_control = tuner.get("control") or {}
+    control = {key: value for key, value in old_control.items() if key != "fidelity"}
     control |= {} if fidelity is None else {"fidelity": fidelity}
-    return dict(data) if control == given else {**data, "auto_tuner": {**tuner, "control": control}}
+    return dict(data) if control == old_control else {**data, "auto_tuner": {**tuner, "control": control}}
 
 
 def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
-    moved = dict(data)
+    """Return a spec's data with absolute paths, so that a copy in another folder is equivalent."""
+    resolved = dict(data)
     if isinstance(data.get("model"), str):
-        moved["model"] = str((base / data["model"]).resolve())
+        resolved["model"] = str((base / data["model"]).resolve())
     for kind in ("train", "serve"):
         work = dict(data.get(kind) or {})
         if work.get("command"):
-            moved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
-    serve = dict(moved.get("serve") or {})
+            resolved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
+    serve = dict(resolved.get("serve") or {})
     if serve.get("weights"):
         serve["weights"] = str((base / serve["weights"]).resolve())
     if (serve.get("profile") or {}).get("trace"):
         serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
     if serve:
-        moved["serve"] = serve
+        resolved["serve"] = serve
     cluster = data.get("cluster")
     if isinstance(cluster, dict) and cluster.get("hostfile"):
-        moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
-    return moved
+        resolved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+    return resolved
 
 
 def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
@@ -97,25 +97,26 @@ def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
 
 
 def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change when a run is resumed: spec, model, hardware, and how trials are started."""
+    """Return the properties that must not change when a run is resumed: spec, model, hardware, start of trials."""
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
     platform = problem.platform
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
-    given = {"environment": dict(platform.environment), "engine": engine}
+    environment_and_engine = {"environment": dict(platform.environment), "engine": engine}
     return {
         "spec": with_fidelity(data),
         "model": asdict(platform.task.spec.model),
         "hardware": hardware,
-        "plugins say": given,
+        "plugins say": environment_and_engine,
     }
 
 
 def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Collection[str] | None = None) -> Knobs:
-    """Return the knobs of a spec's engine by name; none for an engine that is not installed here.
+    """Return the knobs of a spec's engine by name, empty if the engine is not installed.
 
-    Plugins are asked for `used` knobs that the engine lacks, those `without` some, or none of them for None.
+    For `used` knobs that the engine does not have, the plugins are called, except for those in `without`. None calls no
+    plugin.
     """
     engine, knobs = _engine_name(data), {}
     if engine is not None:
@@ -127,19 +128,19 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
 
 
 def labels_of_spec(data: Mapping[str, Any]) -> Labels:
-    """Return the labels of the engine of a spec or job record; none for an engine that is not installed here.
+    """Return the labels of the engine of a spec or job record, empty if the engine is not installed.
 
-    The engine of a job record without one is the first that trains.
+    A job record without an engine has the first training engine.
     """
-    known = engines()
+    installed = engines()
     with suppress(FlagError, KeyError, StopIteration):
-        name = _engine_name(data) or next(name for name, engine in known.items() if engine.kind == "train")
-        return labels_of(known[name])
+        name = _engine_name(data) or next(name for name, engine in installed.items() if engine.kind == "train")
+        return labels_of(installed[name])
     return Labels()
 
 
 def _engine_name(data: Mapping[str, Any]) -> str | None:
-    """Return the name of a spec's engine, of several the first; None without one."""
+    """Return the name of a spec's first engine; None without an engine."""
     sections = (data.get(kind) for kind in ("train", "serve"))
     engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
     engine = engine[0] if isinstance(engine, list) and engine else engine
@@ -151,52 +152,52 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins, with the user's calibrations, and warn at the end of each that failed."""
-    found = load_plugins(without)
-    loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
+    """Load the plugins and the user's calibrations. At the end of the context, warn of each failure."""
+    loaded = load_plugins(without)
+    calibrated = CalibratedPlugins(loaded.plugins, loaded.failures, Calibrations.of_user(), LOG.warning)
     try:
-        yield loaded
+        yield calibrated
     finally:
-        warn(loaded.failures)
+        warn(calibrated.failures)
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that its engine lacks.
+    """Return plain data as a spec. Raises SpecError.
 
-    Raises SpecError.
+    Plugins are called for their knobs only if the space has a knob that the engine does not have.
     """
     train, tuner = data.get("train"), data.get("auto_tuner")
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
-    named = {name for section in sections if isinstance(section, Mapping) for name in section}
+    space_names = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = train.get("engine") if isinstance(train, Mapping) else next(iter(engines_of(data)), None)
-    more: Sequence[Knob] = ()
-    known = engines()
-    if named and isinstance(engine, str) and engine in known:
-        own = {name for knob in known[engine].knobs for name in knob.names}
-        more = load_plugins(without).knobs_on_any_chip(engine) if named - own - {engine} else ()
-        more = [knob for knob in more if knob.name not in own]
+    plugin_knobs: Sequence[Knob] = ()
+    installed = engines()
+    if space_names and isinstance(engine, str) and engine in installed:
+        engine_names = {name for knob in installed[engine].knobs for name in knob.names}
+        plugin_knobs = load_plugins(without).knobs_on_any_chip(engine) if space_names - engine_names - {engine} else ()
+        plugin_knobs = [knob for knob in plugin_knobs if knob.name not in engine_names]
     parts: dict[str, Callable[[], object]] = {
-        "spec": lambda: parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
+        "spec": lambda: parse_spec(data, file=file, base=base, engines=installed, plugin_knobs=plugin_knobs)
     }
     for key, group, named_object in (("strategy", STRATEGIES, strategy), ("launcher", LAUNCHERS, launcher)):
         name = tuner.get(key) if isinstance(tuner, Mapping) else None
         if isinstance(name, str) and name not in names(group):
             parts[key] = partial(_require_installed, named_object, name, file)
     with _with_unknown_chips(data.get("cluster"), file, without):
-        found: Spec = convert_all(parts)["spec"]
+        spec: Spec = convert_all(parts)["spec"]
     if not (isinstance(tuner, Mapping) and "launcher" in tuner):
-        found = _with_launcher(found, any_number=data.get("cluster") == AUTO)
-    return _with_hosts(found)
+        spec = _with_launcher(spec, any_number=data.get("cluster") == AUTO)
+    return _with_hosts(spec)
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:
-    """Return a job for several nodes with the launcher of the allocation that flagcore runs in, if any.
+    """Return a job for several nodes with the launcher of the current allocation, if there is one.
 
-    A command that trains may start all nodes itself, so that it needs the name of a launcher.
+    A job with a `train.command` is unchanged, because the command may start all nodes itself.
     """
     cluster, work = spec.cluster, spec.work
-    several = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
-    if not several or (isinstance(work, TrainSpec) and work.command is not None):
+    needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
+    if not needs_launcher or (isinstance(work, TrainSpec) and work.command is not None):
         return spec
     launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
     found = (name for name, each in launchers if isinstance(each, MultiHostLauncher) and each.has_allocation())
@@ -204,20 +205,22 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 
 
 def _with_hosts(spec: Spec) -> Spec:
-    """Return `spec` with the hosts that its launcher finds, if it names none. Raises SpecError for another number."""
+    """Return a spec without hosts with those that its launcher finds. Raises SpecError if their number differs."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
     at_most = max(spec.trial_nodes) + cluster.spares
     hosts = finder.find_hosts(at_most) if isinstance(finder, MultiHostLauncher) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
-        where = "serve" if isinstance(spec.work, ServeSpec) else "train"
-        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("name them in cluster.hostfile")
-        raise SpecError(key=f"{where}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
+        section = "serve" if isinstance(spec.work, ServeSpec) else "train"
+        problem, fix = _("uses {name}, but no hosts are known", name=HOSTFILE), _("list them in cluster.hostfile")
+        raise SpecError(key=f"{section}.command", value=" ".join(spec.work.command or ()), problem=problem, fix=fix)
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
     if max(spec.trial_nodes) > count:
-        found = ", ".join(hosts)
-        problem = _("must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=found)
+        host_names = ", ".join(hosts)
+        problem = _(
+            "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names
+        )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=_("leave it out"))
     nodes = cluster.nodes if cluster.nodes > 1 else count
     return replace(spec, cluster=replace(cluster, hosts=hosts, nodes=nodes))
@@ -225,7 +228,7 @@ def _with_hosts(spec: Spec) -> Spec:
 
 @contextmanager
 def _with_unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iterator[None]:
-    """Add the errors of unknown chips to a SpecError. Without any, `discover` finds them."""
+    """Add the errors of unknown chips to a SpecError. For a valid spec, `discover` reports them."""
     try:
         yield
     except SpecError as error:
@@ -240,7 +243,7 @@ def _unknown_chips(cluster: object, file: str, without: Collection[str]) -> Iter
     for at, section in sections:
         name = section.get("chip") if isinstance(section, Mapping) else None
         if isinstance(name, str) and name != AUTO and not any(chip.has_name(name) for chip in chips):
-            problem, fix = _("is not known to any installed plugin"), unknown_chip_hint(name, chips)
+            problem, fix = _("is not supported by any installed plugin"), unknown_chip_hint(name, chips)
             yield spec_error((*at, "chip"), problem, value=name, fix=fix, file=file)
 
 
@@ -252,9 +255,9 @@ def _require_installed(named_object: Callable[[str], object], name: str, file: s
 
 
 def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without: Collection[str] = ()) -> None:
-    """Raise SpecError for what is wrong with a spec, which may have several engines.
+    """Raise SpecError for an invalid spec with one or several engines.
 
-    One of several that cannot be tuned is no error: it is skipped.
+    If at least one of several engines is valid, there is no error: the others are skipped.
     """
     several, failed = engines_of(data), list[SpecError]()
     if len(several) < 2:
@@ -272,9 +275,9 @@ def validate_engines(data: Mapping[str, Any], *, file: Path, base: Path, without
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that is untested on the chip, of devices that no candidate uses, of variables that the user
-    sets differently from plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of
-    settings that do nothing, and of flags that cannot be checked.
+    """Warn of engines that are untested on the chip, of devices that no candidate uses, of environment variables that
+    differ from those of plugins, of sizes that a rule fixes to 1, of disabled pruning rules, of settings without
+    effect, and of flags that cannot be checked.
     """
     support, task = problem.platform.support, problem.platform.task
     engine, lines = task.spec.work.engine, list[object]()
@@ -287,7 +290,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if isinstance(workload, KeyWarnings):
         lines += workload.spec_warnings(task.spec)
     if isinstance(task.spec.work, ServeSpec):
-        lines += _unchecked(task.spec.work, task.spec, workload)
+        lines += _unchecked_flags(task.spec.work, task.spec, workload)
     warn(lines)
 
 
@@ -296,27 +299,29 @@ def _idle_devices(problem: Problem, workload: Workload) -> list[str]:
     work, task, rows = problem.platform.task.spec.work, problem.platform.task, problem.pruned.open_rows
     if not isinstance(work, ServeSpec) or not isinstance(workload, EngineDefaults) or not rows.size:
         return []
-    most = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
-    usable = work.cards or task.cluster.devices
-    if most >= usable:
+    max_used = int(workload.device_counts(engine_task(task), problem.space.columns(rows)).max())
+    usable_count = work.cards or task.cluster.devices
+    if max_used >= usable_count:
         return []
-    text = _("candidates use at most {most} of {usable} devices; ", most=most, usable=usable)
-    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=most)]
+    text = _("candidates use at most {most} of {usable} devices; ", most=max_used, usable=usable_count)
+    return [text + _("add `instances: auto` to auto_tuner.space, or set auto_tuner.cards: {most}", most=max_used)]
 
 
-def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
-    """Return that flags of an engine are not checked, if it is not installed here."""
+def _unchecked_flags(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
+    """Return a warning that the flags of an engine are not checked, if the engine is not installed."""
     if not serve.engine_args or not isinstance(workload, InstalledVersion):
         return []
     try:
-        found = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
+        installed_version = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
     except FlagError:
-        found = ""
+        installed_version = ""
     flags = ", ".join(serve.engine_args)
-    return [] if found else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
+    return (
+        [] if installed_version else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
+    )
 
 
 def warn(problems: Iterable[object]) -> None:
-    """Warn of each problem."""
+    """Log a warning for each problem."""
     for problem in problems:
         LOG.warning("%s", problem)

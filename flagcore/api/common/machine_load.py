@@ -7,32 +7,34 @@ import resource
 import psutil
 
 BUSY = 0.1
-"""A share of the processors that others use which disturbs a measurement."""
+"""Minimum share of the processors used by other processes that causes a warning."""
 
 
 def busy(others: float) -> list[str]:
-    """Return a warning if other programs used the machine, `others` as a share of its processors."""
+    """Return a warning if other processes used the share `others` of the processors, empty if it is small."""
     if others < BUSY:
         return []
     return [f"other programs used {others:.0%} of the processors: measure again on an idle machine"]
 
 
 class Load:
-    """CPU use of other processes from now on: the total without this process and its children.
+    """CPU use of other processes since the start: the total without this process and its children.
 
-    Children count when they have ended and were waited for.
+    Children count once they have ended and were waited for.
     """
 
     def __init__(self) -> None:
-        self._all, self._idle, self._own = _now()
+        self._all, self._idle, self._own = _read_times()
 
     def by_others(self) -> float:
-        """Return the share of all processors' time, 0 to 1, that others have taken since the start."""
-        total, idle, own = (now - then for now, then in zip(_now(), (self._all, self._idle, self._own), strict=True))
+        """Return the share of the processors' time, 0 to 1, that other processes have used since the start."""
+        total, idle, own = (
+            now - then for now, then in zip(_read_times(), (self._all, self._idle, self._own), strict=True)
+        )
         return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
 
 
-def _now() -> tuple[float, float, float]:
+def _read_times() -> tuple[float, float, float]:
     """Return the seconds of all processors, those without work, and those of this process and its children."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)

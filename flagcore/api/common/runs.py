@@ -30,14 +30,14 @@ RESULT, SPEC = "result.json", "spec.yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Run(Notebook):
-    """What a run's folder holds: finished, interrupted, or still going on.
+    """The content of a run's folder. The run may be finished, interrupted or in progress.
 
     `spec` is the spec's data with absolute paths, `data` the content of `result.json`, empty if the run was killed
-    before it was written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best
-    and its rivals at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes,
-    as in `flagcore.domain.trial`. `gains` is best over baseline minus one, per round. `engines` are the runs of
-    each engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials
-    teach.
+    before writing it. `trials` has one trial per candidate in order of execution, `repeats` the runs of the baseline,
+    the best and its rivals at the end, `probes` the trials of a lower fidelity, `imported` the trials of another tool.
+    Units are seconds and bytes, as in `flagcore.domain.trial`. `gains` are best over baseline minus one, per round.
+    `engines` are the runs of each engine, if several were tuned; the other fields are then those of the best engine.
+    `search_state` is the state of the search after all trials.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Run(Notebook):
 
     @property
     def in_progress(self) -> bool:
-        """Whether the result lacks trials that have ended: the run is in progress, or was killed."""
+        """Whether ended trials are missing in the result: the run is in progress, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
         return not self.data or ended_trials(self) > count_trials(self.data)
@@ -74,14 +74,15 @@ class Run(Notebook):
     @property
     def stopped_because(self) -> str | None:
         """Why the search stopped; None if it is in progress, or was killed."""
-        why = self.data.get("stopped_because")
-        return None if why is None or self.in_progress else str(why)
+        reason = self.data.get("stopped_because")
+        return None if reason is None or self.in_progress else str(reason)
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:
-        """A record a trial: its `number`, `candidate`, `state`, and its step in seconds as `predicted` before it ran,
-        as `believed` after the trials before it, and as `measured`; None where that is not known."""
-        return tuple(_compared(trial) for trial in self.trials)
+        """One record per trial: its `number`, `candidate`, `state`, and its step time in seconds as `predicted` before
+        all trials, as `believed` after earlier trials, and as `measured`; None if unknown.
+        """
+        return tuple(_prediction_record(trial) for trial in self.trials)
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.trials)} trials, {best_text(self.best, self.gain, self.knobs)}>"
@@ -92,9 +93,9 @@ class Run(Notebook):
 
 
 def load_run(folder: Path | str) -> Run:
-    """Read a run's folder. Nothing is written, no plugin is asked, and it may still be tuned meanwhile.
+    """Read a run's folder, without writing to it or calling a plugin. The run may be in progress.
 
-    Raises RunError for a folder that holds no run, or one that cannot be read, or whose journal was cut or is gone.
+    Raises RunError for a folder without a run, with unreadable files, or with a truncated or missing journal.
     """
     run = read_run(Path(folder))
     for each in run.engines.values() or (run,):
@@ -109,37 +110,37 @@ def read_run(path: Path) -> Run:
         return _run_of_several_engines(path, data)
     from flagcore.store.trials import stored_trials  # optuna takes a while to load
 
-    known = RunDirectory(path).identity()
-    if known is None:
+    identity = RunDirectory(path).identity()
+    if identity is None:
         raise RunError(_("{folder} is not a run; `flag tune` creates one, in `--run-dir`", folder=path))
-    stored = stored_trials(path, known["run"], known["fixed"].get("storage"))
-    fidelities = [each.fidelity for each in stored if each.fidelity in FIDELITIES and not each.source]
+    trials = stored_trials(path, identity["run"], identity["fixed"].get("storage"))
+    fidelities = [each.fidelity for each in trials if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
         return _from_predictions(path, data)
-    fields = trial_fields(stored, fidelity)
+    fields = trial_fields(trials, fidelity)
     return Run(folder=path, spec=spec_as_data(path / SPEC), data=data, fidelity=fidelity, **fields)
 
 
 def trial_fields(stored: Sequence[Trial], fidelity: str) -> dict[str, Any]:
     """Return the fields of a Run that follow from its stored trials."""
-    state = learn(stored, fidelity)
+    search_state = learn(stored, fidelity)
     return {
-        "trials": state.trials,
-        "repeats": state.repeats,
-        "probes": state.probes,
+        "trials": search_state.trials,
+        "repeats": search_state.repeats,
+        "probes": search_state.probes,
         "imported": tuple(trial for trial in stored if trial.source),
-        "baseline": state.reported_trial(state.baseline),
-        "best": state.reported_trial(state.best),
-        "gains": gains(state),
-        "search_state": state,
+        "baseline": search_state.reported_trial(search_state.baseline),
+        "best": search_state.reported_trial(search_state.best),
+        "gains": gains(search_state),
+        "search_state": search_state,
     }
 
 
 def unreadable_error(file: Path, error: object) -> RunError:
-    """Return the error of a result that cannot be read."""
-    why = getattr(error, "strerror", None) or repr(error)
-    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=why))
+    """Return the error for an unreadable result."""
+    reason = getattr(error, "strerror", None) or repr(error)
+    return RunError(_("{file} cannot be read ({reason}); `flag tune` writes it", file=file, reason=reason))
 
 
 def _result(path: Path) -> Mapping[str, Any]:
@@ -168,31 +169,31 @@ def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
 
 
 def ended_trials(run: Run) -> int:
-    """Return how many trials have ended."""
+    """Return the number of trials that have ended."""
     return len(run.trials) + len(run.repeats) + len(run.probes)
 
 
 def count_trials(data: Mapping[str, Any]) -> int:
-    """Return how many trials a result has. Raises TypeError if it is not a result."""
+    """Return the number of trials in a result. Raises TypeError for other data."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
 def _require_complete_journal(run: Run) -> None:
     """Raise RunError if the journal of a run has fewer trials than its result."""
     try:
-        expected = count_trials(run.data)
+        expected_count = count_trials(run.data)
     except TypeError as error:
         raise unreadable_error(run.folder / RESULT, error) from None
-    if ended_trials(run) < expected:
-        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected}
-        lost = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
-        raise RunError(lost + "; " + _("restore it, or read result.json and report.html"))
+    if ended_trials(run) < expected_count:
+        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected_count}
+        message = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
+        raise RunError(message + "; " + _("restore it, or read result.json and report.html"))
 
 
 def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     """Return an estimate: its trials are predictions, stored in the result only."""
     try:
-        trials = {each["number"]: _as_predicted(each) for each in data["trials"]}
+        trials = {each["number"]: _predicted_trial(each) for each in data["trials"]}
         baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
         gains = tuple(float(each) for each in data["gains"])
     except (KeyError, TypeError, ValueError) as error:
@@ -210,7 +211,7 @@ def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     )
 
 
-def _as_predicted(data: Mapping[str, Any]) -> Trial:
+def _predicted_trial(data: Mapping[str, Any]) -> Trial:
     return Trial(
         number=int(data["number"]),
         candidate=Candidate.of(data["candidate"]),
@@ -221,7 +222,7 @@ def _as_predicted(data: Mapping[str, Any]) -> Trial:
     )
 
 
-def _compared(trial: Trial) -> Mapping[str, Any]:
+def _prediction_record(trial: Trial) -> Mapping[str, Any]:
     return {
         "number": trial.number,
         "candidate": trial.candidate.as_dict(),

@@ -21,7 +21,7 @@ from flagcore.domain.experience import Observations, PastMeasurements, features
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
-from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.learning.trials import MEMORY_NOISE, MIN_NOISE
 from flagcore.plugins import engines
 from flagcore.problem import Problem, candidate_columns
 from flagcore.spec import read_job
@@ -32,17 +32,19 @@ from flagcore.stages.predict import predict_columns
 
 GIB = 2**30
 MOST = 300
-"""Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
+"""Maximum number of earlier measurements. The time of the model is cubic in this number."""
 MAX_LOG_RATIO = 3.0
-"""A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
+"""A record whose logarithm of measured over predicted exceeds this (a factor of 20) is skipped."""
 
 
 def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> PastMeasurements:
-    """Return the measurements of runs other than `run` on the chip of a problem; empty if the spec does not want it."""
+    """Return the measurements of earlier runs, except `run`, on the chip of a problem; empty if the spec disables
+    them.
+    """
     spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
     if not spec.control.use_experience:
         return PastMeasurements.empty()
-    records = Experience.of_user().records(chip, spec.work.engine, but=run)
+    records = Experience.of_user().records(chip, spec.work.engine, exclude_run=run)
     return past(records, chip, plugins, workload, spec.objective, problem.platform.knobs)
 
 
@@ -54,11 +56,13 @@ def past(
     objective: str,
     knobs: Sequence[Knob] = (),
 ) -> PastMeasurements:
-    """Return observations from measured records of `chip`. A record that cannot be read or predicted is skipped, and so
-    is one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may
-    have."""
+    """Return observations from measured records of `chip`.
+
+    Records that cannot be read or predicted, and records of servers with another `objective`, are skipped. `knobs` are
+    the knobs of plugins that a record may have.
+    """
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
-    known = engines()
+    installed = engines()
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = record["kind"]
@@ -70,8 +74,8 @@ def past(
             for knob, value in plugin_values.items():
                 knob.parse(value, knob.name)
             names = {knob.name for knob in plugin_values}
-            own = {name: value for name, value in record["candidate"].items() if name not in names}
-            job = read_job({**record, kind: work_data, "candidate": own}, known)
+            engine_values = {name: value for name, value in record["candidate"].items() if name not in names}
+            job = read_job({**record, kind: work_data, "candidate": engine_values}, installed)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
@@ -79,17 +83,17 @@ def past(
             task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(plugin_values))
             candidate = {**job.candidate, **{knob.name: value for knob, value in plugin_values.items()}}
             tasks[repr((job.model, work, group, sorted(names)))].append((task, candidate, record["measured"]))
-    found = []
+    past_points = []
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):
-            found.append(_observed(number, members, plugins, workload))
+            past_points.append(_observations(number, members, plugins, workload))
     return PastMeasurements(
-        time=Observations.join([time for time, _ in found]),
-        memory=Observations.join([memory for _, memory in found]),
+        time=Observations.join([time for time, _ in past_points]),
+        memory=Observations.join([memory for _, memory in past_points]),
     )
 
 
-def _observed(
+def _observations(
     number: int,
     members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
     plugins: Plugins,
@@ -100,15 +104,19 @@ def _observed(
     each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]
     columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
     columns = canonical(columns, legal.merges)
-    predicted = predict_columns(task, workload, columns, costs(task.cluster, plugins, task.spec.work.engine))
-    known = features(legal.axes, columns, predicted, workload.sizes(engine_task(task), columns))
-    figures = (("step_time_s", predicted.step_time_s, 1.0), ("device_used_gib", predicted.device_used_bytes, GIB))
-    both = []
+    predictions = predict_columns(task, workload, columns, costs(task.cluster, plugins, task.spec.work.engine))
+    known_features = features(legal.axes, columns, predictions, workload.sizes(engine_task(task), columns))
+    figures = (("step_time_s", predictions.step_time_s, 1.0), ("device_used_gib", predictions.device_used_bytes, GIB))
+    pairs = []
     for name, expected, unit in figures:
-        measured = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
+        measured_values = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = np.log(measured) - np.log(expected)
+            ratio = np.log(measured_values) - np.log(expected)
         rows = np.flatnonzero(np.abs(ratio) < MAX_LOG_RATIO)
-        least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
-        both.append(Observations(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
-    return both[0], both[1]
+        min_noise = MIN_NOISE if unit == 1.0 else MEMORY_NOISE
+        pairs.append(
+            Observations(
+                known_features.take(rows), ratio[rows], np.full(rows.size, min_noise), np.full(rows.size, number)
+            )
+        )
+    return pairs[0], pairs[1]

@@ -1,4 +1,4 @@
-"""Report on one candidate: why it lost, and what would have to change."""
+"""Report on one candidate: its state with the reasons, and possible changes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from flagcore.strategies.learned import believed
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CandidateReport(Notebook):
-    """Report on one candidate, as plain data: GiB and seconds, knobs by name.
+    """Report on one candidate as plain data: GiB and seconds, knobs by name.
 
-    `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
-    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, with the numbers, and `rules` which
-    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` behind it). `predicted` is
-    None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
-    the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
-    predicted. `changes` have `differs`, `candidate`, `predicted`, `expected_s`, its `trial`, and whether that
-    `measured` it to its end, of what would be `allowed`, `faster` nearby, and `fastest` of all. `knobs` are those of
-    the task, which only the text uses.
+    `name` is the input. `typed` is the input as knobs if it is equivalent to another `candidate`, which is reported.
+    `state` is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` explains it, and `rules` lists the rules behind it
+    (`rule`, `says`, the `values` that it uses, the `trial` of a learned rule). `predicted` is None for an illegal
+    candidate; `believed` is the prediction corrected by trials. `trials` are the trials of the candidate, `nearest` is
+    the measured trial that `differs` in the fewest knobs. `expected_s` is the step time as measured, else believed,
+    else predicted. `changes` has three candidates: `allowed` is the nearest valid one, `faster` is nearby, and
+    `fastest` is the fastest of all. Each has `differs`, `candidate`, `predicted`, `expected_s`, `trial` and `measured`.
+    `knobs` are those of the task, which only the text uses.
     """
 
     name: str
@@ -80,8 +80,8 @@ def explain_candidate(
 ) -> CandidateReport:
     """Explain one candidate of a spec, or of a run's folder.
 
-    `candidate` is `best`, `baseline`, a number (of a trial of the run; of a spec the place in the list of `estimate`,
-    from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
+    `candidate` is `best`, `baseline`, a number (for a run the number of a trial, for a spec the position in the list of
+    `estimate`, from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
     """
     return candidate_report(load_snapshot(where, chip, without), candidate)
 
@@ -94,14 +94,14 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     canonical_columns = columns if rules else canonical(columns, snapshot.problem.legality.merges)
     same, asked = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
-    predicted = None if rules else snapshot.record(canonical_columns)
-    tried = [trial for trial in all_trials(snapshot) if trial.candidate == same]
-    state, because, taught = state_of(snapshot, same, row, tried, rules, predicted)
+    prediction = None if rules else snapshot.record(canonical_columns)
+    own_trials = [trial for trial in all_trials(snapshot) if trial.candidate == same]
+    state, because, taught = state_of(snapshot, same, row, own_trials, rules, prediction)
     if state == OUTSIDE:
         because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(canonical_columns)]
     believed_of = _believed(snapshot, row)
-    step = None if predicted is None else _scaled(snapshot, row, predicted)
-    near = nearest_measured(snapshot, canonical_columns, same)
+    step = None if prediction is None else _scaled(snapshot, row, prediction)
+    nearest = nearest_measured(snapshot, canonical_columns, same)
     to_change = changes(snapshot, canonical_columns, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
@@ -117,20 +117,20 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         state=state,
         because=tuple(because),
         rules=(*rules, *taught),
-        predicted=predicted,
+        predicted=prediction,
         believed=None if state == RAN else believed_of,
         expected_s=step if row is None else _expected(snapshot, row),
-        trials=tuple(trial_record(trial) for trial in tried),
+        trials=tuple(trial_record(trial) for trial in own_trials),
         nearest=None
-        if near is None
-        else {**trial_record(near), "differs": differing(same.as_dict(), near.candidate.as_dict())},
+        if nearest is None
+        else {**trial_record(nearest), "differs": differing(same.as_dict(), nearest.candidate.as_dict())},
         changes={what: _change(snapshot, same, other) for what, other in to_change.items()},
         knobs=snapshot.problem.knobs,
     )
 
 
 def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
-    """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
+    """Return the columns (one row) of the candidate with a name, and the knobs in the name. Raises UsageError."""
     candidate = _by_name(snapshot, name.strip().casefold())
     if candidate is None:
         return parse_candidate(name, snapshot.problem, snapshot.workload)
@@ -138,22 +138,24 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
-    """Return the candidate of a name; None for a list of knobs."""
+    """Return the candidate with a name; None if the name is a list of knobs."""
     run, order, where = snapshot.run, rows_by_time(snapshot.problem), snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
     if name == "best":
         best = run.best if run else None
         if best is None and (run is not None or not order.size):
-            raise UsageError(_("{where} has no best: {reason}", where=where, reason=_no_best(snapshot)))
+            raise UsageError(_("{where} has no best: {reason}", where=where, reason=_no_best_error(snapshot)))
         return best.candidate if best else snapshot.problem.space.candidate(int(order[0]))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
         return None
     number, trials = int(digits), {trial.number: trial for trial in all_trials(snapshot)}
     if run is not None and number not in trials:
-        known = ", ".join(map(str, sorted(trials))) or _("none")
-        raise UsageError(_("{where} has no trial {number}; trials: {known}", where=where, number=number, known=known))
+        trial_numbers = ", ".join(map(str, sorted(trials))) or _("none")
+        raise UsageError(
+            _("{where} has no trial {number}; trials: {known}", where=where, number=number, known=trial_numbers)
+        )
     if run is not None:
         return trials[number].candidate
     if not 1 <= number <= order.size:
@@ -164,7 +166,7 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     return snapshot.problem.space.candidate(int(order[number - 1]))
 
 
-def _no_best(snapshot: Snapshot) -> str:
+def _no_best_error(snapshot: Snapshot) -> str:
     if snapshot.run is None:
         return _("no candidate is left")
     limits = snapshot.task.spec.limits
@@ -175,16 +177,16 @@ def _no_best(snapshot: Snapshot) -> str:
 
 def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
     """Return the prediction as corrected by trials of this and earlier runs; None for a spec, or without trials."""
-    taught = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
-    if snapshot.run is None or row is None or not taught:
+    has_trials = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
+    if snapshot.run is None or row is None or not has_trials:
         return None
     return believed(snapshot.context, row)
 
 
 def _expected(snapshot: Snapshot, row: int) -> float | None:
-    """Return the seconds of a step as measured, else as trials let us believe, else as predicted.
+    """Return the seconds of a step as measured, else as corrected by trials, else as predicted.
 
-    At least what a stopped trial had measured.
+    The time of a stopped trial is a lower bound.
     """
     candidate = snapshot.problem.space.candidate(row)
     speed = snapshot.search_state.speed_of(candidate)
@@ -196,7 +198,7 @@ def _expected(snapshot: Snapshot, row: int) -> float | None:
 
 
 def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -> float | None:
-    """Return the seconds of a step on the scale of the trials, None where no time is known."""
+    """Return the seconds of a step, scaled by measured over predicted times of the trials; None without a time."""
     if row is not None:
         time = float(scaled_times(snapshot)[row])
         return time if np.isfinite(time) else None
@@ -205,13 +207,15 @@ def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -
 
 
 def _change(snapshot: Snapshot, candidate: Candidate, row: int) -> Mapping[str, Any]:
-    other = snapshot.problem.space.candidate(row)
-    ran = next((trial.number for trial in snapshot.search_state.trials if trial.candidate == other), None)
+    other_candidate = snapshot.problem.space.candidate(row)
+    trial_number = next(
+        (trial.number for trial in snapshot.search_state.trials if trial.candidate == other_candidate), None
+    )
     return {
-        "candidate": other.as_dict(),
-        "differs": differing(candidate.as_dict(), other.as_dict()),
+        "candidate": other_candidate.as_dict(),
+        "differs": differing(candidate.as_dict(), other_candidate.as_dict()),
         "predicted": record(snapshot.task, snapshot.problem.predictions.row(row)),
         "expected_s": _expected(snapshot, row),
-        "trial": ran,
-        "measured": snapshot.search_state.speed_of(other) > 0.0,
+        "trial": trial_number,
+        "measured": snapshot.search_state.speed_of(other_candidate) > 0.0,
     }

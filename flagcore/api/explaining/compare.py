@@ -1,4 +1,4 @@
-"""Two candidates, part by part: where they differ, what was predicted and measured, and what explains the gap."""
+"""Comparison of two candidates: knobs, predicted and measured figures, and the reasons of the gap."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from flagcore.report.formats import Notebook, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
-"""Certainty of a comparison: all runs of one are faster, by more than their noise; not so; not both were measured,
-and trials of both their runs taught what to believe, or did not; no times."""
+"""Certainty of a comparison: all runs of one are faster by more than the noise; both were measured, but the runs
+overlap; at least one time is a prediction, corrected by trials of both runs; at least one is uncorrected; a time is
+missing.
+"""
 MOST_DIFFERENCES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison(Notebook):
-    """Two candidates `a` and `b`, part by part, as plain data: seconds and GiB, each pair in this order.
+    """Comparison of two candidates `a` and `b` as plain data: seconds and GiB, each pair in this order.
 
-    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (what trials made of that; None
-    of one that ran), and `measured` (`step_time_s`: the median of
-    `runs` runs, `spread_s` of the steps within a run, `between_s` from the fastest run to the slowest one, None of a
-    single run, `noise` as a share, `device_used_gib` where it is known; None where nothing was measured).
-    `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
-    part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
-    of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
-    BELIEVED, PREDICTED, UNKNOWN. `because` gives the reasons in words. `knobs` are those
-    of both tasks, which only the text uses.
+    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (the prediction corrected by trials;
+    None if the candidate ran), and `measured`, None without a measurement. `measured` has `step_time_s` (the median of
+    `runs` runs), `spread_s` of the steps of a run, `between_s` (times of the fastest and the slowest run; None for a
+    single run), `noise` as a fraction, and `device_used_gib` if known. `differs` are the knobs that differ, `tasks` the
+    other differences of the two specs. `time`, `memory` and the `figures` of servers are predicted, by part; all are
+    empty if a candidate is illegal. `gap` is the time of `b` over the time of `a`, minus one, in training per token and
+    device. `sure` is its certainty: SURELY, PERHAPS, BELIEVED, PREDICTED or UNKNOWN. `because` is the explanation.
+    `knobs` are those of both tasks, which only the text uses.
     """
 
     a: Mapping[str, Any]
@@ -80,7 +81,7 @@ class _Side:
 
     @property
     def unit(self) -> float:
-        """What a step is divided by so that two tasks can be compared: tokens and device, or 1 for a server."""
+        """The tokens per device of a step, by which step times of two tasks are divided; 1 for a server."""
         spec = self.snapshot.task.spec
         if isinstance(spec.work, ServeSpec):
             return 1.0
@@ -102,8 +103,8 @@ class _Side:
         return step if isinstance(step, float) else None
 
     def data(self) -> dict[str, Any]:
-        shown = ("name", "where", "candidate", "chip", "devices", "state", "because", "predicted", "believed")
-        return {name: getattr(self.report, name) for name in shown} | {"measured": self._measured()}
+        shown_fields = ("name", "where", "candidate", "chip", "devices", "state", "because", "predicted", "believed")
+        return {name: getattr(self.report, name) for name in shown_fields} | {"measured": self._measured()}
 
     def _measured(self) -> dict[str, Any] | None:
         figures = [run.measurement for run in self.runs if run.measurement]
@@ -124,23 +125,23 @@ class _Side:
 def compare(
     a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
 ) -> Comparison:
-    """Compare two candidates: `RUN:CANDIDATE`, or `RUN` for its best; a spec file may stand for RUN, and `b` may be
-    CANDIDATE alone, of the same.
+    """Compare two candidates.
 
-    With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` goes with specs.
-    Raises the errors of `flagcore.errors`.
+    A candidate is `RUN:CANDIDATE`, or `RUN` for its best; RUN may also be a spec file. `b` may be CANDIDATE alone, for
+    the same run. With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` requires
+    a spec. Raises the errors of `flagcore.errors`.
     """
-    where, name = _place(a) if spec is None else (spec, a)
-    there, other = _place(b, where) if spec is None else (spec, b)
-    found = load_snapshot(where, chip, without)
-    other_snapshot = found if where == there else load_snapshot(there, chip, without)
-    first = _Side(found, candidate_report(found, name))
-    second = _Side(other_snapshot, candidate_report(other_snapshot, other))
-    return _compared(first, second)
+    where, name = _split_name(a) if spec is None else (spec, a)
+    there, other = _split_name(b, where) if spec is None else (spec, b)
+    snapshot = load_snapshot(where, chip, without)
+    other_snapshot = snapshot if where == there else load_snapshot(there, chip, without)
+    first = _Side(snapshot, candidate_report(snapshot, name))
+    b_side = _Side(other_snapshot, candidate_report(other_snapshot, other))
+    return _compare_sides(first, b_side)
 
 
-def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
-    """Return where a candidate is, and which it is: of the run `of`, if there is one and no other is named."""
+def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
+    """Return the run or spec of a candidate, by default `of`, and the name of the candidate."""
     where, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(where).exists():
         return Path(where), name
@@ -151,14 +152,14 @@ def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
     raise UsageError(_("{text} is not a run: give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates", text=text))
 
 
-def _compared(a: _Side, b: _Side) -> Comparison:
+def _compare_sides(a: _Side, b: _Side) -> Comparison:
     specs = [side.snapshot.task.spec for side in (a, b)]
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         places = {"a": a.snapshot.where, "b": b.snapshot.where}
-        raise UsageError(_("{a} and {b} cannot be compared: one trains, the other serves", **places))
+        raise UsageError(_("{a} and {b} cannot be compared: one is a training job, the other a server", **places))
     gap, sure = _gap(a, b)
-    both = a.report.predicted and b.report.predicted
-    predictions = [(side.report.predicted if both else None) or {} for side in (a, b)]
+    both_predicted = a.report.predicted and b.report.predicted
+    predictions = [(side.report.predicted if both_predicted else None) or {} for side in (a, b)]
     time = _pairs(*(each.get("time", {}) for each in predictions))
     memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
     figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in predictions]
@@ -167,7 +168,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         b=b.data(),
         objective=specs[0].objective,
         differs=differing(a.report.candidate, b.report.candidate),
-        tasks=_tasks(a.snapshot, b.snapshot),
+        tasks=_task_differences(a.snapshot, b.snapshot),
         time=time,
         memory=memory,
         figures=_pairs(*figures),
@@ -179,15 +180,15 @@ def _compared(a: _Side, b: _Side) -> Comparison:
 
 
 def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
-    """Return how much longer `b` takes as a share, and how sure that is."""
+    """Return the time of `b` over the time of `a`, minus one, and its certainty."""
     if a.snapshot.task.spec.objective != b.snapshot.task.spec.objective and a.unit == b.unit == 1.0:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         return gap, SURELY if significant(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
-    taught = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
-    if taught and a.report.expected_s and b.report.expected_s:
+    has_trials = all(side.snapshot.search_state.trials or side.snapshot.search_state.probes for side in (a, b))
+    if has_trials and a.report.expected_s and b.report.expected_s:
         return b.report.expected_s / b.unit / (a.report.expected_s / a.unit) - 1.0, BELIEVED
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
@@ -195,12 +196,12 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
 
 
 def _overlap(a: _Side, b: _Side) -> bool:
-    """Return whether some run of the slower one was as fast as some run of the faster one."""
+    """Return whether a run of the slower candidate was as fast as a run of the faster candidate."""
     first, second = ([step / side.unit for step in side.steps_s] for side in (a, b))
     return max(first) >= min(second) and max(second) >= min(first)
 
 
-def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
+def _task_differences(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     """Return the differences of two tasks, without the candidates, as `key: a -> b`."""
     if a is b:
         return ()
@@ -208,18 +209,22 @@ def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     for task in (a.task, b.task):
         spec, cluster = task.spec, task.cluster
         place = {"chip": cluster.chips, "devices": cluster.devices, "objective": spec.objective}
-        tasks.append(place | {"model": _plain(spec.model), "work": _plain(spec.work)})
-    found = list(differences(tasks[0], tasks[1]))
-    more = [_("and {count} more", count=len(found) - MOST_DIFFERENCES)] if len(found) > MOST_DIFFERENCES else []
-    return (*found[:MOST_DIFFERENCES], *more)
+        tasks.append(place | {"model": _side_data(spec.model), "work": _side_data(spec.work)})
+    all_differences = list(differences(tasks[0], tasks[1]))
+    remainder = (
+        [_("and {count} more", count=len(all_differences) - MOST_DIFFERENCES)]
+        if len(all_differences) > MOST_DIFFERENCES
+        else []
+    )
+    return (*all_differences[:MOST_DIFFERENCES], *remainder)
 
 
-def _plain(record: Any) -> Any:
+def _side_data(record: Any) -> Any:
     return json.loads(json.dumps(asdict(record), default=str))
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the figures of two sides by name; one that only one of them has is 0 at the other."""
+    """Return the figures of two sides by name; a figure that one side does not have is 0."""
     names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
     return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
 
@@ -234,20 +239,24 @@ def _reasons(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         return illegal
     first, second = a.predicted_s, b.predicted_s
     if not first or not second:
-        return [_("the time of one or both is unknown")]
-    expected = second / b.unit / (first / a.unit) - 1.0
+        return [_("at least one time is unknown")]
+    expected_gap = second / b.unit / (first / a.unit) - 1.0
     lines = []
     if sure != PREDICTED:
         source = _("expected after trials") if sure == BELIEVED else _("measured")
-        text = _("{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, gap=gap, expected=expected)
+        text = _(
+            "{source} {gap:+.1%} in time, predicted {expected:+.1%}", source=source, gap=gap, expected=expected_gap
+        )
         lines.append(text)
-    if sure in (SURELY, BELIEVED) and gap * expected < 0:
+    if sure in (SURELY, BELIEVED) and gap * expected_gap < 0:
         return [*lines, _("the prediction has the opposite sign, so its parts do not explain the gap")]
     shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
     total = sum(shares.values())
     order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
     if total and order:
-        several = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
-        whose = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
-        lines.append(_("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=whose, parts=several))
+        parts_text = ", ".join(f"{_(part_name(name))} {shares[name]:+.3g} s" for name in order[:3])
+        time_name = _("time of a request") if a.snapshot.task.spec.objective in SERVING else _("step")
+        lines.append(
+            _("predicted: {total:+.3g} s ({whose}), mostly {parts}", total=total, whose=time_name, parts=parts_text)
+        )
     return lines

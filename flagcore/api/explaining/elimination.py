@@ -35,15 +35,15 @@ RAN, OPEN = N_("ran"), N_("open")
 """States of a candidate: a rule of the engine forbids it; the spec does not list it; a rule removed it; it ran; it may
 be tried."""
 LEGAL = {
-    True: N_("it would be legal, and fit"),
-    False: N_("it would be legal, but not fit"),
+    True: N_("it would be legal, and would fit"),
+    False: N_("it would be legal, but would not fit"),
     None: N_("it would be legal; whether it would fit is unknown"),
 }
 """Text for a candidate outside the space, by whether it is predicted to fit."""
 
 
 def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
-    """Return the rules that one candidate breaks as plain data, each with the values that it looked at."""
+    """Return the rules that one candidate breaks as plain data, each with the values that it uses."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
         {"rule": rule.name, "says": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
@@ -53,10 +53,10 @@ def broken_rules_of(problem: Problem, columns: Columns) -> list[Mapping[str, Any
 
 
 def all_trials(snapshot: Snapshot) -> Sequence[Trial]:
-    """Return every trial of a run, repeats, probes and imported ones too, in order; none of a spec."""
+    """Return all trials of a run in order, including repeats, probes and imported trials; empty for a spec."""
     run = snapshot.run
-    several = () if run is None else (*run.imported, *run.probes, *run.trials, *run.repeats)
-    by_number = {trial.number: trial for trial in several}
+    run_trials = () if run is None else (*run.imported, *run.probes, *run.trials, *run.repeats)
+    by_number = {trial.number: trial for trial in run_trials}
     return [by_number[number] for number in sorted(by_number)]
 
 
@@ -74,30 +74,34 @@ def state_of(
         for rule in broken:
             values = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
             lines.append(f"{rule['rule']}: {rule['says']}" + (f" ({values})" if values else ""))
-        return ILLEGAL, [*lines, *_outside(snapshot, candidate)], []
+        return ILLEGAL, [*lines, *_outside_reasons(snapshot, candidate)], []
     if row is None:
-        unlisted = [_("not in the space: no combination of the values of the spec gives it")]
+        not_listed = [_("not in the space: no combination of the values of the spec gives it")]
         legal = _(LEGAL[(predicted or {"memory": {}})["memory"].get("fits")])
-        return OUTSIDE, [*(_outside(snapshot, candidate) or unlisted), legal, *_needs(predicted)], []
+        return OUTSIDE, [*(_outside_reasons(snapshot, candidate) or not_listed), legal, *_memory_text(predicted)], []
     pruned_by = _pruning_rule(snapshot, row)
-    wanted = RUN if snapshot.run is None else snapshot.run.fidelity
-    if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
+    fidelity = RUN if snapshot.run is None else snapshot.run.fidelity
+    if any(trial.fidelity == fidelity and trial.role is not Role.IMPORTED for trial in tried):
         return (
             RAN,
             [
                 *(_termination_reason(snapshot, trial) for trial in tried),
-                *_of_all_runs(snapshot, candidate),
-                *_why_best(snapshot, candidate),
+                *_runs_text(snapshot, candidate),
+                *_best_reasons(snapshot, candidate),
             ],
             pruned_by,
         )
-    probed = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
+    probe_reasons = [_termination_reason(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
     if pruned_by:
-        return REMOVED, [*probed, *(_reason_removed(snapshot, each, row, predicted) for each in pruned_by)], pruned_by
-    return OPEN, [*probed, *_reasons_open(snapshot, row)], []
+        return (
+            REMOVED,
+            [*probe_reasons, *(_removal_reason(snapshot, each, row, predicted) for each in pruned_by)],
+            pruned_by,
+        )
+    return OPEN, [*probe_reasons, *_open_reasons(snapshot, row)], []
 
 
-def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+def _outside_reasons(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     values = candidate.as_dict()
     return [
         _("not in the space: {knob} = {value}; {values}", knob=axis.knob, value=value, values=values_of(axis))
@@ -107,10 +111,12 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
 
 
 def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
-    """Return how a trial ended: its measurement compared with the best, or why there is none."""
-    what = _("probe") if trial.fidelity == PROBE else _("trial")
+    """Return a sentence about the end of a trial: its measurement compared with the best, or the reason of its
+    failure.
+    """
+    trial_kind = _("probe") if trial.fidelity == PROBE else _("trial")
     role = "imported" if trial.source else trial.role.value
-    line = f"{what} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
+    line = f"{trial_kind} {trial.number} ({role_text(role)}) {state_name(trial.state.value)}"
     best, measured = snapshot.search_state.best, trial.measurement
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
@@ -135,84 +141,88 @@ def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
         line += "; " + _("it is the best")
     if not trial.reason:
         return line
-    stopped = trial.state is TrialState.STOPPED
-    return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if stopped else trial.reason)
+    was_stopped = trial.state is TrialState.STOPPED
+    return line + "; " + (_("stopped early: {reason}", reason=trial.reason) if was_stopped else trial.reason)
 
 
 def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
-    """Return the seconds of a step of the best, and their text: the median if it ran more than once."""
+    """Return the step time of the best in seconds (the median of its runs), and its text."""
     runs = len(snapshot.search_state.runs_of(best.candidate))
     step = 1.0 / snapshot.search_state.speed_of(best.candidate)
     text = seconds_text(snapshot.task.spec.objective, step)
     return step, text if runs == 1 else text + ", " + _("median of {count} runs", count=runs)
 
 
-def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    """Return the median of several runs of a candidate and, if the best ran again too, whether it may be as fast."""
-    state = snapshot.search_state
-    runs, best, lines = state.runs_of(candidate), state.best, []
+def _runs_text(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+    """Return a text with the median of a candidate's runs and, if the best has repeats, whether it may be as fast."""
+    search_state = snapshot.search_state
+    runs, best, lines = search_state.runs_of(candidate), search_state.best, []
     if len(runs) > 1:
-        seconds = seconds_text(snapshot.task.spec.objective, 1.0 / state.speed_of(candidate))
+        seconds = seconds_text(snapshot.task.spec.objective, 1.0 / search_state.speed_of(candidate))
         line = _("the median of its {count} runs: {value}", count=len(runs), value=seconds)
         is_best = best is not None and best.candidate == candidate
         lines.append(line + ("; " + _("it is the best") if is_best else ""))
-    repeated = best is not None and len(state.runs_of(best.candidate)) > 1
-    if repeated and any(trial.candidate == candidate for trial in rivals(state)):
+    has_repeats = best is not None and len(search_state.runs_of(best.candidate)) > 1
+    if has_repeats and any(trial.candidate == candidate for trial in rivals(search_state)):
         lines.append(_("not significantly slower than the best"))
     return lines
 
 
-def _why_best(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    """Return how the best compares to the second of those that keep the limits, and to the baseline."""
-    state = snapshot.search_state
-    measured = [trial for trial in state.trials if trial.state is TrialState.MEASURED and not trial.source]
-    others = [each for each in measured if each.candidate != candidate and state.keeps_limits(each.candidate)]
-    if state.best is None or state.best.candidate != candidate or not others:
+def _best_reasons(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+    """Return a comparison of the best with the second candidate within the limits, and with the baseline."""
+    search_state = snapshot.search_state
+    measured_trials = [
+        trial for trial in search_state.trials if trial.state is TrialState.MEASURED and not trial.source
+    ]
+    rivals = [
+        each for each in measured_trials if each.candidate != candidate and search_state.keeps_limits(each.candidate)
+    ]
+    if search_state.best is None or search_state.best.candidate != candidate or not rivals:
         return []
 
     def share(other: Trial) -> float:
-        return state.speed_of(other.candidate) / state.speed_of(candidate) - 1.0
+        return search_state.speed_of(other.candidate) / search_state.speed_of(candidate) - 1.0
 
-    second, compared = max(others, key=share), []
-    if second != state.baseline:
+    second, compared = max(rivals, key=share), []
+    if second != search_state.baseline:
         text = N_("{share:+.1%} in time vs the second (trial {number})")
         compared.append(_(text, share=share(second), number=second.number))
-    if state.baseline in others:
+    if search_state.baseline in rivals:
         text = N_("{share:+.1%} in time vs the baseline (trial {number})")
-        compared.append(_(text, share=share(state.baseline), number=state.baseline.number))
+        compared.append(_(text, share=share(search_state.baseline), number=search_state.baseline.number))
     text = N_("the fastest of {count} measured candidates")
     if snapshot.task.spec.limits:
         text = N_("the fastest of {count} measured candidates within the limits")
-    return [f"{_(text, count=len(others) + 1)}: {', '.join(compared)}"]
+    return [f"{_(text, count=len(rivals) + 1)}: {', '.join(compared)}"]
 
 
 def _pruning_rule(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:
-    """Return the rule of the stage `prune` that removed a row, none if none did."""
+    """Return the rule of the stage `prune` that removed a row; empty if no rule removed it."""
     code, pruned = int(snapshot.pruned.rule[row]), snapshot.pruned
     if not code:
         return []
     name, behind = pruned.rules[code - 1], int(pruned.trial[row])
-    says = snapshot.problem.messages.get(name, "")
-    return [{"rule": name, "says": says, "values": {}, "trial": behind if behind >= 0 else None}]
+    rule_text = snapshot.problem.messages.get(name, "")
+    return [{"rule": name, "says": rule_text, "values": {}, "trial": behind if behind >= 0 else None}]
 
 
-def _reason_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
+def _removal_reason(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
     state, predictions = snapshot.search_state, snapshot.problem.predictions
     if rule["rule"] == DOES_NOT_FIT:
-        least = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
-        line = f"{DOES_NOT_FIT}: {''.join(_needs(predicted))}"
-        needed = float(predictions.device_used_bytes[row]) * least / 2**30
-        return line if least == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed)
+        least_share = needed_share(snapshot.problem.space, predictions, (*state.trials, *state.probes))
+        line = f"{DOES_NOT_FIT}: {''.join(_memory_text(predicted))}"
+        needed_gib = float(predictions.device_used_bytes[row]) * least_share / 2**30
+        return line if least_share == 1.0 else line + "; " + _("after trials at least {gib:.2f} GiB", gib=needed_gib)
     line = f"{rule['rule']}: {rule['says']}"
     if rule["trial"] is None:
         return line
     trial = next(each for each in all_trials(snapshot) if each.number == rule["trial"])
-    here = snapshot.problem.space.candidate(row).as_dict()
-    differs = differs_text(differing(here, trial.candidate.as_dict()), snapshot.problem.knobs)
-    return f"{line}: {_('trial')} {trial.number} ({differs}) {state_name(trial.state.value)}"
+    values = snapshot.problem.space.candidate(row).as_dict()
+    differences = differs_text(differing(values, trial.candidate.as_dict()), snapshot.problem.knobs)
+    return f"{line}: {_('trial')} {trial.number} ({differences}) {state_name(trial.state.value)}"
 
 
-def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
+def _open_reasons(snapshot: Snapshot, row: int) -> list[str]:
     order, run = rows_by_time(snapshot.problem), snapshot.run
     places = (np.flatnonzero(order == row) + 1).tolist()
     lines = [_("number {place:,} of {count:,} by predicted time", place=place, count=order.size) for place in places]
@@ -223,7 +233,7 @@ def _reasons_open(snapshot: Snapshot, row: int) -> list[str]:
     return [_("untried: the run has not ended"), *lines]
 
 
-def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
+def _memory_text(predicted: Mapping[str, Any] | None) -> list[str]:
     return [] if predicted is None else [needs_text(predicted["memory"])]
 
 
@@ -231,10 +241,9 @@ def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
 class Explanation(Notebook):
     """Counts of all combinations by outcome, the message of each rule, and why the run stopped.
 
-    `nothing_fits` reports, if no candidate is left before any trial, how close the closest came. `knobs` are those that
-    plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
-    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are numbers of candidates.
-    `fidelity` is that of a run's trials.
+    If no candidate fits, `nothing_fits` names the one that needs the least memory. `knobs` are the knobs that plugins
+    add to the engine, and `notes` their notes on engine and chip. `lost_repeats` are the repeats without a measurement
+    and their states; `counts` does not include them. `fidelity` is the fidelity of the run's trials.
     """
 
     counts: Counts
@@ -258,18 +267,18 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
     Raises the errors of `flagcore.errors`.
     """
-    found = load_snapshot(where, chip, without)
-    problem, task = found.problem, found.task
-    counts, because, lost = before_trials(problem), None, dict[int, str]()
-    if found.run is not None:
-        lost = failed_repeats(found.run.repeats)
+    snapshot = load_snapshot(where, chip, without)
+    problem, task = snapshot.problem, snapshot.task
+    counts, because, lost_repeats = before_trials(problem), None, dict[int, str]()
+    if snapshot.run is not None:
+        lost_repeats = failed_repeats(snapshot.run.repeats)
         counts, because = (
-            _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
-            found.run.stopped_because and stop_reason(found.run.data),
+            _saved_counts(snapshot.run) or count(problem.space, snapshot.pruned, snapshot.search_state),
+            snapshot.run.stopped_because and stop_reason(snapshot.run.data),
         )
     nothing_fits = None
     try:
-        require_candidate(problem, found.workload)
+        require_candidate(problem, snapshot.workload)
     except NothingFits as error:
         nothing_fits = str(error)
     return Explanation(
@@ -279,13 +288,13 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
         notes=plugin_notes(problem.platform),
-        lost_repeats=lost,
-        fidelity=RUN if found.run is None else found.run.fidelity,
+        lost_repeats=lost_repeats,
+        fidelity=RUN if snapshot.run is None else snapshot.run.fidelity,
     )
 
 
 def _saved_counts(run: Run) -> Counts | None:
-    """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
+    """Return the counts that a run saved at its end; None while it is in progress. Raises RunError."""
     if run.in_progress:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Neighbors of a candidate: distances of others, and the changes between them."""
+"""Neighbors of a candidate: distances to other candidates, and the differences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
 
 UNSET = 0.25
-"""A knob that one of two candidates leaves unset counts so much: it often follows from another one."""
+"""Distance of a knob that only one of two candidates sets. It is small, because such knobs often depend on others."""
 STEP = 1 / 64
-"""Twice the value of a knob is farther than once by so much: it only decides between equals."""
+"""Additional distance per factor of two in the value of a knob. It only orders candidates with equally many
+differences.
+"""
 NEAR = 2.75
-"""Candidates at this distance or less are near: two knobs, as where one size takes what another one leaves."""
+"""Maximum distance of a nearby candidate: two knobs, because the parallel sizes depend on each other."""
 CHUNK = 1 << 18
 
 
@@ -27,42 +29,46 @@ def differing(here: Mapping[str, KnobValue], there: Mapping[str, KnobValue]) -> 
 
 
 def distances(axes: Iterable[Axis], here: Columns, there: Columns) -> FloatArray:
-    """Return how far the rows of `there` are from the one row of `here`: about how many knobs differ."""
+    """Return the distances of the rows of `there` from the only row of `here`: about the number of differing knobs."""
     total = np.zeros(next(iter(there.values())).shape)
     for axis in axes:
         own, other = here[axis.knob], there[axis.knob]
-        differs = own != other
+        is_different = own != other
         unset = (axis.neutral is None) & ((own == 0) | (other == 0))
         ratio = 1.0 if axis.words or axis.is_flag else np.abs(np.log2((1.0 + np.abs(other)) / (1.0 + np.abs(own))))
-        total += differs * (np.where(unset, UNSET, 1.0) + STEP * np.minimum(ratio, 8.0))
+        total += is_different * (np.where(unset, UNSET, 1.0) + STEP * np.minimum(ratio, 8.0))
     return total
 
 
 def allowed_rows(snapshot: Snapshot) -> IntArray:
-    """Return the rows that could be the best: measured, or no rule removed them, no trial of them failed, limits are
-    kept. What a trial taught later takes nothing from what was measured before."""
+    """Return the rows that could be the best: measured rows, and rows that no rule removed and no trial ruled out.
+
+    All keep the latency limits. A rule that follows from a later trial does not remove a measured row.
+    """
     space, predictions = snapshot.problem.space, snapshot.problem.predictions
-    keeps = predictions.keeps_limits(snapshot.task.spec.limits)
-    failed = [t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
-    excluded = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
-    ran = {True: list[int](), False: list[int]()}
+    within_limits = predictions.keeps_limits(snapshot.task.spec.limits)
+    failed_trials = [
+        t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED
+    ]
+    excluded = [row for trial in failed_trials if (row := space.find(trial.candidate)) is not None]
+    rows_by_outcome = {True: list[int](), False: list[int]()}
     for trial, row in _measured(snapshot):
-        ran[snapshot.search_state.keeps_limits(trial.candidate)].append(row)
-    excluded += ran[False]
-    found = np.array(ran[True], dtype=np.int64)
+        rows_by_outcome[snapshot.search_state.keeps_limits(trial.candidate)].append(row)
+    excluded += rows_by_outcome[False]
+    best_rows = np.array(rows_by_outcome[True], dtype=np.int64)
     rows = snapshot.pruned.open_rows
-    left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(excluded, dtype=np.int64))
-    return np.union1d(left, found)
+    open_rows: IntArray = np.setdiff1d(rows[within_limits[rows]], np.array(excluded, dtype=np.int64))
+    return np.union1d(open_rows, best_rows)
 
 
 def scaled_times(snapshot: Snapshot) -> FloatArray:
-    """Return the seconds of a step of each row: measured where it was, else predicted, on the scale of the trials.
+    """Return the step time of each row in seconds: as measured, else the scaled prediction, else infinity.
 
-    That scale is the median of measured over predicted; without trials it is 1. The
-    times of a stopped trial are a lower bound. Infinite where nothing is known.
+    The scale is the median of measured over predicted; without trials it is 1. The time of a stopped trial is a lower
+    bound.
     """
-    predicted = snapshot.problem.predictions.step_time_s
-    times = np.nan_to_num(predicted * scale(snapshot), nan=np.inf)
+    predicted_s = snapshot.problem.predictions.step_time_s
+    times = np.nan_to_num(predicted_s * scale(snapshot), nan=np.inf)
     for trial in snapshot.search_state.trials:
         least, row = stopped_at(snapshot, trial.candidate), snapshot.problem.space.find(trial.candidate)
         if least is not None and row is not None:
@@ -73,7 +79,7 @@ def scaled_times(snapshot: Snapshot) -> FloatArray:
 
 
 def stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
-    """Return the seconds of a step that a candidate's trial had when it was stopped as slower, None without such."""
+    """Return the step time of a candidate's trial that was stopped early, in seconds; None without such a trial."""
     trial = snapshot.search_state.by_candidate.get(candidate)
     if trial is None or trial.state is not TrialState.STOPPED or trial.measurement is None:
         return None
@@ -81,53 +87,57 @@ def stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
 
 
 def scale(snapshot: Snapshot) -> float:
-    """Return the median of measured over predicted step times, 1 before any is measured."""
-    predicted = snapshot.problem.predictions.step_time_s
+    """Return the median of measured over predicted step times, 1 without a measurement."""
+    predicted_s = snapshot.problem.predictions.step_time_s
     ratios = [
-        trial.measurement.step_time_s / predicted[row]
+        trial.measurement.step_time_s / predicted_s[row]
         for trial, row in _measured(snapshot)
-        if trial.measurement and np.isfinite(predicted[row])
+        if trial.measurement and np.isfinite(predicted_s[row])
     ]
     return float(np.median(ratios)) if ratios else 1.0
 
 
 def changes(snapshot: Snapshot, columns: Columns, step_s: float | None, itself: int | None) -> dict[str, int]:
-    """Return rows to change a candidate to, by what that gives.
+    """Return rows that are alternatives to a candidate, by kind.
 
-    `allowed` is the smallest change to one that may be tried, `faster` the fastest one nearby that takes less than
-    `step_s` by `scaled_times`, and `fastest` that of all. `itself`, the candidate's own row, is in none.
+    `allowed` is the nearest row that may be tried, `faster` the fastest nearby row with a scaled time below `step_s`,
+    and `fastest` the fastest of all rows. `itself`, the candidate's own row, is excluded.
     """
     space, rows = snapshot.problem.space, allowed_rows(snapshot)
     rows = rows[rows != (-1 if itself is None else itself)]
     if not rows.size:
         return {}
     pieces = (rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK))
-    far = np.concatenate([distances(space.axes, columns, space.columns(piece)) for piece in pieces])
+    row_distances = np.concatenate([distances(space.axes, columns, space.columns(piece)) for piece in pieces])
     time, most = scaled_times(snapshot)[rows], np.inf if step_s is None else step_s
-    found = {"allowed": int(np.lexsort((time, far))[0])}
-    close = np.flatnonzero((far <= NEAR) & (time < most))
-    if close.size:
-        found["faster"] = int(close[np.argmin(time[close])])
+    rows_by_change = {"allowed": int(np.lexsort((time, row_distances))[0])}
+    close_rows = np.flatnonzero((row_distances <= NEAR) & (time < most))
+    if close_rows.size:
+        rows_by_change["faster"] = int(close_rows[np.argmin(time[close_rows])])
     if time.min() < most:
-        found["fastest"] = int(np.lexsort((far, time))[0])
-    return {what: int(rows[place]) for what, place in found.items()}
+        rows_by_change["fastest"] = int(np.lexsort((row_distances, time))[0])
+    return {what: int(rows[place]) for what, place in rows_by_change.items()}
 
 
 def nearest_measured(snapshot: Snapshot, columns: Columns, candidate: Candidate) -> Trial | None:
-    """Return the measured trial of another candidate that is nearest; None if none was measured."""
-    others = [
+    """Return the nearest measured trial of another candidate; None without one."""
+    other_trials = [
         trial
         for trial in snapshot.search_state.trials
         if trial.state is TrialState.MEASURED and trial.candidate != candidate
     ]
     axes = snapshot.problem.space.axes
-    far = [distances(axes, columns, columns_of(snapshot, trial.candidate))[0] for trial in others]
-    return others[int(np.argmin(far))] if others else None
+    trial_distances = [distances(axes, columns, columns_of(snapshot, trial.candidate))[0] for trial in other_trials]
+    return other_trials[int(np.argmin(trial_distances))] if other_trials else None
 
 
 def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
-    ran = [trial for trial in snapshot.search_state.trials if trial.state is TrialState.MEASURED and trial.measurement]
-    return [(trial, row) for trial in ran if (row := snapshot.problem.space.find(trial.candidate)) is not None]
+    measured_trials = [
+        trial for trial in snapshot.search_state.trials if trial.state is TrialState.MEASURED and trial.measurement
+    ]
+    return [
+        (trial, row) for trial in measured_trials if (row := snapshot.problem.space.find(trial.candidate)) is not None
+    ]
 
 
 def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:

@@ -32,10 +32,10 @@ from flagcore.stages.discover import best_chip
 PROGRAM = "flagcore.microbench"
 SECONDS = 90.0
 GRACE_SECONDS = 120.0
-"""Seconds for the start and the end of the program, in addition to the measurements."""
+"""Additional seconds for the start and the end of the program."""
 
 UNPUBLISHED = ("bf16", "fp16", "fp32")
-"""What is measured of a chip without published rates."""
+"""Precisions to measure on a chip without published rates."""
 
 
 def calibrate(
@@ -45,11 +45,11 @@ def calibrate(
     without: Collection[str] = (),
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Calibration, Path]:
-    """Measure kernels and collectives on this machine's devices in about `seconds`, and save the result.
+    """Measure kernels and collectives on this machine's devices for about `seconds`, and save the result.
 
     `devices` is the number of devices to use, by default all. Later predictions for the chip use the result. `on_start`
-    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if nothing
-    can be measured, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
+    is called with a line that describes the measurement. Returns the result and its file. Raises NoDevice if there is
+    no usable device, UsageError for more devices than there are, RunError if the measurement fails or cannot be saved,
     Interrupted.
     """
     if find_spec("torch") is None:
@@ -70,17 +70,17 @@ def calibrate(
             _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
         )
     load = Load()
-    found = _measured(_job(chip, support, here, count, seconds), environment)
-    others = load.by_others()
-    warn(busy(others))
-    made = _calibration(chip, here[0], count, found, others)
+    measurements = _run_measurement(_job(chip, support, here, count, seconds), environment)
+    other_load = load.by_others()
+    warn(busy(other_load))
+    calibration = _calibration(chip, here[0], count, measurements, other_load)
     if chip.vendor == VENDOR:
-        made = replace(made, facts=facts_of(chip, support))
-    return made, calibrations_of_user.save(made)
+        calibration = replace(calibration, facts=facts_of(chip, support))
+    return calibration, calibrations_of_user.save(calibration)
 
 
-def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """Return what the program measures for a job. Raises RunError."""
+def _run_measurement(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Run the program with a job and return its measurements. Raises RunError."""
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         file, output = Path(folder, "job.json"), Path(folder, "found.json")
         file.write_text(json.dumps({**job, "output": str(output)}), encoding="utf-8")
@@ -95,7 +95,7 @@ def _measured(job: dict[str, Any], environment: dict[str, str]) -> dict[str, Any
         try:
             found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RunError(_("the measurement ended without a result: {reason}", reason=error)) from None
+            raise RunError(_("the measurement has no result: {reason}", reason=error)) from None
     return found
 
 
@@ -119,22 +119,22 @@ def calibrations() -> list[dict[str, Any]]:
 
 
 def summary(calibration: Calibration) -> list[dict[str, Any]]:
-    """Return a record a kind of kernel: how many were measured, the best rate (a launch's time), the usual spread.
+    """Return one record per kind of kernel: the number of measurements, the best rate (for `launch` the time), the
+    spread.
 
-    The spread is the median over the kernels of what lies between the quartiles of a kernel's samples, in percent of
-    their median.
+    The spread is the median over the kernels of the interquartile range of the samples, in percent of their median.
     """
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in calibration.rows:
         name = str(row.get("kernel") or row["collective"])
-        which = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
-        kinds.setdefault((name, which), []).append(row)
+        kernel_name = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
+        kinds.setdefault((name, kernel_name), []).append(row)
     records = []
-    for (name, which), rows in kinds.items():
+    for (name, kernel_name), rows in kinds.items():
         best, unit = _best(name, rows)
         spread = 100.0 * median(float(row["spread"]) for row in rows)
         figures = {"measured": len(rows), "best": best, "unit": unit, "spread_percent": spread}
-        records.append({"what": f"{name} {which}", **figures})
+        records.append({"what": f"{name} {kernel_name}", **figures})
     return records
 
 
@@ -151,46 +151,47 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def forget(chip: str) -> list[str]:
-    """Delete the calibrations of `chip`, and what trials on it were measured at, and return their files.
-
-    Raises RunError, UsageError if there are none.
+    """Delete the calibrations and the experience of `chip`, and return their files. Raises RunError, UsageError without
+    files.
     """
-    kept = Calibrations.of_user()
-    gone = (*kept.forget(chip), *Experience.of_user().forget(chip))
-    if gone:
-        return [str(path) for path in gone]
-    names = sorted({each.chip for _, each in kept.all()})
+    calibrations = Calibrations.of_user()
+    deleted_files = (*calibrations.forget(chip), *Experience.of_user().forget(chip))
+    if deleted_files:
+        return [str(path) for path in deleted_files]
+    names = sorted({each.chip for _, each in calibrations.all()})
     there = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
     hint = did_you_mean(chip, names) or there
-    raise UsageError(_("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=kept.folder, hint=hint))
+    raise UsageError(
+        _("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=calibrations.folder, hint=hint)
+    )
 
 
 def target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
-    """Return the chip to measure, how torch runs on it, its devices, and the engine that reports it.
+    """Return the chip to measure, its engine support, its devices, and the name of the engine.
 
-    One that no plugin catalogues takes precedence over a plain CPU.
+    A chip that no plugin lists takes precedence over a plain CPU.
     """
-    found = loaded.devices()
-    known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
+    detected_devices = loaded.devices()
+    known_chips = [chip for device in detected_devices if (chip := loaded.find_chip(device.chip))]
     engines = tuple(plugins.engines())  # those of flagcore first
-    trains = next((name for name in engines if plugins.kind_of(name) == "train"), "")
-    if all(loaded.engine_support(chip, trains).shared_devices for chip in known) and (
+    training_engine = next((name for name in engines if plugins.kind_of(name) == "train"), "")
+    if all(loaded.engine_support(chip, training_engine).shared_devices for chip in known_chips) and (
         uncatalogued_chip := uncatalogued(loaded)
     ):
-        return (*uncatalogued_chip, trains)
+        return (*uncatalogued_chip, training_engine)
     reasons = []
     for engine in engines:
-        chip = best_chip(found, loaded, engine)
+        chip = best_chip(detected_devices, loaded, engine)
         support = loaded.engine_support(chip, engine)
         if support.device_type is not None and support.distributed_backend is not None:
-            return chip, support, tuple(device for device in found if chip.has_name(device.chip)), engine
+            return chip, support, tuple(device for device in detected_devices if chip.has_name(device.chip)), engine
         reasons.append(support.reason)
     raise NoDevice("; ".join(reasons) or _("no engine is installed"))
 
 
 def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float) -> dict[str, Any]:
     memory = [device.memory_bytes for device in here if device.memory_bytes]
-    known = chip.memory_bytes
+    memory_fact = chip.memory_bytes
     return {
         "kind": support.device_type,
         "backend": support.distributed_backend,
@@ -199,33 +200,33 @@ def _job(chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: in
         "shared": support.shared_devices,
         "threads": len(here) // count,
         "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
-        "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
+        "memory_bytes": min(memory) if memory else int(memory_fact.value) if memory_fact else 1 << 30,
         "seconds": seconds,
     }
 
 
 def _run(launch: Launch) -> None:
     """Run the program to its end. Raises RunError with the last line of its log if it fails, Interrupted."""
-    running: RunningLaunch | None = None
-    ended: Exit | None = None
+    trial: RunningLaunch | None = None
+    exit_record: Exit | None = None
     try:
-        running = plugins.launcher("local").start(launch)
-        while ended is None:
-            ended = running.wait(60.0)
+        trial = plugins.launcher("local").start(launch)
+        while exit_record is None:
+            exit_record = trial.wait(60.0)
     except KeyboardInterrupt:
         raise Interrupted(_("interrupted; nothing was saved")) from None
     finally:
-        if running is not None and ended is None:
-            running.stop()
-    if ended.code == 0:
+        if trial is not None and exit_record is None:
+            trial.stop()
+    if exit_record.code == 0:
         return
-    last = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
-    status = _("timed out") if ended.ended_by == "timeout" else _("exit status {code}", code=ended.code)
-    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last]))))
+    last_line = tail(Path(launch.folder, "stderr.log")).rpartition("\n")[2][:300]
+    status = _("timed out") if exit_record.ended_by == "timeout" else _("exit status {code}", code=exit_record.code)
+    raise RunError(_("the measurement failed: {reason}", reason=": ".join(filter(None, [status, last_line]))))
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
-    how = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    method = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(
         chip=chip.name,
         aliases=chip.aliases,
@@ -233,7 +234,7 @@ def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], 
         torch=str(found["torch"]),
         devices=count,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        how=f"{how}, {platform.platform()}, others on {others:.0%} of the processors",
+        how=f"{method}, {platform.platform()}, others on {others:.0%} of the processors",
         rows=tuple(found["rows"]),
         others=others,
     )

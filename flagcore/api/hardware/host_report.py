@@ -1,6 +1,6 @@
 """Prints the devices, packages and files of a host as JSON: `python -m flagcore.api.hardware.host_report FILE...`.
 
-With `watch` instead, it writes what telemetry shows of each device to `devices.json`, every second until it is ended.
+With `watch` instead, it writes the telemetry of each device to `devices.json` every second until it is ended.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from flagcore.plugins import LoadedPlugins
 FIGURES = "devices.json"
 PERIOD_SECONDS = 1.0
 HASHED_BYTES = 1 << 20
-"""Of a larger file, only its size and its beginning are hashed."""
+"""For larger files, only the size and the beginning are hashed."""
 
 
 def host_report(devices: Sequence[Device], torch: dict[str, Any] | None) -> dict[str, object]:
-    """Return the devices of this machine, the version of each package that an engine needs and that is here, and how
-    torch runs."""
+    """Return the devices of this machine, the versions of installed packages of engines, and torch's devices."""
     versions = {each["name"]: each["version"] for each in doctor() if each["version"]}
     return {"devices": [asdict(device) for device in devices], "versions": versions, "torch": torch}
 
@@ -42,16 +41,16 @@ def digest(path: str) -> str:
     """Return a hash of a file, or of the files in a folder; empty if it is missing."""
     if not os.path.exists(path):
         return ""
-    found = hashlib.sha256()
+    digest_of_files = hashlib.sha256()
     try:
         for each in sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]:
             if each.is_file():
-                found.update(f"{each.name} {each.stat().st_size}\n".encode())
+                digest_of_files.update(f"{each.name} {each.stat().st_size}\n".encode())
                 with each.open("rb") as file:
-                    found.update(file.read(HASHED_BYTES))
+                    digest_of_files.update(file.read(HASHED_BYTES))
     except OSError:
         return ""
-    return found.hexdigest()
+    return digest_of_files.hexdigest()
 
 
 def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
@@ -61,13 +60,17 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
     with suppress(FlagError):
         _, support, here, _ = target(loaded)
         devices = 1 if support.shared_devices else len(here)
-        how = {"kind": support.device_type, "backend": support.distributed_backend, "preload": list(support.preload)}
-        return {**how, "devices": devices}
+        arguments = {
+            "kind": support.device_type,
+            "backend": support.distributed_backend,
+            "preload": list(support.preload),
+        }
+        return {**arguments, "devices": devices}
     return None
 
 
 def reading(reader: Telemetry | None) -> dict[str, Any]:
-    """Return the figures of a device and who uses it; `lost` if it no longer answers, nothing if that is unknown."""
+    """Return the figures and the users of a device; `lost` if it does not respond, empty if unknown."""
     try:
         if reader is None:
             return {}

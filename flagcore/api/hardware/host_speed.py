@@ -1,4 +1,4 @@
-"""Compares hosts before the first trial: one product on each device, and an all-reduce between neighbours."""
+"""Compares the speed of hosts: a matrix product on each device, and an all-reduce between neighbors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_LINK_RATIO = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpeed:
-    """Seconds of one product on each device of a host, and of its fastest all-reduce with a neighbour, if any."""
+    """Seconds of a matrix product on each device of a host, and of its fastest all-reduce with a neighbor, if any."""
 
     host: str
     products_s: tuple[float, ...]
@@ -33,19 +33,21 @@ class HostSpeed:
 
 
 def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[str, Any]) -> list[HostSpeed]:
-    """Return the speed of each host. `job` says how torch runs on them. Raises LaunchError if they cannot meet."""
+    """Return the speed of each host. `job` names the device type and the backend of torch. Raises LaunchError if the
+    hosts cannot connect.
+    """
     words = ("{node_rank}", "{nnodes}", "{master_addr}", "{master_port}")
     variables = {"GLOO_SOCKET_IFNAME": "{interface}"} if job["backend"] == "gloo" else {}
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder:
         argv = (sys.executable, "-m", PROGRAM, json.dumps(job), *words)
-        running = HostsLauncher(name=launcher.name, channel=launcher.channel).start(
+        trial = HostsLauncher(name=launcher.name, channel=launcher.channel).start(
             Launch(argv=argv, folder=folder, hosts=tuple(hosts), environment=variables, timeout_seconds=SECONDS)
         )
         try:
-            ended = running.wait(SECONDS + 30.0)
+            exit_record = trial.wait(SECONDS + 30.0)
         finally:
-            running.stop()
-        if ended is None or ended.code:
+            trial.stop()
+        if exit_record is None or exit_record.code:
             lines = [line.strip() for line in log_tail(folder).splitlines() if line.strip()]
             reasons = [line for line in lines if "Error" in line] or lines or ["no answer"]
             raise LaunchError(reasons[-1][:300])
@@ -54,9 +56,9 @@ def measure_speed(launcher: HostsLauncher, hosts: Sequence[str], job: Mapping[st
 
 def _read(host: str, log: Path) -> HostSpeed:
     try:
-        found = json.loads(log.read_text(encoding="utf-8").strip().splitlines()[-1])
-        links = [float(each) for each in found["links_s"].values()]
-        products = tuple(float(each) for each in found["products_s"])
+        figures = json.loads(log.read_text(encoding="utf-8").strip().splitlines()[-1])
+        links = [float(each) for each in figures["links_s"].values()]
+        products = tuple(float(each) for each in figures["products_s"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise LaunchError(f"{host}: no result ({type(error).__name__})") from None
     return HostSpeed(host=host, products_s=products, link_s=min(links, default=None))
@@ -73,7 +75,7 @@ def slow_hosts(speeds: Sequence[HostSpeed], *, cores: bool) -> Iterator[str]:
     ]
     yield from slow_devices(devices, per_host, SLOW_CORE_RATIO if cores else SLOW_RATIO, hosts)
     for each in speeds:
-        others = [other.link_s for other in speeds if other is not each and other.link_s is not None]
-        if each.link_s is not None and others and each.link_s > SLOW_LINK_RATIO * median(others):
-            ratio = f"{each.link_s / median(others):.3g}"
+        other_links_s = [other.link_s for other in speeds if other is not each and other.link_s is not None]
+        if each.link_s is not None and other_links_s and each.link_s > SLOW_LINK_RATIO * median(other_links_s):
+            ratio = f"{each.link_s / median(other_links_s):.3g}"
             yield _("{host}: its network takes {ratio}x the median of the others", host=each.host, ratio=ratio)

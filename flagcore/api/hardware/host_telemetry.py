@@ -1,4 +1,4 @@
-"""Telemetry of devices on other hosts: a program on each host reports them while flagcore runs."""
+"""Telemetry of devices on other hosts: a program on each host reports it while flagcore runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flagcore.launchers.hosts import HostsLauncher
 
 PROGRAM = "flagcore.api.hardware.host_report"
 LAG_SECONDS = PERIOD_SECONDS + 0.7
-"""How old a reading may be: the period, and the time until it is here."""
+"""Maximum age of a current reading: the period plus the time of the transfer."""
 STALE_SECONDS = 10.0
-"""Older readings are of a host that does not answer, and count as unknown."""
+"""Maximum age of a reading. Older readings count as unknown, because the host does not respond."""
 RETRY_SECONDS = 10.0
-"""From the end of a program, such as on a host that was lost, to the next."""
+"""Seconds from the end of a program, such as on a lost host, until the next start."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ class HostTelemetry:
             by_host.setdefault(device.host, []).append(device)
         self._places = {device: place for own in by_host.values() for place, device in enumerate(own)}
         self._latest: dict[str, tuple[float, list[dict[str, Any]]]] = {}
-        """By host, when its last reading came, and that of each device."""
+        """By host: the time of its last reading, and the reading of each device."""
         self._threads = [Thread(target=self._watch, args=(host,), daemon=True) for host in by_host]
         for thread in self._threads:
             thread.start()
@@ -63,7 +63,7 @@ class HostTelemetry:
         return HostDevice(self, device)
 
     def reading(self, device: Device) -> Mapping[str, Any]:
-        """Return the last reading of a device, but none from before the end of the last trial; empty if unknown."""
+        """Return the last reading of a device since the end of the last trial; empty if unknown."""
         time.sleep(max(0.0, self.launcher.ended_at + LAG_SECONDS - time.monotonic()))
         at, readings = self._latest.get(device.host, (0.0, []))
         place = self._places[device]
@@ -75,18 +75,18 @@ class HostTelemetry:
         launch = Launch(argv=argv, folder=str(self.folder / host), hosts=(host,), timeout_seconds=float("inf"))
         while not self._closed.is_set():
             with suppress(LaunchError, OSError):
-                running = launcher.start(launch)
-                while (ended := running.wait(0.3)) is None and not self._closed.is_set():
-                    self._take(host)
-                if (ended or running.stop()).ended_by != "host":
+                trial = launcher.start(launch)
+                while (ended := trial.wait(0.3)) is None and not self._closed.is_set():
+                    self._read_figures(host)
+                if (ended or trial.stop()).ended_by != "host":
                     return
             self._closed.wait(RETRY_SECONDS)
 
-    def _take(self, host: str) -> None:
+    def _read_figures(self, host: str) -> None:
         with suppress(OSError, ValueError):
-            found = self.folder / host / FIGURES
-            at = time.monotonic() - (time.time() - found.stat().st_mtime)
-            readings = json.loads(found.read_text(encoding="utf-8"))
+            figures_file = self.folder / host / FIGURES
+            at = time.monotonic() - (time.time() - figures_file.stat().st_mtime)
+            readings = json.loads(figures_file.read_text(encoding="utf-8"))
             if isinstance(readings, list) and all(isinstance(each, dict) for each in readings):
                 self._latest[host] = (at, readings)
 
@@ -104,13 +104,13 @@ class HostDevice:
         self.watch, self.device = watch, device
 
     def sample(self) -> Mapping[str, float]:
-        """Return the figures of the last second. Raises LookupError if the device no longer answers."""
-        found = self.watch.reading(self.device)
-        if found.get("lost"):
+        """Return the figures of the last second. Raises LookupError if the device does not respond."""
+        figures = self.watch.reading(self.device)
+        if figures.get("lost"):
             raise LookupError(self.device.title)
-        return {name: float(value) for name, value in dict(found.get("figures", {})).items()}
+        return {name: float(value) for name, value in dict(figures.get("figures", {})).items()}
 
     def use(self) -> DeviceUse:
-        """Return who used the device in the last second."""
-        found = dict(self.watch.reading(self.device).get("use", {}))
-        return DeviceUse(**{**found, "processes": tuple(found.get("processes", ()))})
+        """Return the processes that used the device in the last second."""
+        use_fields = dict(self.watch.reading(self.device).get("use", {}))
+        return DeviceUse(**{**use_fields, "processes": tuple(use_fields.get("processes", ()))})

@@ -1,4 +1,4 @@
-"""Looks at the hosts of a cluster before the first trial: reachable, equal, with the devices that the spec expects."""
+"""Checks the hosts of a cluster before the first trial: reachable, equal, and with the devices of the spec."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from flagcore.domain.chip import Device
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, NoDevice, UsageError
 from flagcore.i18n import N_, _
-from flagcore.launchers.guard import FREE_DISK_FLOOR_BYTES
 from flagcore.launchers.hosts import MAX_LOSSES, HostsLauncher
 from flagcore.spec.convert import read_hosts
 
 PROGRAM = "flagcore.api.hardware.host_report"
 AT_ONCE = 64
-"""Hosts that are asked at the same time."""
+"""Maximum number of hosts to check at the same time."""
+MOST_COMPARED = 64
+"""Maximum number of hosts whose speeds `flag tune` compares. The time of the comparison grows with their number."""
 SECONDS = 120.0
 MAX_CLOCK_SECONDS = 5.0
-"""A larger difference of clocks is reported: certificates and logs of distributed jobs depend on them."""
+"""Maximum difference of clocks without a warning. Certificates and logs of distributed jobs depend on clocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """What a host answered. `problem` is why it cannot be used, empty if it can. Its clock is ahead by `clock_s`.
+    """The report of a host. `problem` is the reason why it cannot be used, empty if it can.
 
-    Without flagcore on the host, `devices` and `versions` are None. `torch` is how torch runs there, None without it.
-    `files` are digests of files and folders, empty for missing ones.
+    Its clock is ahead by `clock_s`. Without flagcore on the host, `devices` and `versions` are None. `torch` has the
+    device type and the backend of torch, None without torch. `files` are digests of files and folders, empty for
+    missing ones.
     """
 
     host: str
@@ -58,62 +60,62 @@ class HostReport:
 
 
 def inspect_hosts(launcher: HostsLauncher, hosts: Sequence[str], files: Sequence[str] = ()) -> list[HostReport]:
-    """Return what each host answers, in order. Hosts are asked in parallel, for `files`, too."""
+    """Return the report of each host, in order. Hosts are checked in parallel, including digests of `files`."""
     with tempfile.TemporaryDirectory(prefix="flagcore-hosts-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda host: _inspect(launcher, host, Path(folder, host), files), hosts))
 
 
 def _inspect(launcher: HostsLauncher, host: str, folder: Path, files: Sequence[str]) -> HostReport:
-    fresh = HostsLauncher(name=launcher.name, channel=launcher.channel)
+    own_launcher = HostsLauncher(name=launcher.name, channel=launcher.channel)
     argv = (sys.executable, "-m", PROGRAM, *files)
     try:
-        running = fresh.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
+        trial = own_launcher.start(Launch(argv=argv, folder=str(folder), hosts=(host,), timeout_seconds=SECONDS))
     except LaunchError as error:
         return HostReport(host=host, problem=str(error).removeprefix(f"host {host}: "))
-    hello = running.connections[0].hello or {}
+    hello = trial.connections[0].hello or {}
     clock = float(hello["time"]) - time.time()
-    ended = running.wait(SECONDS + 30) or running.stop()
-    seen = HostReport(
+    exit_record = trial.wait(SECONDS + 30) or trial.stop()
+    host_report = HostReport(
         host=host,
-        problem=ended.detail.partition(": ")[2] if ended.ended_by == "host" else "",
+        problem=exit_record.detail.partition(": ")[2] if exit_record.ended_by == "host" else "",
         python=str(hello["python"]),
         clock_s=clock,
         free_disk_bytes=int(hello["free_disk_bytes"]),
     )
     try:
-        found = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
-        devices = tuple(Device(**{**each, "host": host}) for each in found["devices"])
-        versions, torch = dict(found["versions"]), found["torch"]
-        seen = replace(seen, devices=devices, versions=versions, files=dict(found["files"]))
-        return replace(seen, torch=None if torch is None else dict(torch))
+        figures = json.loads((folder / "stdout.log").read_text(encoding="utf-8"))
+        devices = tuple(Device(**{**each, "host": host}) for each in figures["devices"])
+        versions, torch = dict(figures["versions"]), figures["torch"]
+        host_report = replace(host_report, devices=devices, versions=versions, files=dict(figures["files"]))
+        return replace(host_report, torch=None if torch is None else dict(torch))
     except (OSError, ValueError, KeyError, TypeError):
-        return seen
+        return host_report
 
 
 def check_hosts(hostfile: Path, launcher: str = "ssh") -> list[dict[str, Any]]:
-    """Return one record per host of a host file: whether it can be used, or why not, and what it has.
+    """Return one record per host of a host file: its problem, if any, its devices, versions and speed.
 
-    Raises SpecError for a file that cannot be read, UsageError for a launcher that starts nothing on hosts.
+    Raises SpecError for an unreadable file, UsageError for a launcher without hosts.
     """
     hosts, _slots = read_hosts(hostfile, file=str(hostfile))
-    found = plugins.launcher(launcher)
-    if not isinstance(found, HostsLauncher):
+    host_launcher = plugins.launcher(launcher)
+    if not isinstance(host_launcher, HostsLauncher):
         text = N_("--launcher = {launcher}: starts trials on this machine; use ssh, slurm or ray")
         raise UsageError(_(text, launcher=launcher))
-    reports = inspect_hosts(found, found.hold(hosts))
+    reports = inspect_hosts(host_launcher, host_launcher.hold(hosts))
     warn(host_warnings(reports))
-    speeds = {each.host: each for each in _speeds(found, reports)}
+    speeds = {each.host: each for each in _speeds(host_launcher, reports)}
     return [_record(report, reports, speeds.get(report.host)) for report in reports]
 
 
 def _speeds(launcher: HostsLauncher, reports: Sequence[HostReport]) -> list[HostSpeed]:
-    """Return the speed of the hosts that can be used, none without torch, and warn of slow devices and networks."""
-    usable = [report for report in reports if not list(host_problems(report, reports))]
-    job = usable[0].torch if usable else None
-    if job is None or any(report.torch != job for report in usable):
+    """Return the speed of the usable hosts, empty without torch, and warn of slow devices and networks."""
+    usable_reports = [report for report in reports if not list(host_problems(report, reports))]
+    job = usable_reports[0].torch if usable_reports else None
+    if job is None or any(report.torch != job for report in usable_reports):
         return []
     try:
-        speeds = measure_speed(launcher, [report.host for report in usable], job)
+        speeds = measure_speed(launcher, [report.host for report in usable_reports], job)
     except LaunchError as error:
         warn([_("the hosts cannot be compared: {reason}", reason=error)])
         return []
@@ -145,27 +147,29 @@ def require_any_host(launcher: Launcher, hosts: Sequence[str]) -> None:
 
 
 def require_hosts(
-    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = ()
+    launcher: Launcher, hosts: Sequence[str], spares: int = 0, files: Sequence[str] = (), *, compare: bool = False
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
-    """Hold hosts for this process. Return their names, and the devices of those that can be used, none if unknown.
+    """Reserve hosts for this process. Return their names, and the devices of the usable hosts, empty if unknown.
 
-    `files` must be the same on all. Up to `spares` hosts that cannot be used are left out, with a warning each. Raises
-    NoDevice with a line for each if there are more.
+    `files` must be the same on all hosts. Up to `spares` unusable hosts are skipped with a warning. With `compare`,
+    slow devices and networks cause warnings, too. Raises NoDevice with a line per unusable host if there are more.
     """
     if not isinstance(launcher, HostsLauncher):
         return tuple(hosts), ()
     hosts = launcher.hold(hosts)
     reports = inspect_hosts(launcher, hosts, files)
     problems = {report.host: "; ".join(host_problems(report, reports)) for report in reports}
-    unusable = [f"{host}: {lines}" for host, lines in problems.items() if lines]
-    if len(unusable) > spares:
-        raise NoDevice("; ".join(unusable))
-    launcher.failures.update({host: MAX_LOSSES for host, lines in problems.items() if lines})
-    usable = [report for report in reports if not problems[report.host]]
-    launcher.reached.update(report.host for report in usable)
-    warn(_("{line}; it is not used", line=line) for line in unusable)
-    warn(host_warnings(usable))
-    return hosts, tuple(device for report in usable for device in report.devices or ())
+    unusable_hosts = [f"{host}: {lines}" for host, lines in problems.items() if lines]
+    if len(unusable_hosts) > spares:
+        raise NoDevice("; ".join(unusable_hosts))
+    launcher.failures = Counter({host: MAX_LOSSES for host, lines in problems.items() if lines})
+    usable_reports = [report for report in reports if not problems[report.host]]
+    launcher.reached.update(report.host for report in usable_reports)
+    warn(_("{line}; it is not used", line=line) for line in unusable_hosts)
+    warn(host_warnings(usable_reports))
+    if compare and 1 < len(usable_reports) <= MOST_COMPARED:
+        _speeds(launcher, usable_reports)
+    return hosts, tuple(device for report in usable_reports for device in report.devices or ())
 
 
 def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator[str]:
@@ -174,8 +178,6 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         yield report.problem
         return
     first = next(each for each in reports if not each.problem)
-    if report.free_disk_bytes < FREE_DISK_FLOOR_BYTES:
-        yield _("only {size} MiB of disk are free", size=report.free_disk_bytes >> 20)
     if report.devices is not None and first.devices is not None and report.chips != first.chips:
         yield _("{devices}, but {host} has {others}", devices=_names(report), host=first.host, others=_names(first))
     for name in sorted((report.versions or {}).keys() & (first.versions or {}).keys()):
@@ -187,16 +189,16 @@ def host_problems(report: HostReport, reports: Sequence[HostReport]) -> Iterator
         if not content:
             yield _("{path} is missing", path=path)
         elif first.files.get(path) not in (content, ""):
-            yield _("{path} differs from that of {host}", path=path, host=first.host)
+            yield _("{path} differs from the one on {host}", path=path, host=first.host)
 
 
 def host_warnings(reports: Sequence[HostReport]) -> Iterator[str]:
-    """Yield what is unusual about hosts that can be used."""
+    """Yield warnings about usable hosts."""
     for report in reports:
         if abs(report.clock_s) > MAX_CLOCK_SECONDS:
             yield _("{host}: its clock differs by {seconds} s", host=report.host, seconds=f"{report.clock_s:.0f}")
         if report.devices is None and not report.problem:
-            yield _("{host}: flagcore is not installed there, so its devices are not checked", host=report.host)
+            yield _("{host}: flagcore is not installed on this host, so its devices are not checked", host=report.host)
 
 
 def _names(report: HostReport) -> str:

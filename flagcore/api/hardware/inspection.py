@@ -20,23 +20,23 @@ from flagcore.i18n import _
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the devices of this machine with what plugins know of their chips. Raises NoDevice if there is none."""
+    """Return the devices of this machine with facts about their chips. Raises NoDevice without a device."""
     with loaded_plugins(without) as loaded:
-        found = loaded.devices()
-        if not found:
+        found_devices = loaded.devices()
+        if not found_devices:
             names = ", ".join(plugin.name for plugin in loaded.plugins)
             raise NoDevice(_("no device found by the installed plugins ({plugins})", plugins=names or _("none")))
-        return [_device(loaded, device) for device in found]
+        return [_device(loaded, device) for device in found_devices]
 
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record a plugin, loaded or failed, with its chips and the reason of every failure."""
-    loaded = plugins.load_plugins(without)
-    failures = loaded.detection_failures()
-    chips = loaded.chips()
+    """Return one record per plugin, loaded or failed, with its chips and the reasons of failures."""
+    loaded_plugins = plugins.load_plugins(without)
+    undetected_vendors = loaded_plugins.detection_failures()
+    chips = loaded_plugins.chips()
     records: list[dict[str, Any]] = []
-    for plugin in loaded.plugins:
-        maturity = loaded.maturity(plugin)
+    for plugin in loaded_plugins.plugins:
+        maturity = loaded_plugins.maturity(plugin)
         records.append(
             {
                 "name": plugin.name,
@@ -44,41 +44,41 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
                 "version": plugin.version,
                 "status": "loaded",
                 "maturity": {"word": maturity.word, **asdict(maturity)} if maturity else None,
-                "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
+                "chips": [chip.name for chip in chips if loaded_plugins.owner(chip.name) == plugin.name],
                 "warnings": list(plugin.warnings),
-                "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
-                "undetected": failures.get(plugin.name),
+                "problem": "; ".join(str(f) for f in loaded_plugins.failures if f.name == plugin.name) or None,
+                "undetected": undetected_vendors.get(plugin.name),
             }
         )
     names = {record["name"] for record in records}
     empty: dict[str, Any] = {"version": None, "status": "failed", "maturity": None, "chips": [], "warnings": []}
-    for failure in loaded.failures:
+    for failure in loaded_plugins.failures:
         if failure.name not in names:
-            known = {"name": failure.name, "distribution": failure.distribution}
-            records.append({**known, **empty, "problem": str(failure), "undetected": None})
+            identity = {"name": failure.name, "distribution": failure.distribution}
+            records.append({**identity, **empty, "problem": str(failure), "undetected": None})
     return records
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return one record per chip of the plugins, with aliases and facts; None for unknown ones."""
+    """Return one record per chip of the plugins, with aliases and facts; unknown facts are None."""
     with loaded_plugins(without) as loaded:
         return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
 
 
 def doctor() -> list[dict[str, Any]]:
-    """Return one record per thing that flagcore may need: what for, its version or None, and the fix.
+    """Return one record per requirement: its purpose, its version or None, and the fix.
 
-    `ok` is true, false, or "untested" for an engine that never ran, or not on the chip.
+    `ok` is true, false, or "untested" for an engine that was never tested, or not on the chip.
     """
     records = [
-        _part("flagcore", _("the tuner"), __version__, ""),
-        _part("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
+        _requirement_record("flagcore", _("the tuner"), __version__, ""),
+        _requirement_record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
     for name in plugins.names(plugins.WORKLOADS):
         try:
             engine = plugins.workload(name)
         except FlagError as error:
-            records.append(_part(name, _("engine"), None, str(error)))
+            records.append(_requirement_record(name, _("engine"), None, str(error)))
             continue
         for module, requirement in engine.modules.items():
             purpose = _("engine {name} ({module})", name=name, module=module)
@@ -87,17 +87,23 @@ def doctor() -> list[dict[str, Any]]:
     records += _support()
     for record in plugin_table():
         name, found = record["distribution"] or record["name"], record["version"]
-        records.append(_part(name, _("plugin {name}", name=record["name"]), found, record["problem"] or ""))
+        records.append(
+            _requirement_record(name, _("plugin {name}", name=record["name"]), found, record["problem"] or "")
+        )
         if record["undetected"]:
-            records.append(_part(name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]))
+            records.append(
+                _requirement_record(
+                    name, _("devices of plugin {name}", name=record["name"]), None, record["undetected"]
+                )
+            )
     return records
 
 
 def _support() -> Iterator[dict[str, Any]]:
     """Yield one record per engine and kind of chip found here: whether the chip's plugin supports it."""
     with loaded_plugins(()) as loaded:
-        found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
-        for chip in found.values():
+        chips_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        for chip in chips_by_name.values():
             for engine in plugins.names(plugins.WORKLOADS):
                 answer, reason = loaded.engine_support(chip, engine), ""
                 with suppress(FlagError):
@@ -106,7 +112,9 @@ def _support() -> Iterator[dict[str, Any]]:
                     reason = answer.reason
                 fix = f"{answer.support.value}: {answer.reason}"
                 runs = answer.support in (Support.YES, Support.UNKNOWN)
-                part = _part(chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs)
+                part = _requirement_record(
+                    chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs
+                )
                 yield _untested(part, reason)
 
 
@@ -155,22 +163,22 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
     }
 
 
-def _part(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
-    """Return a record of `doctor`; by default all is well if a version was found."""
+def _requirement_record(name: str, purpose: str, found: str | None, fix: str, ok: bool | None = None) -> dict[str, Any]:
+    """Return a record of `doctor`; by default it is ok if a version was found."""
     ok = found is not None if ok is None else ok
     return {"name": name, "for": purpose, "version": found, "ok": ok, "mend": "" if ok else fix}
 
 
 def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
-    """Return a record of `doctor` of which nothing is missing as untested, if there is a reason."""
+    """Return a record of `doctor` that is ok as untested, if there is a reason."""
     return {**part, "ok": _("untested"), "mend": reason} if part["ok"] and reason else part
 
 
 def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
-    """Return a record of an installed distribution, not ok if it is missing or of another version than wanted."""
+    """Return a record of an installed distribution, not ok if it is missing or has another version."""
     try:
-        found = version(wanted.name)
+        installed = version(wanted.name)
     except PackageNotFoundError:
-        found = None
-    ok = found is not None and wanted.specifier.contains(found, prereleases=True)
-    return _part(wanted.name, purpose, found, f"pip install 'flagcore[{extra}]'", ok)
+        installed = None
+    ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
+    return _requirement_record(wanted.name, purpose, installed, f"pip install 'flagcore[{extra}]'", ok)

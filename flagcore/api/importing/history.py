@@ -32,14 +32,14 @@ from flagcore.stages.predict import record
 from flagcore.store.directory import RunDirectory
 
 MAX_FACTOR = 20.0
-"""A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
+"""Maximum factor between the measured and the predicted times (median) without a warning about units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTrials:
-    """The trials that were added to a run's folder, and notes on rows that were left out or are doubtful.
-
-    `knobs` are those of the task."""
+    """The trials that were added to a run's folder, and notes on skipped and implausible rows. `knobs` are those of the
+    task.
+    """
 
     run_dir: Path
     trials: tuple[Trial, ...]
@@ -64,10 +64,10 @@ def import_history(
     """
     path, (name, data) = Path(file), spec_data(spec)
     if len(engines_of(data)) > 1:
-        raise UsageError(_("{file} names several engines: give a spec of the one that was tuned", file=name))
+        raise UsageError(_("{file} names several engines: use a spec with the tuned engine only", file=name))
     tool = plugins.importer(importer)
     if not isinstance(tool, HistoryReader):
-        raise UsageError(_("{tool} has no history that can be imported", tool=tool.title))
+        raise UsageError(_("{tool} does not support the import of a history", tool=tool.title))
     history = tool.read_history(path)
     problem, workload = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
@@ -76,14 +76,16 @@ def import_history(
         raise UsageError(f"{path}: {kinds[0]}; {name}: {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
     limit = task.spec.control.max_time_per_task or history.time_limit_s
-    reader = _Rows(problem, workload, str(path.resolve()), role, tool.title, limit)
+    reader = _RowConverter(problem, workload, str(path.resolve()), role, tool.title, limit)
     trials = list(reader.trials(history.rows))
     if not trials:
         reasons = "; ".join(reader.notes[:5]) or _("it has none")
         raise UsageError(_("no row of {file} can be imported: {reasons}", file=path, reasons=reasons))
     folder = Path(run_dir) if run_dir else RUNS / name.stem
-    kept = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
-    return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs)
+    saved_trials = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
+    return ImportedTrials(
+        run_dir=folder, trials=saved_trials, notes=(*reader.notes, *_plausibility_warning(trials)), knobs=problem.knobs
+    )
 
 
 def _save(
@@ -100,8 +102,8 @@ def _save(
 
     directory.open()
     try:
-        known = directory.identity()
-        url = known["fixed"].get("storage") if known else None
+        identity = directory.identity()
+        url = identity["fixed"].get("storage") if identity else None
         run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
@@ -111,15 +113,15 @@ def _save(
                 _("{folder} has the rows of {file}: use another --run-dir", folder=directory.path, file=source)
             )
         write_spec(directory.path, data, base)
-        kept = tuple(store.add(trial) for trial in trials)
+        saved_trials = tuple(store.add(trial) for trial in trials)
         if experience:
-            Experience.of_user().save(f"{run}-imported", problem.platform.task, kept)
+            Experience.of_user().save(f"{run}-imported", problem.platform.task, saved_trials)
     finally:
         directory.close()
-    return kept
+    return saved_trials
 
 
-class _Rows:
+class _RowConverter:
     """Converts rows to trials; problems of a row go to `notes`."""
 
     def __init__(
@@ -132,7 +134,7 @@ class _Rows:
         self._figures: dict[tuple[float, ...], int] = {}
 
     def trials(self, rows: tuple[HistoryRow, ...]) -> Iterator[Trial]:
-        """Yield a trial for each row that can be taken."""
+        """Yield a trial for each valid row."""
         knobs = {axis.knob: axis for axis in self.problem.space.axes}
         unknown = [each for each in dict.fromkeys(knob for row in rows for knob in row.knobs) if each not in knobs]
         if unknown:
@@ -145,10 +147,10 @@ class _Rows:
                 continue
             self._seen[candidate] = row.line
             yield self._trial(row, candidate)
-        named = {knob for row in rows for knob in row.knobs}
-        absent = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in named]
-        if absent and self._seen:
-            self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent)))
+        knob_names = {knob for row in rows for knob in row.knobs}
+        absent_knobs = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in knob_names]
+        if absent_knobs and self._seen:
+            self.notes.append(_("missing columns have their defaults: {names}", names=", ".join(absent_knobs)))
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
         """Return the candidate of a row. Raises UsageError for one that is not in the space."""
@@ -158,12 +160,14 @@ class _Rows:
         if row.engine is not None and row.engine != task.spec.work.engine:
             raise UsageError(_("its engine is {engine}, not {wanted}", engine=row.engine, wanted=task.spec.work.engine))
         if row.split:
-            raise UsageError(_("the numbers of layers of its first or last stage are not knobs; see train.settings"))
-        own = {knob: value for knob, value in row.knobs.items() if knob in knobs}
-        values = {knob: value for knob, value in own.items() if value is not None or knobs[knob].neutral is None}
+            raise UsageError(_("the layers of the first and the last stage are not knobs; see train.settings"))
+        known_values = {knob: value for knob, value in row.knobs.items() if knob in knobs}
+        values = {
+            knob: value for knob, value in known_values.items() if value is not None or knobs[knob].neutral is None
+        }
         for knob, value in values.items():
-            listed = (*knobs[knob].values, knobs[knob].neutral, None)
-            if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in listed:
+            allowed_values = (*knobs[knob].values, knobs[knob].neutral, None)
+            if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in allowed_values:
                 raise UsageError(_("{knob} = {value} is not a size", knob=knob, value=value))
         try:
             columns = candidate_columns(task, self.workload, values)
@@ -195,17 +199,17 @@ class _Rows:
         if row.out_of_memory:
             return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title}: OOM")
         serves, cut = isinstance(task.spec.work, ServeSpec), row.cut or row.elapsed_s >= self.limit_s
-        measured = _served(task, row) if serves else _trained(task, row, cut)
-        if measured is None:
+        measurement = _serving_measurement(task, row) if serves else _training_measurement(task, row, cut)
+        if measurement is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         row_figures = tuple(row.figures.values())
         earlier = self._figures.setdefault(row_figures, row.line) if row_figures else row.line
         if earlier != row.line:  # the recorder repeats the figures of the task before where one fails
             return replace(trial, reason=f"repeats the figures of line {earlier}, as {self.title} does after a failure")
-        return replace(trial, state=TrialState.MEASURED, measurement=measured)
+        return replace(trial, state=TrialState.MEASURED, measurement=measurement)
 
 
-def _trained(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
+def _training_measurement(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
     if row.step_s is None:
         return None
     train = task.spec.train
@@ -219,10 +223,10 @@ def _trained(task: Task, row: HistoryRow, cut: bool) -> Measurement | None:
     )
 
 
-def _served(task: Task, row: HistoryRow) -> Measurement | None:
+def _serving_measurement(task: Task, row: HistoryRow) -> Measurement | None:
     """Return the measurement of a server row, None without a figure of the objective.
 
-    Tokens of answers are those of all without the prompts, where all prompts of the load have one length.
+    Output tokens are derived from all tokens if all prompts of the load have the same length.
     """
     objective, figures, serve = task.spec.objective, dict(row.figures), task.spec.serve
     devices = task.cluster.devices
@@ -235,7 +239,7 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
     if name not in figures:
         return None
     step = seconds(objective, figures[name])
-    missing = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
+    broken_limits = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
     return Measurement(
         step_times_s=(step,),
         step_time_s=step,
@@ -244,18 +248,18 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
         figures=figures,
         broken=tuple(
             f"{each} is {figures[each]:.4g} s, over its limit" if each in figures else f"{each} is not measured"
-            for each in missing
+            for each in broken_limits
         ),
     )
 
 
-def _doubts(trials: list[Trial]) -> list[str]:
-    """Return a line if what was measured is far from everything that is predicted."""
+def _plausibility_warning(trials: list[Trial]) -> list[str]:
+    """Return a warning if all measured times are far from the predictions."""
     ratios = [ratio for trial in trials if (ratio := measured_to_predicted(trial, "predicted"))]
-    middle = float(np.median(ratios)) if ratios else 1.0
-    if 1.0 / MAX_FACTOR < middle < MAX_FACTOR:
+    median_ratio = float(np.median(ratios)) if ratios else 1.0
+    if 1.0 / MAX_FACTOR < median_ratio < MAX_FACTOR:
         return []
-    return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=middle)]
+    return [_("measured steps are {ratio:.3g} times the predicted ones: check units and job", ratio=median_ratio)]
 
 
 def read_tree(
@@ -269,10 +273,7 @@ def read_tree(
 
 
 def check_tree(found: ImportedSpec) -> None:
-    """Raise SpecError, in the words of the other tuner, if an imported spec is invalid.
-
-    The model may be on another machine.
-    """
+    """Raise SpecError with the keys of the other tuner if an imported spec is invalid. The model may be missing."""
     try:
         validate_engines(found.data, file=Path(found.file), base=Path())
     except SpecError as error:

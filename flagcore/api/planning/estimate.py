@@ -1,4 +1,4 @@
-"""Predict without running: the candidates of a spec, where they went, and what plugins add to the engine."""
+"""Predictions without trials: the candidates of a spec, counts by outcome, and the knobs of plugins."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from flagcore.trial_plan import estimate_search_time
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Notebook):
-    """The best predicted candidates of a spec, and where all others went.
+    """The fastest predicted candidates of a spec, and the counts of all combinations by outcome.
 
-    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates without a predicted time, and `no_time` explains why; `runs` is what would run them, `assumed` the
-    implementation and settings of a plan that the spec does not name, `notes` what plugins say of engine and chip.
-    `defaults` is the candidate of the engine's own defaults if the baseline is another one. With latency limits, `slo`
-    of a candidate has the figures that exceed them, and `unmet` explains if every candidate exceeds one.
-    `search` is how long `flag tune` may take. `knobs` are those of the task, `labels` the engine's.
+    `number` of a candidate is its position, from 1. `model` has the weights of the model by part. `untimed` is the
+    number of candidates without a predicted time, and `no_time` the reason; `runs` is the runner of the trials,
+    `assumed` the implementation and settings that a plan assumes, `notes` are notes of plugins on engine and chip.
+    `defaults` is the candidate with the engine's own defaults, if the baseline is another one. With latency limits,
+    `slo` of a candidate has the figures that exceed them, and `unmet` is a message if every candidate exceeds one.
+    `search` is an upper bound for the seconds of all trials. `knobs` are those of the task, `labels` those of the
+    engine.
     """
 
     chip: str
@@ -65,10 +66,10 @@ class Estimate(Notebook):
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def __str__(self) -> str:
-        shown = {
+        table_columns = {
             name: key for name, key in COLUMNS["estimate"].items() if any(lookup(each, key) for each in self.candidates)
         }
-        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **shown}
+        columns = {"#": "number", **shown_knobs(self.candidates, self.knobs), **table_columns}
         return render(self.candidates, "table", columns)
 
 
@@ -80,10 +81,10 @@ def estimate(
     without: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Estimate:
-    """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
+    """Predict all candidates of a spec and return the `top` fastest. No trial runs, and no hardware is needed.
 
-    `chip` names a chip to plan for instead of the spec's, `data` is the content of the file if it was imported. Raises
-    the errors of `flagcore.errors`.
+    `chip` replaces the chip of the spec, `data` is the content of the file if it was imported. Raises the errors of
+    `flagcore.errors`.
     """
     problem, workload = build_problem_of_spec(spec, chip, without, data, plan=True)
     require_candidate(problem, workload)
@@ -123,15 +124,15 @@ def _runs(task: Task) -> str:
     if train.command is not None:
         return _("as train.command runs it")
     if train.implementation in (None, "local"):
-        how = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+        method = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
     else:
         names = {"engine": train.engine, "implementation": train.implementation}
-        how = _("as {engine} runs it with the layers of {implementation}", **names)
-    return _("{how}; with train.settings", how=how) if train.settings else how
+        method = _("as {engine} runs it with the layers of {implementation}", **names)
+    return _("{how}; with train.settings", how=method) if train.settings else method
 
 
 def _assumed(task: Task) -> Mapping[str, Any]:
-    """Return the implementation and the settings that a plan assumes, nothing if it assumes none."""
+    """Return the implementation and the settings that a plan assumes; empty if it assumes none."""
     work = task.spec.work
     if isinstance(work, ServeSpec) or not work.assumed:
         return {}
@@ -139,17 +140,17 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 
 def before_trials(problem: Problem) -> Counts:
-    """Return the counts of combinations by outcome before anything ran."""
+    """Return the counts of combinations by outcome before any trial."""
     nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
     return count(problem.space, problem.pruned, nothing)
 
 
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
-    """Return candidates with their predictions and, by component, what their worst stages hold."""
+    """Return candidates with their predictions and the memory of their worst stages by component."""
     space, platform = problem.space, problem.platform
     records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
     if limits := platform.task.spec.limits:
-        records = [{**record, "slo": _missed(record, limits)} for record in records]
+        records = [{**record, "slo": _missed_limits(record, limits)} for record in records]
     candidates = [space.candidate(int(row)) for row in rows]
     if isinstance(workload, ProductionDefaults) and _assumed(platform.task):
         assumed = ({"assumed": workload.assumed(platform.task, each)} for each in candidates)
@@ -157,7 +158,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     return [{"candidate": each.as_dict(), **known} for each, known in zip(candidates, records, strict=True)]
 
 
-def _missed(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float]:
+def _missed_limits(record: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of a predicted server that exceed their limit, in seconds."""
     figures = {name: lookup(record, name) for name in limits}
     return {name: figure for name, figure in figures.items() if figure is not None and figure > limits[name]}
@@ -183,7 +184,7 @@ def plugin_notes(platform: Platform) -> tuple[str, ...]:
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     """Return a plugin's knob as plain data. `not_launched` gives the reason for each value that no trial can have."""
-    why = {value: no_launch_reason(task, knob, value) for value in knob.effects}
+    not_launched = {value: no_launch_reason(task, knob, value) for value in knob.effects}
     source = knob.source
     return {
         "knob": knob.name,
@@ -194,6 +195,6 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
         "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
         "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
         "effects": [{"value": value, **asdict(effect)} for value, effect in knob.effects.items()],
-        "not_launched": {str(value): reason for value, reason in why.items() if reason},
+        "not_launched": {str(value): reason for value, reason in not_launched.items() if reason},
         "source": f"{source.kind}: {source.detail}" if source else None,
     }

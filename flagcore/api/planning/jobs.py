@@ -1,4 +1,4 @@
-"""Predict job records, those of one task together."""
+"""Predictions of job records, in groups with the same task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flagcore.stages.predict import model_table, rank_record
 AT_ONCE = 1024
 
 OFF = (None, False, 0, 1)
-"""Values of a knob that go without saying."""
+"""Values of knobs that messages omit."""
 
 Answer = dict[str, Any]
 Line = Mapping[str, Any] | SpecError
@@ -43,30 +43,30 @@ Line = Mapping[str, Any] | SpecError
 def estimate_jobs(
     lines: Iterable[Line], *, without: Collection[str] = (), at_once: int = AT_ONCE, with_model: bool = False
 ) -> Iterator[Answer]:
-    """Predict job records, in order. A bad record, or the error of a line, gives a status and a reason.
+    """Yield the prediction of each job record, in order; for an invalid record or line a status and a reason.
 
-    `at_once` lines are read before the first of them is answered. With `with_model`, answers have the weights of
-    their models by parts and the candidates, too.
+    Records are predicted in batches of `at_once` lines. With `with_model`, predictions also have the weights of the
+    model by part and the candidate.
     """
     with loaded_plugins(without) as loaded:
         jobs, rest, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
         while some := list(islice(rest, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
-                name = _name(line)
+                name = _printable_id(line)
                 if name in seen:
-                    again = f"an earlier record has the id {name}"
-                    answer = {**answer, "warnings": [*answer.get("warnings", ()), again]}
+                    duplicate_warning = f"an earlier record has the id {name}"
+                    answer = {**answer, "warnings": [*answer.get("warnings", ()), duplicate_warning]}
                 seen |= {name} if name is not None else set()
                 yield {"id": name, **answer}
 
 
-def _name(line: object) -> str | None:
-    """Return the id of a job record as text that can be printed."""
+def _printable_id(line: object) -> str | None:
+    """Return the id of a job record as printable text."""
     name = line.get("id") if isinstance(line, Mapping) else None
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
 
-def _refused(error: FlagError) -> Answer:
+def _rejection(error: FlagError) -> Answer:
     if isinstance(error, SpecError):
         return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
     return {"status": "unknown", "reason": str(error)}
@@ -81,7 +81,7 @@ class _Platform(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One job, ready to be predicted. `noted` are the settings that the notes of its source mention."""
+    """One valid job. `noted` are the settings that the notes of its source mention."""
 
     place: int
     task: Task
@@ -93,34 +93,34 @@ class _Row(NamedTuple):
 
 
 class _Jobs:
-    """Predicts jobs. Plugins are asked once per cluster."""
+    """Predicts jobs. Hooks are called once per cluster."""
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
-        self._platform = lru_cache(maxsize=None)(self._ask)
+        self._platform = lru_cache(maxsize=None)(self._load_platform)
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
-        """Return status and figures of each line."""
+        """Return the status and the figures of each line."""
         answers: dict[int, Answer] = {}
         groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
         for place, line in enumerate(lines):
             try:
                 if isinstance(line, SpecError):
                     raise line
-                self._sort(place, read_job(line, self._engines), groups)
+                self._group_jobs(place, read_job(line, self._engines), groups)
             except FlagError as error:
-                answers[place] = _refused(error)
+                answers[place] = _rejection(error)
         for platform, workload, rows in groups.values():
             try:
                 answers |= _predicted(platform, workload, rows)
                 if self._with_model:
                     for row in rows:
-                        answers[row.place] |= _described(workload, row)
+                        answers[row.place] |= _job_description(workload, row)
             except FlagError as error:
-                answers |= {row.place: _refused(error) for row in rows}
+                answers |= {row.place: _rejection(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
-    def _sort(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
+    def _group_jobs(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
         """Group jobs by task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
@@ -136,8 +136,8 @@ class _Jobs:
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
-        bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
-        task, values, noted = require_job_records(workload).published(bare, job.candidate, job.notes)
+        plan_task = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
+        task, values, noted = require_job_records(workload).published(plan_task, job.candidate, job.notes)
         warnings: tuple[str, ...] = ()
         if isinstance(workload, KeyWarnings):
             settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
@@ -146,13 +146,13 @@ class _Jobs:
         key = cluster, job.model, repr(task.spec.work)
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
-    def _ask(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
-        known = self._loaded.find_chip(chip)
-        assert known is not None
-        known = with_network(known, network)
-        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
-        made = costs(Cluster(groups=(group,)), self._loaded, engine)
-        return _Platform(group, made, self._loaded.engine_support(known, engine))
+    def _load_platform(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
+        known_chip = self._loaded.find_chip(chip)
+        assert known_chip is not None
+        known_chip = with_network(known_chip, network)
+        group = NodeGroup(chip=known_chip, nodes=nodes, devices_per_node=devices)
+        group_costs = costs(Cluster(groups=(group,)), self._loaded, engine)
+        return _Platform(group, group_costs, self._loaded.engine_support(known_chip, engine))
 
 
 def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
@@ -170,19 +170,21 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     }
     legal = np.array([number for number, rules in enumerate(broken) if not rules], dtype=np.int64)
     if legal.size:
-        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _taken(columns, legal))
+        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _parse_job(columns, legal))
     return answers
 
 
 def _illegal_reason(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
     found: dict[str, KnobValue] = {}
-    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
-    for knob in named:
-        given = values.get(knob)
-        found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
-    here = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
-    return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")
+    rule_knobs = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
+    for knob in rule_knobs:
+        given_value = values.get(knob)
+        found[knob] = (
+            given_value if isinstance(given_value, (str, bool)) or knob not in columns else int(columns[knob][row])
+        )
+    values_text = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+    return "; ".join(rule.message for rule in rules) + (f" (here {values_text})" if values_text else "")
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
@@ -194,12 +196,14 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
         warnings = {"warnings": list(row.warnings)} if row.warnings else {}
         answers[row.place] = {"status": "ok", **warnings, **known}
         if row.rank is not None:
-            rank = require_prober(workload).rank(task, _taken(columns, np.array([number])), row.rank, platform.costs)
+            rank = require_prober(workload).rank(
+                task, _parse_job(columns, np.array([number])), row.rank, platform.costs
+            )
             answers[row.place]["rank"] = rank_record(rank)
     return answers
 
 
-def _described(workload: Workload, row: _Row) -> Answer:
+def _job_description(workload: Workload, row: _Row) -> Answer:
     """Return a job's configuration and the weights of its model by parts."""
     cluster, work = row.task.cluster, row.task.spec.work
     return {
@@ -211,5 +215,5 @@ def _described(workload: Workload, row: _Row) -> Answer:
     }
 
 
-def _taken(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
+def _parse_job(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
     return {knob: values[rows] for knob, values in columns.items()}

@@ -1,4 +1,4 @@
-"""Probe candidates: one device of this machine plays single ranks of worlds of any size."""
+"""Probe candidates: one device of this machine runs single ranks of jobs of any size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flagcore.trial_plan import plan_time_limit, predicted_trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed(Notebook):
-    """A candidate: what was predicted, what was probed, and the prediction that both together give, as plain data."""
+    """A probed candidate as plain data: the prediction, the probed ranks, and the combination of both."""
 
     candidate: Mapping[str, Any]
     predicted: Mapping[str, Any]
@@ -60,11 +60,11 @@ def probe(
 ) -> list[Probed]:
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
-    `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
-    without it the `top` fastest predicted are probed. `ranks` are global ones; by default the most informative. The
-    probes of a candidate take at most `seconds` in all (default: `control.max_time_per_task`, or derived from the
-    prediction). `folder` receives their jobs and logs; by default they are not saved. Raises the errors of
-    `flagcore.errors`; EveryTrialFailed if no rank gave a result.
+    `candidate` is a position in the list of the fastest predicted candidates, from 1, `baseline`, or knobs as
+    `name=value,...`; by default the `top` fastest predicted candidates are probed. `ranks` are global ranks, by default
+    the most informative. All probes of a candidate take at most `seconds` (default: `control.max_time_per_task`, or
+    derived from the prediction). `folder` is for jobs and logs; by default they are not saved. Raises the errors of
+    `flagcore.errors`; EveryTrialFailed if no rank has a result.
     """
     spec = read_spec(spec_file, chip, without)
     if spec.cluster.groups:
@@ -82,25 +82,25 @@ def probe(
             raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         devices, probed = parallel_probe_ranks(problem.platform, here), []
-        for number, each in enumerate(_chosen(problem, workload, candidate, top)):
-            where = str((place / f"candidate-{number}").resolve())
-            probed.append(_probe(problem, workload, each, where, ranks, devices, on_rank))
+        for number, each in enumerate(_choose_candidates(problem, workload, candidate, top)):
+            job_folder = str((place / f"candidate-{number}").resolve())
+            probed.append(_probe(problem, workload, each, job_folder, ranks, devices, on_rank))
     if not any(each.measured or each.out_of_memory for each in probed):
-        last = probed[-1].ranks[-1]
-        why = f"{state_name(last.state.value)}: {last.reason}"
-        raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
+        last_rank = probed[-1].ranks[-1]
+        failure = f"{state_name(last_rank.state.value)}: {last_rank.reason}"
+        raise EveryTrialFailed(_("no rank has a result; the last one: {reason}", reason=failure))
     return [_probed_record(problem, prober, each) for each in probed]
 
 
 def _problem(
     spec: Spec, loaded: LoadedPlugins, workload: Workload, candidate: str | None
 ) -> tuple[Problem, str | None]:
-    """Return the problem of a spec and the name of the candidate in it: knobs with values become the baseline."""
+    """Return the problem of a spec and the name of the candidate in it; knobs with values become the baseline."""
     problem = build_problem(spec, loaded, workload)
     if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
         columns, _named = parse_candidate(candidate, problem, workload)
-        typed = as_candidate(problem.space.axes, columns).as_dict()
-        problem, candidate = build_problem(replace(spec, baseline=typed), loaded, workload), "baseline"
+        given_values = as_candidate(problem.space.axes, columns).as_dict()
+        problem, candidate = build_problem(replace(spec, baseline=given_values), loaded, workload), "baseline"
     require_launchable(problem, workload)
     warn_about_problem(problem, workload)
     return problem, candidate
@@ -130,7 +130,7 @@ def _probe(
         raise Interrupted(_("interrupted")) from None
 
 
-def _chosen(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
+def _choose_candidates(problem: Problem, workload: Workload, candidate: str | None, top: int) -> list[Candidate]:
     if candidate == "baseline":
         return [problem.baseline]
     require_candidate(problem, workload)

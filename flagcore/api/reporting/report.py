@@ -1,4 +1,4 @@
-"""The page of a run: written when a tune ends, or later from its folder."""
+"""The report page of a run, written at the end of `flag tune`, or later from its folder."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from flagcore.store.directory import write
 
 REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
-DIFFERENT = N_("This machine predicts the best differently than the run did: details of its prediction are omitted.")
+DIFFERENT = N_("This machine predicts another time for the best than the run: details of the prediction are omitted.")
 SAME = 1e-6
-"""Two predictions of one candidate are the same if they differ by less, as a share."""
+"""Maximum relative difference between equal predictions of a candidate."""
 
 
 def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] = ()) -> str:
-    """Return the page of the run in a folder, as `html` or `markdown`. Nothing is written.
+    """Return the page of the run in a folder, as `html` or `markdown`, without writing it.
 
-    What result.json lacks is in insight.json; where that is missing, it is predicted anew, and left out where this
-    machine predicts something else. A run that was killed, or is in progress, is read from its journal. `without`
-    names plugins to leave out of that. Raises RunError if the folder has no run that can be read.
+    The predictions are in insight.json. If it is missing, they are made again, and omitted if they differ from those of
+    the run. A run that was killed, or is in progress, is read from its journal. `without` names plugins to disable.
+    Raises RunError if the folder has no readable run.
     """
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
@@ -51,22 +51,19 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
 
 
 def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
-    """Write the page of a run that has just ended, and what it needs to be written again.
-
-    Returns whether it was written; a failure is only a warning.
-    """
+    """Write the page and insight.json at the end of a run. Return whether this succeeded; a failure is a warning."""
 
     def made() -> str:
         best = ending.plan.best.candidate if ending.plan.best else None
-        found = insight(ending.problem, workload, best)
-        write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
+        insight_data = insight(ending.problem, workload, best)
+        write(run_dir / INSIGHT, json.dumps(insight_data, ensure_ascii=False) + "\n")
         rest: dict[str, Any] = {
             "folder": run_dir,
             "called": str(run_dir),
             "knobs": ending.plan.knobs,
             "labels": labels_of(workload),
         }
-        return as_html(page(RunData.redacted(data, found, _secrets(run_dir), **rest)))
+        return as_html(page(RunData.redacted(data, insight_data, _secrets(run_dir), **rest)))
 
     return _is_written(run_dir, made)
 
@@ -81,9 +78,9 @@ def _is_written(run_dir: Path, made: Callable[[], str]) -> bool:
     try:
         write(file, made())
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         command = f"flag report {run_dir}"
-        warn([_("{file} was not written ({reason}); try `{command}`", file=file, reason=why, command=command)])
+        warn([_("{file} was not written ({reason}); try `{command}`", file=file, reason=reason, command=command)])
         return False
     return True
 
@@ -92,36 +89,40 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     """Return the data for the page of the run in a folder."""
     run = read_run(folder)
     home, found, notes = run_home(run), run.data, list[str]()
-    held = json_file(home / INSIGHT)
-    usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
-    more = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
-    if not found or not usable or more > 0:
-        understood, why = _understood(folder, without)
+    saved_insight = json_file(home / INSIGHT)
+    insight_data = saved_insight if saved_insight.get("schema_version") == SCHEMA_VERSION else {}
+    new_trials = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
+    if not found or not insight_data or new_trials > 0:
+        understood, why = _load_or_reason(folder, without)
         if not found and understood is None:
             raise RunError(
                 _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=why)
             )
         if understood is None:
-            notes.append(_("{count} more trials have ended since this result.", count=more) if more > 0 else "")
-            notes.append("" if usable else _("Details of predictions are omitted: {reason}", reason=why))
-        elif not found or more > 0:
+            notes.append(
+                _("{count} more trials have ended since the result was written.", count=new_trials)
+                if new_trials > 0
+                else ""
+            )
+            notes.append("" if insight_data else _("Details of predictions are omitted: {reason}", reason=why))
+        elif not found or new_trials > 0:
             task, space = understood.task, understood.problem.space
             plan = summarize(task, space, understood.pruned, understood.search_state, "", understood.problem.knobs)
-            found, usable = result(plan, str(folder)), {}
-            notes.append(_("This run is in progress, or was killed: the report covers the trials that have ended."))
-        if understood is not None and not usable:
-            usable = _predicted_again(understood, found)
-            notes.append("" if usable else _(DIFFERENT))
+            found, insight_data = result(plan, str(folder)), {}
+            notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
+        if understood is not None and not insight_data:
+            insight_data = _predicted_again(understood, found)
+            notes.append("" if insight_data else _(DIFFERENT))
     shown_notes = tuple(filter(None, notes))
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
     rest: dict[str, Any] = {"folder": home, "called": str(folder), "notes": shown_notes}
-    return RunData.redacted(found, usable, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
+    return RunData.redacted(found, insight_data, secrets, **rest, knobs=knobs, labels=labels_of_spec(run.spec))
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:
-    """Return what a page must not show: secrets of this shell and of the run's spec."""
+    """Return the secrets of this shell and of the run's spec, which the page must not show."""
     try:
         spec = yaml.safe_load(read_regular(folder / SPEC))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -129,28 +130,31 @@ def _secrets(folder: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(spec))))
 
 
-def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
-    """Return the snapshot of a run on this machine, or why there is none."""
+def _load_or_reason(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
+    """Return the snapshot of a run on this machine, or the reason why there is none."""
     try:
-        found = load_snapshot(folder, None, without)
+        snapshot = load_snapshot(folder, None, without)
     except FlagError as error:
         return None, str(error)
-    return found, ""
+    return snapshot, ""
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current predictions, nothing if they differ from those of the run."""
+    """Return the current predictions; empty if they differ from those of the run."""
     problem, run = snapshot.problem, snapshot.run
     best = run.best.candidate if run and run.best else None
     if best is not None and found.get("best"):
         row, predicted = problem.space.find(best), found["best"]["predicted"]
-        if row is None or not _same(predicted, problem, row):
+        if row is None or not _predicts_same(predicted, problem, row):
             return {}
     return insight(problem, snapshot.workload, best)
 
 
-def _same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
-    now = problem.predictions.row(row)
+def _predicts_same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
+    current = problem.predictions.row(row)
     step, memory = predicted.get("step_time_s") or {}, predicted.get("memory") or {}
-    pairs = [(step.get("value"), now.step_time_s), (memory.get("device_used_gib"), now.device_used_bytes / 2**30)]
+    pairs = [
+        (step.get("value"), current.step_time_s),
+        (memory.get("device_used_gib"), current.device_used_bytes / 2**30),
+    ]
     return all(old is None or (new is not None and abs(new - old) <= SAME * abs(old)) for old, new in pairs)

@@ -1,4 +1,4 @@
-"""The files of a tune: the result, and the best configuration as a spec, a launch and a script."""
+"""The files at the end of a run: the result, and the best configuration as a spec, a launch and a script."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from flagcore.store.directory import writable, write
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome(Notebook):
-    """The outcome of a tune: the plan, its folder, and the same as plain data (`result.json`) and text.
+    """The result of `flag tune`: the plan, its folder, and `data`, the content of `result.json`.
 
-    `run_best`: the spec asks to start the winner at the end, `can_start`: the winner can be started as it
-    stands, `reported` that the run's page was written.
+    `run_best` is whether the spec requests to start the best at the end, `can_start` whether the best can be started
+    without changes, `reported` whether the report page was written.
     """
 
     plan: Plan
@@ -64,17 +64,21 @@ class Outcome(Notebook):
 
 
 def _with_stop_message(data: Mapping[str, Any], run_dir: Path) -> Mapping[str, Any]:
-    """Keep the translatable form of the stop reason of a finished run that was started again: trials have its text."""
+    """Keep the translatable stop reason of a finished run that was started again; its trials have only the text."""
     try:
-        before = json.loads(read_regular(run_dir / "result.json"))
+        earlier_result = json.loads(read_regular(run_dir / "result.json"))
     except (OSError, ValueError):
         return data
-    same = isinstance(before, dict) and before.get("stopped_because") == data["stopped_because"]
-    return {**data, "stopped_message": before["stopped_message"]} if same and "stopped_message" in before else data
+    same_reason = isinstance(earlier_result, dict) and earlier_result.get("stopped_because") == data["stopped_because"]
+    return (
+        {**data, "stopped_message": earlier_result["stopped_message"]}
+        if same_reason and "stopped_message" in earlier_result
+        else data
+    )
 
 
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
-    """Write the result and, where there is one, the best configuration in every form in which it can be used."""
+    """Write the result and, if there is one, the best configuration as a spec, a launch and a script."""
     plan, problem = ending.plan, ending.problem
     cannot = ""
     data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
@@ -88,14 +92,14 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
             folder.mkdir(exist_ok=True)
             cannot = _save_launch(plan, problem, workload, run_dir)
             tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
-            fixed = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
-            write(run_dir / "best.yaml", as_yaml(fixed) + "\n", private=private)
-    wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
-    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
+            best_spec = {**spec, "auto_tuner": {**tuner, "space": plan.best.candidate.as_dict()}}
+            write(run_dir / "best.yaml", as_yaml(best_spec) + "\n", private=private)
+    run_best = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
+    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best, can_start=not cannot)
 
 
 def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path) -> str:
-    """Write `best.sh` and `best/launch.json`. Returns why the best cannot be started as it stands, empty if it can."""
+    """Write `best.sh` and `best/launch.json`. Return why the best cannot be started unchanged, or an empty text."""
     assert plan.best is not None
     best, folder = plan.best.candidate, run_dir.resolve() / "best"
     try:
@@ -120,11 +124,12 @@ def _save_launch(plan: Plan, problem: Problem, workload: Workload, run_dir: Path
 def run_best(
     run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
 ) -> NoReturn:
-    """Start the best configuration of a run: training replaces this process.
+    """Start the best configuration of a run.
 
-    A command that the user has to complete is printed instead. Servers are child processes, which stop when this
-    process ends; `on_ready` is called with their URL once they answer. `stdout` is a file descriptor for output.
-    Raises RunError if the run has no best configuration, UsageError if it cannot be started.
+    Training replaces this process. A command that the user has to complete is printed instead. Servers are child
+    processes, which stop when this process ends; `on_ready` is called with their URL once they respond. `stdout` is a
+    file descriptor for output. Raises RunError if the run has no best configuration, UsageError if it cannot be
+    started.
     """
     launch = saved_launch(run_dir)
     argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
@@ -144,7 +149,7 @@ def run_best(
         os.chdir(folder)
         program, defaults = argv[0], {} if launch.get("own_script") else RENDEZVOUS
         text = _("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))
-        warn([_("the command of the best of {run}: add {missing}", run=run_dir, missing=missing) if missing else text])
+        warn([_("the command of the best of {run}; add {missing}", run=run_dir, missing=missing) if missing else text])
         os.execvpe(program, argv, {**defaults, **os.environ, **environment})
     except (OSError, ValueError, TypeError, IndexError) as error:
         names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
@@ -152,13 +157,13 @@ def run_best(
 
 
 def saved_launch(run_dir: Path | str) -> dict[str, Any]:
-    """Return what `launch.json` says of the best configuration of a run. Raises RunError if there is none."""
+    """Return the content of `launch.json` of the best configuration of a run. Raises RunError without one."""
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
-        needed = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
+        launch_fields = {"argv": list(launch["argv"]), "environment": dict(launch["environment"])}
         texts = {key: [str(word) for word in launch.get(key, ())] for key in ("ready", "needs")}
-        return {"missing": "", **launch, **needed, **texts, "directory": str(launch["directory"])}
+        return {"missing": "", **launch, **launch_fields, **texts, "directory": str(launch["directory"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
         problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
@@ -166,7 +171,7 @@ def saved_launch(run_dir: Path | str) -> dict[str, Any]:
 
 
 def _require_startable(problem: Problem, workload: Workload, best: Candidate) -> None:
-    """Raise UsageError if the best of a plan cannot be started as it stands on any machine."""
+    """Raise UsageError if the best of a plan cannot be started without changes on any machine."""
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
         if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
@@ -182,60 +187,60 @@ def _require_startable(problem: Problem, workload: Workload, best: Candidate) ->
 
 
 def _as_json(launch: Launch, hidden: Hidden) -> str:
-    """Return a launch as JSON; secrets that this shell has are only named."""
-    given = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
+    """Return a launch as JSON; for secrets of this shell it has only the names."""
+    shown_environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
     needs = [name for name in hidden.inherited if name in launch.environment]
     return json.dumps(
-        {**asdict(launch), "environment": given, "needs": needs, "directory": directory(launch)}, indent=1
+        {**asdict(launch), "environment": shown_environment, "needs": needs, "directory": directory(launch)}, indent=1
     )
 
 
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
-OWN_SCRIPT = "# Runs your script; the program that it starts has the best values in place of its own."
-FROZEN = "# What your script starts. Values that it computes, such as dates, ports and ranks, are those of the tuning."
+"""Default address and port of the ranks of a best configuration; trials get a free port from the launcher."""
+OWN_SCRIPT = "# Runs your script. The best values replace the arguments of the program that it starts."
+FROZEN = "# The command of your script. Computed values, such as dates, ports and ranks, are those of the tuning."
 SECRETS = "secrets.sh"
-"""Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
+"""File beside `launch.json`, readable by its owner only: the secrets of best.sh that this shell does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
     """The secrets of a launch. `inherited` are variables that have the same value in this shell.
 
-    `kept` are the others by name; a secret in the command line that no variable has gets its own name.
+    `kept` are the other secrets by name. A secret of the command line that is in no variable gets a name.
     """
 
     inherited: tuple[str, ...]
     kept: Mapping[str, str]
     variables: Mapping[str, str]
-    """The variable that has a secret of the command line, by the secret."""
+    """Names of variables by the secret of the command line that they contain."""
 
     @classmethod
     def of(cls, launch: Launch) -> Hidden:
-        """Return the secrets of `launch`, as this shell has them or not."""
-        named = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
-        inherited = [name for name, value in named.items() if os.environ.get(name) == value]
-        kept = {name: value for name, value in named.items() if name not in inherited}
-        mine = {value: name for name, value in os.environ.items() if is_secret(name) and value}
-        variables = {value: name for name, value in named.items()}
+        """Return the secrets of `launch`, divided into those of this shell and others."""
+        secret_variables = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
+        inherited = [name for name, value in secret_variables.items() if os.environ.get(name) == value]
+        saved_secrets = {name: value for name, value in secret_variables.items() if name not in inherited}
+        shell_secrets = {value: name for name, value in os.environ.items() if is_secret(name) and value}
+        variables = {value: name for name, value in secret_variables.items()}
         for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
-            if value in mine and mine[value] not in kept:
-                variables[value] = mine[value]
-                inherited.append(mine[value])
+            if value in shell_secrets and shell_secrets[value] not in saved_secrets:
+                variables[value] = shell_secrets[value]
+                inherited.append(shell_secrets[value])
             elif value not in variables:
                 variables[value] = f"FLAGCORE_SECRET_{number}"
-                kept[variables[value]] = value
-        found = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
-        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=kept, variables=found)
+                saved_secrets[variables[value]] = value
+        secret_arguments = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
+        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=saved_secrets, variables=secret_arguments)
 
     def __bool__(self) -> bool:
         return bool(self.inherited or self.kept)
 
 
 def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
-    """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
-    meeting = {} if launch.own_script else RENDEZVOUS
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in meeting.items()]
+    """Return a shell script that starts `launch` unchanged. Its secrets are in the user's shell, or in `folder`."""
+    rendezvous = {} if launch.own_script else RENDEZVOUS
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in rendezvous.items()]
     exports += [
         f"export {name}={shlex.quote(value)}"
         for name, value in launch.environment.items()
@@ -259,23 +264,23 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
 
 
 def listing(plan: Plan, launch: Launch) -> str:
-    """Return a shell script that prints the command of a launch, an argument a line, for the user to complete."""
+    """Return a shell script that prints the command of a launch, one argument per line, for the user to complete."""
     lines: list[str] = []
     for word in launch.argv:
         if lines and not word.startswith("-") and lines[-1].startswith("-"):
             lines[-1] += f" {shlex.quote(word)}"
         else:
             lines.append(shlex.quote(word))
-    given = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
     command = " \\\n  ".join(lines)
-    text = "\n".join([*given, command])
+    text = "\n".join([*exports, command])
     return "\n".join(["#!/bin/sh", heading(plan), f"# Add {launch.missing}.", "cat << 'END'", text, "END"]) + "\n"
 
 
 def secrets_script(hidden: Hidden) -> str:
     """Return a shell script that sets the secrets which this shell does not have."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
-    return "\n".join(["# Secrets of the best configuration: not to be handed on.", *lines]) + "\n"
+    return "\n".join(["# Secrets of the best configuration. Do not share this file.", *lines]) + "\n"
 
 
 def shell_quoted(word: str, variables: Mapping[str, str]) -> str:
@@ -306,5 +311,5 @@ def heading(plan: Plan) -> str:
 
 
 def directory(launch: Launch) -> str:
-    """Return where a launch starts."""
+    """Return the working directory of a launch."""
     return launch.directory or launch.folder

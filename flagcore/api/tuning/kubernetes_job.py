@@ -17,11 +17,11 @@ RESTARTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """The pods of a job. `first` and `others` are shell commands, which find their number in `{rank}`.
+    """The pods of a job. `first` and `others` are shell commands, in which `{rank}` is the number of the pod.
 
-    `limits` are the resources of each. `secrets` are variables by the name and key of their secret. `claim` is a
-    persistent volume claim, mounted at `mount`; empty for none. `first_ends` is whether the job is done with its first
-    pod; otherwise with all.
+    `limits` are the resources of each pod. `secrets` maps variables to the name and key of their secret. `claim` is a
+    persistent volume claim, mounted at `mount`; empty for none. `first_ends` is whether the job ends with its first
+    pod; otherwise it ends with all pods.
     """
 
     name: str
@@ -52,7 +52,7 @@ def _volcano_hosts(name: str, count: int) -> list[str]:
 
 def _template(pods: Pods, command: str, restart: str, container: str = "flagcore") -> dict[str, Any]:
     """Return the template of a pod. Devices exchange data through /dev/shm, which is 64 MB without a volume."""
-    given = [{"name": name, "value": value} for name, value in pods.environment.items()]
+    variables = [{"name": name, "value": value} for name, value in pods.environment.items()]
     secret = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}}
         for name, (where, key) in pods.secrets.items()
@@ -67,7 +67,7 @@ def _template(pods: Pods, command: str, restart: str, container: str = "flagcore
         "image": pods.image,
         "command": ["sh", "-c", command.replace("$$", "$$$$")],  # Kubernetes reads $$ as $
         "workingDir": pods.directory,
-        "env": given + secret,
+        "env": variables + secret,
         "resources": {"limits": dict(pods.limits)},
         "volumeMounts": mounts,
     }
@@ -75,7 +75,7 @@ def _template(pods: Pods, command: str, restart: str, container: str = "flagcore
 
 
 def _groups(pods: Pods, first_rank: str, other_rank: str) -> list[tuple[str, int, str]]:
-    """Return name, size and command of the groups of pods that are there."""
+    """Return the name, the size and the command of each group of pods."""
     groups = [(FIRST, 1, pods.first.replace("{rank}", first_rank))]
     return groups + [(OTHERS, pods.count - 1, pods.others.replace("{rank}", other_rank))] * (pods.count > 1)
 
@@ -88,8 +88,8 @@ def _jobset(pods: Pods) -> dict[str, Any]:
         return {"name": name, "replicas": 1, "template": template}
 
     jobs = [job(*group) for group in _groups(pods, "0", "$((JOB_COMPLETION_INDEX + 1))")]
-    done = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.first_ends else {}
-    spec = {"failurePolicy": {"maxRestarts": RESTARTS}, **done, "replicatedJobs": jobs}
+    success_policy = {"successPolicy": {"operator": "All", "targetReplicatedJobs": [FIRST]}} if pods.first_ends else {}
+    spec = {"failurePolicy": {"maxRestarts": RESTARTS}, **success_policy, "replicatedJobs": jobs}
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": pods.name}, "spec": spec}
 
 
@@ -118,9 +118,9 @@ def _volcano(pods: Pods) -> dict[str, Any]:
     def task(name: str, count: int, command: str) -> dict[str, Any]:
         restart = "OnFailure" if name == OTHERS and pods.first_ends else "Never"
         template = _template(pods, command, restart)
-        ends = name == FIRST and pods.first_ends
-        done = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends else {}
-        return {"name": name, "replicas": count, **done, "template": template}
+        ends_job = name == FIRST and pods.first_ends
+        completion_policy = {"policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]} if ends_job else {}
+        return {"name": name, "replicas": count, **completion_policy, "template": template}
 
     spec = {
         "schedulerName": "volcano",
@@ -135,7 +135,7 @@ def _volcano(pods: Pods) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of job: how its manifest is made, and the names of its pods on the network, the first one first."""
+    """A kind of job: a function that returns its manifest, and one that returns the host names of its pods in order."""
 
     manifest: Callable[[Pods], dict[str, Any]]
     hosts: Callable[[str, int], list[str]]

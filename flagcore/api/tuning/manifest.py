@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a tune, and of the training that won one."""
+"""Kubernetes manifests of a tuning job, and of a training job with the best configuration of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from flagcore.launchers.kubernetes import HOSTS
 from flagcore.launchers.kubernetes import LAUNCHER as KUBERNETES
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""Names of jobs: the name of each pod, which is longer, is a label of DNS with at most 63 characters."""
+"""Valid names of jobs. They are short, because the name of a pod is longer, and is a DNS label of at most 63
+characters.
+"""
 INTERFACE = "eth0"
 """The network interface of a pod."""
 
@@ -36,49 +38,49 @@ def manifest(
     volume: str | None = None,
     without: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the manifest of a job that tunes a spec, or that trains with the best of a run, and what to do before.
+    """Return the manifest of a job that tunes a spec, or that trains with the best of a run, and notes for the user.
 
-    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and where it is mounted. Files have the
-    same paths in the image, or on the volume, as here. Raises the errors of `flagcore.errors`.
+    `kind` is one of `KINDS`. `volume` is CLAIM:PATH, a persistent volume claim and its mount point. All files must have
+    the same paths in the image or on the volume. Raises the errors of `flagcore.errors`.
     """
     place = Path(where)
     name = name or _name(place.stem)
-    claim, _colon, mount = (volume or "").partition(":")
+    claim, _separator, mount = (volume or "").partition(":")
     if not NAME.fullmatch(name):
-        raise UsageError(_("--name = {name!r}: give at most 40 small letters, digits and dashes", name=name))
+        raise UsageError(_("--name = {name!r}: use at most 40 lower-case letters, digits and dashes", name=name))
     if volume is not None and not (claim and mount.startswith("/")):
-        raise UsageError(_("--volume = {volume}: give CLAIM:PATH, such as data:/data", volume=volume))
+        raise UsageError(_("--volume = {volume}: use CLAIM:PATH, such as data:/data", volume=volume))
     platform = load_snapshot(place, None, without).problem.platform
     limits, count = _limits(platform), platform.task.cluster.groups[0].nodes
     hosts = KINDS[kind].hosts(name, count)
     common = Pods(name=name, image=image, count=count, first="", others="", directory=str(Path.cwd()), limits=limits)
     common = replace(common, claim=claim, mount=mount)
-    pods = _training(common, place, hosts) if place.is_dir() else _tune(common, place, hosts, platform)
+    pods = _training_pods(common, place, hosts) if place.is_dir() else _tuning_pods(common, place, hosts, platform)
     secrets = {secret for secret, _key in pods.secrets.values()}
     return KINDS[kind].manifest(pods), [_("create the secret {name} first", name=secret) for secret in sorted(secrets)]
 
 
 def _name(text: str) -> str:
-    """Return a text as the name of a job."""
+    """Return a valid name of a job from a text."""
     return re.sub(r"^[^a-z]+", "", re.sub(r"[^a-z0-9]+", "-", text.lower()))[:40].rstrip("-") or "flagcore"
 
 
 def _limits(platform: Platform) -> Mapping[str, int]:
-    """Return the devices that a pod asks for. Raises UsageError if no plugin knows their name."""
+    """Return the device limits of a pod. Raises UsageError if no plugin has the name of the resource."""
     groups, support = platform.task.cluster.groups, platform.support
     if len(groups) > 1:
-        raise UsageError(_("a job for several kinds of chips is not supported: its pods are equal"))
+        raise UsageError(_("a job for several kinds of chips is not supported: all pods are equal"))
     group: NodeGroup = groups[0]
     if support.shared_devices:
         return {"cpu": group.devices_per_node}
     if support.kubernetes is None:
-        raise UsageError(_("no installed plugin knows the Kubernetes resource of {chip}", chip=group.chip.name))
+        raise UsageError(_("no installed plugin defines the Kubernetes resource of {chip}", chip=group.chip.name))
     each = group.chip.devices_per_card if support.kubernetes.counts == "cards" else 1
     return {support.kubernetes.name: -(-group.devices_per_node // each)}
 
 
-def _tune(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
-    """Return the pods of a tune: the first one tunes, and the others join it."""
+def _tuning_pods(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pods:
+    """Return the pods of a tuning job: the first pod tunes, and the others join it."""
     launcher = platform.task.spec.launcher
     if len(hosts) > 1 and launcher != KUBERNETES.name:
         problem = _("does not start trials in pods")
@@ -93,40 +95,45 @@ def _tune(common: Pods, spec: Path, hosts: list[str], platform: Platform) -> Pod
     )
 
 
-def _training(common: Pods, run: Path, hosts: list[str]) -> Pods:
+def _training_pods(common: Pods, run: Path, hosts: list[str]) -> Pods:
     """Return the pods of a training job: each runs the command of the best, with its own rank. Raises UsageError."""
     launch = saved_launch(run)
     if launch["ready"]:
-        raise UsageError(_("the best of {run} is a server, which is no job", run=run))
+        raise UsageError(_("the best of {run} is a server; only training jobs are supported", run=run))
     if launch["missing"]:
-        text = _("the command of the best of {run} lacks {missing}; give a complete train.command", run=run, **launch)
+        text = _("the command of the best of {run} lacks {missing}; set a complete train.command", run=run, **launch)
         raise UsageError(text)
     if secrets_in_arguments(launch["argv"]):
-        raise UsageError(_("the command of the best of {run} has a secret; give it in a variable", run=run))
+        raise UsageError(_("the command of the best of {run} contains a secret; pass it in a variable", run=run))
     port, count = RENDEZVOUS["MASTER_PORT"], str(len(hosts))
     first = hosts[0] if len(hosts) > 1 else RENDEZVOUS["MASTER_ADDR"]
-    ours = {"NNODES": count, "MASTER_ADDR": first, "MASTER_PORT": port}
-    torchrun = {f"PET_{name}": value for name, value in ours.items()} if len(hosts) > 1 else {}
-    given = {**ours, **torchrun, **launch["environment"]}
-    fixed = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port, "{interface}": INTERFACE}
-    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {_words(launch['argv'], fixed)}"
-    hidden = [*launch["needs"], *(name for name in given if is_secret(name))]
+    rank_variables = {"NNODES": count, "MASTER_ADDR": first, "MASTER_PORT": port}
+    torchrun = {f"PET_{name}": value for name, value in rank_variables.items()} if len(hosts) > 1 else {}
+    environment = {**rank_variables, **torchrun, **launch["environment"]}
+    placeholders = {"{nnodes}": count, "{master_addr}": first, "{master_port}": port, "{interface}": INTERFACE}
+    program = _shell_command(launch["argv"], placeholders)
+    command = f"export NODE_RANK={{rank}}; export PET_NODE_RANK=$NODE_RANK; exec {program}"
+    secret_names = [*launch["needs"], *(name for name in environment if is_secret(name))]
     return replace(
         common,
         first=command,
         others=command,
         directory=str(launch["directory"]),
-        environment={name: _filled(value, fixed) for name, value in given.items() if name not in hidden},
-        secrets={name: (f"{common.name}-secrets", name) for name in hidden},
+        environment={
+            name: _fill_placeholders(value, placeholders)
+            for name, value in environment.items()
+            if name not in secret_names
+        },
+        secrets={name: (f"{common.name}-secrets", name) for name in secret_names},
     )
 
 
-def _words(argv: Collection[str], fixed: Mapping[str, str]) -> str:
-    """Return a command for a shell, with the host's own values for its placeholders."""
-    return " ".join(shell_quoted(_filled(word, fixed), {"{node_rank}": "NODE_RANK"}) for word in argv)
+def _shell_command(argv: Collection[str], fixed: Mapping[str, str]) -> str:
+    """Return a command for a shell, in which variables of the pod replace the placeholders."""
+    return " ".join(shell_quoted(_fill_placeholders(word, fixed), {"{node_rank}": "NODE_RANK"}) for word in argv)
 
 
-def _filled(text: str, fixed: Mapping[str, str]) -> str:
+def _fill_placeholders(text: str, fixed: Mapping[str, str]) -> str:
     for placeholder, value in fixed.items():
         text = text.replace(placeholder, value)
     return text

@@ -19,27 +19,27 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
-    """Run servers to their end and return their exit status, 128 and the signal's number where one ended them.
+    """Run servers to their end and return their exit status, or 128 plus the number of the signal that ended them.
 
-    `on_ready` is called with their URL once all of `launch.ready` answer 200. Raises UsageError if they cannot
-    be started, or one of their ports is in use.
+    `on_ready` is called with their URL once all of `launch.ready` respond with status 200. Raises UsageError if they
+    cannot be started, or one of their ports is in use.
     """
-    taken = [url for url in launch.ready if _listens(url)]
-    if taken:
-        port = urlsplit(taken[0]).port
+    used_urls = [url for url in launch.ready if _listens(url)]
+    if used_urls:
+        port = urlsplit(used_urls[0]).port
         raise UsageError(_("port {port} is in use by another program", port=port))
     try:
-        running = start_for_users(launch, stdout, 2)
+        servers = start_for_users(launch, stdout, 2)
     except (LaunchError, OSError) as error:
         raise UsageError(str(error)) from None
-    reported = False
+    is_ready = False
     try:
-        while (ended := running.wait(PERIOD_SECONDS)) is None:
-            if not reported and _answer(launch.ready):
-                reported = True
+        while (ended := servers.wait(PERIOD_SECONDS)) is None:
+            if not is_ready and _responds(launch.ready):
+                is_ready = True
                 on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
     except BaseException:
-        running.stop()
+        servers.stop()
         raise
     return ended.code if ended.code >= 0 else 128 - ended.code
 
@@ -53,7 +53,7 @@ def _listens(url: str) -> bool:
         return False
 
 
-def _answer(urls: Iterable[str]) -> bool:
+def _responds(urls: Iterable[str]) -> bool:
     try:
         for url in urls:
             with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:

@@ -50,7 +50,7 @@ from flagcore.spec.serving import engines_of, select_engine
 from flagcore.store.directory import RunDirectory, writable, write
 
 PROBE_STRATEGY = "learned"
-"""The strategy that chooses candidates to probe before the first run."""
+"""Strategy for the probes before the first run."""
 
 
 def tune(
@@ -64,13 +64,13 @@ def tune(
     on_event: OnEvent | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Tune a spec, a file or its data, and save everything in `run_dir` (default: `runs/` and the file's name).
+    """Tune a spec (a file or its data) and save all files in `run_dir` (default: `runs/` and the name of the file).
 
-    An existing run is resumed; `new` moves it aside first. `without` names plugins to leave out, `storage` any optuna
-    storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec's; a
-    run may be resumed at a higher one. `on_event` is called when a trial starts and ends. `data` is the content of the
-    file if that was imported. A spec with several engines tunes one after the other, and the outcome is that of the
-    best. Raises the errors of `flagcore.errors`; the result is written if a trial has run.
+    An existing run is resumed; with `new` it is moved aside. `without` names plugins to disable, `storage` an Optuna
+    storage that replaces the journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec; a run may be
+    resumed at a higher fidelity. `on_event` is called when a trial starts and ends. `data` is the content of the file
+    if it was imported. Several engines are tuned one after the other, and the outcome of the best is returned. Raises
+    the errors of `flagcore.errors`; the result is written if a trial has run.
     """
     file, data = spec_data(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
@@ -114,7 +114,7 @@ class _EngineRun:
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
 
     def tune(self, on_event: OnEvent) -> Outcome:
-        """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
+        """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed without a measurement."""
         runs = self.spec.control.fidelity != ESTIMATE
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
@@ -133,36 +133,38 @@ class _EngineRun:
         return outcome
 
     def _require_hosts(self) -> tuple[Device, ...]:
-        """Hold the hosts of the spec and return their devices. Raises NoDevice."""
+        """Reserve the hosts of the spec and return their devices. Raises NoDevice."""
         cluster = self.spec.cluster
-        hosts, devices = require_hosts(self.launcher, cluster.hosts, cluster.spares, self._files())
+        hosts, devices = require_hosts(
+            self.launcher, cluster.hosts, cluster.spares, self._files(), compare=self.spec.control.compare_hosts
+        )
         self.spec = replace(self.spec, cluster=replace(cluster, hosts=hosts))
         return devices
 
     def _files(self) -> list[str]:
-        """Return the files on every host that a command of the user may read: its own, and the model."""
+        """Return the files that a `train.command` may read on every host: those in the command, and the model."""
         words, directory = self.spec.work.command or (), self.spec.work.directory or ""
         model = self.data.get("model")
-        named = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
-        return named + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
+        named_files = [str(Path(directory, word)) for word in words if Path(directory, word).is_file()]
+        return named_files + ([str((self.base / model).resolve())] if words and isinstance(model, str) else [])
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
-        known = None if self.new else self.directory.identity()
-        if known is None:
+        identity = None if self.new else self.directory.identity()
+        if identity is None:
             return self.spec.baseline
-        fixed = known["fixed"]
-        if fixed.get("storage") != self.storage:
-            where = redact_text(fixed.get("storage") or "its own journal")
+        fixed_fields = identity["fixed"]
+        if fixed_fields.get("storage") != self.storage:
+            storage_text = redact_text(fixed_fields.get("storage") or "its own journal")
             raise RunError(
                 _(
                     "{folder} has its trials in {storage}: use the same --storage, or --new",
                     folder=self.directory.path,
-                    storage=where,
+                    storage=storage_text,
                 )
             )
-        same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
-        baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
+        same_spec = identity["task"].get("spec") == redact_data(with_fidelity(self.data))
+        baseline: Mapping[str, KnobValue] | None = fixed_fields.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
     def _dependencies(self, loaded: LoadedPlugins, on_event: OnEvent) -> Dependencies:
@@ -187,17 +189,17 @@ class _EngineRun:
             warn(self.workload.command_changes(problem.platform, problem.baseline))
         if isinstance(self.workload, InstalledDefaults):
             warn(self.workload.installation_notes(problem.platform))
-        fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
-        self.name = directory.claim(fixed_task(self.data, problem), fixed)
+        fixed_fields = {"baseline": problem.baseline.as_dict(), "storage": storage}
+        self.name = directory.claim(fixed_task(self.data, problem), fixed_fields)
         choices, objective = problem.space.choices, self.spec.objective
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if trials := store.trials():
-            done = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
+            finished_count = sum(trial.state is not TrialState.INTERRUPTED for trial in trials)
             text = ngettext(
                 "resuming {folder}: {count} trial done",
                 "resuming {folder}: {count} trials done",
-                done,
+                finished_count,
                 folder=directory.path,
             )
             warn([text + "; " + _("--new starts over")])
@@ -211,12 +213,12 @@ class _EngineRun:
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
-            warn([_("later runs will not learn from this one: {reason}", reason=error)])
+            warn([_("later runs cannot use the measurements of this run: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
 
 
 def _require_ready(workload: Workload, spec: Spec) -> None:
-    """Raise SpecError or NoDevice unless trials at the fidelity of `spec` can run here; an estimate always can."""
+    """Raise SpecError or NoDevice if trials at the fidelity of `spec` cannot run on this machine."""
     if spec.control.fidelity == RUN:
         workload.ready(spec.on_nodes(max(spec.trial_nodes)))
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
@@ -242,14 +244,18 @@ def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
     if plan.best is None and plan.fastest is not None:
         raise NothingFits(no_best(RunData(result=outcome.data, folder=run_dir, knobs=plan.knobs)))
     if plan.best is None:
-        last = plan.trials[-1] if plan.trials else None
-        logs = f" (logs in {(run_dir / last.log).parent})" if last else ""
-        why = f"; {_('trial')} {last.number}: {last.state.value}: {last.reason}{logs}" if last else ""
-        raise EveryTrialFailed(_("none of {count} trials gave a measurement", count=len(plan.trials)) + why)
+        last_trial = plan.trials[-1] if plan.trials else None
+        logs = f" (logs in {(run_dir / last_trial.log).parent})" if last_trial else ""
+        reason = (
+            f"; {_('trial')} {last_trial.number}: {last_trial.state.value}: {last_trial.reason}{logs}"
+            if last_trial
+            else ""
+        )
+        raise EveryTrialFailed(_("none of {count} trials has a measurement", count=len(plan.trials)) + reason)
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
-"""Files of the best: copied from the folder of the winning engine."""
+"""Files of the best configuration, copied from the folder of the best engine."""
 
 
 def each_engine(
@@ -258,15 +264,16 @@ def each_engine(
     run_dir: Path,
     tune_one: Callable[[dict[str, Any], Path, Callable[[], None]], Any],
 ) -> Any:
-    """Tune `data` with each of `engines` in its own folder below `run_dir`, and return the outcome of the best.
+    """Tune `data` with each of `engines` in a folder below `run_dir`, and return the outcome of the best engine.
 
-    Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a warning;
-    if none can, the error of the first is raised. `tune_one` calls its last argument once a trial starts.
+    Each engine has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
+    warning; if no engine can be tuned, the error of the first is raised. `tune_one` calls its last argument when a
+    trial starts.
     """
     done: dict[str, Any] = {}
     failed: dict[str, FlagError] = {}
     skipped: dict[str, list[str]] = {}
-    """Engines that failed and are not warned of yet, by the error."""
+    """Failed engines by error, before a warning."""
 
     def warn_of_skipped() -> None:
         warn(f"{', '.join(skipped[text])}: {text}" for text in skipped)
@@ -275,7 +282,7 @@ def each_engine(
     for engine in engines:
         try:
             done[engine] = tune_one(
-                _share(select_engine(data, engine), len(engines)), run_dir / engine, warn_of_skipped
+                _budget_share(select_engine(data, engine), len(engines)), run_dir / engine, warn_of_skipped
             )
         except Interrupted:
             raise
@@ -308,7 +315,7 @@ def _copy_best(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
-def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
+def _budget_share(data: dict[str, Any], parts: int) -> dict[str, Any]:
     tuner = dict(data.get("auto_tuner") or {})
     control = dict(tuner.get("control") or {})
     if isinstance(control.get("max_trials", 20), int):
@@ -319,12 +326,12 @@ def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
 
 
 def _best_figure(data: Mapping[str, Any]) -> float:
-    """Return the median seconds, or the rate, of a run's best."""
+    """Return the objective of a run's best: a median in seconds, or a rate."""
     best = data["best"]
     medians = {each["trial"]: each for each in data["noise"]["medians"]}
     name = data["objective"]["name"]
     if best["number"] in medians:
         return float(medians[best["number"]][name])
-    measured = best["measured"]
-    figure = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
+    measurement = best["measured"]
+    figure = measurement["step_time_s"]["median"] if measurement else best["predicted"]["step_time_s"]["value"]
     return 1.0 / figure if is_rate(name) else float(figure)

@@ -1,7 +1,7 @@
 """Megatron as a workload of the core.
 
-Memory is ordered for any model: a larger micro-batch stores more activations, an unsharded gradient buffer or
-optimizer takes more. Sequence parallelism adds a buffer, which may exceed its saving if layers are recomputed in full.
+For any model, a larger micro-batch and an unsharded gradient buffer or optimizer need more memory. Sequence parallelism
+adds a buffer, which may exceed its saving when layers are recomputed in full.
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ class Megatron:
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         other = candidate_columns(candidate.as_dict())
-        same = (columns[SP] == other[SP]) | ((_level(columns) < 2) & (_level(other) < 2))
-        result: BoolArray = _above(columns, other, MEMORY_ORDER) & _recomputes_at_most(columns, other) & same
+        same = (columns[SP] == other[SP]) | ((_recompute_level(columns) < 2) & (_recompute_level(other) < 2))
+        result: BoolArray = _ordered_at_least(columns, other, MEMORY_ORDER) & _recomputes_at_most(columns, other) & same
         return result
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         other = candidate_columns(candidate.as_dict())
-        return _above(columns, other, {}) & _recomputes_at_most(other, columns)
+        return _ordered_at_least(columns, other, {}) & _recomputes_at_most(other, columns)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
-        """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""
+        """Return all TP, PP, DP and EP at micro-batch size 1, with and without distributed optimizer and recompute."""
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in SPACE_KNOBS}
         auto = (DP, TP, PP, EP, SP, DIST_OPT, RECOMPUTE)
         neutral[SPLIT] = (None, "balanced")
@@ -137,10 +137,10 @@ class Megatron:
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
-        """Return the smallest TP x PP that fits, DP for the rest; if none fits, the row that needs least memory.
+        """Return the row with the smallest TP x PP that fits; if no row fits, the row that needs the least memory.
 
-        An even split that fits comes first. Ties go, in this order, to no recompute, the smaller EP, the plain
-        optimizer, TP before PP, and sequence parallelism where there is TP.
+        An even split that fits comes first. Ties prefer, in this order: no recompute, a smaller EP, no distributed
+        optimizer, TP over PP, and sequence parallelism.
         """
         need = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         width = columns[TP] * columns[PP]
@@ -162,10 +162,10 @@ class Megatron:
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
-"""Knobs with an order of memory, recompute apart."""
+"""Knobs whose values are ordered by memory, except those of recompute."""
 
 
-def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
+def _ordered_at_least(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
     plain = [knob.name for knob in SPACE_KNOBS if knob.name not in order and knob.name not in RECOMPUTE_KNOBS]
     equal = [columns[knob] == other[knob] for knob in plain]
     above = [(columns[knob] - other[knob]) * sign >= 0 for knob, sign in order.items()]
@@ -174,11 +174,11 @@ def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolAr
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
-    """Return where `less` recomputes no more than `more`: not at all, or fewer layers by block.
+    """Return where `less` recomputes at most as much as `more`: nothing, the same, or fewer layers by block.
 
-    Selective and full recompute have no order: some layers in full may leave the scores of the others.
+    Selective and full recompute have no order: full recompute of some layers keeps the attention scores of the others.
     """
-    low, high = _level(less), _level(more)
+    low, high = _recompute_level(less), _recompute_level(more)
     same_method = less["recompute_method"] == more["recompute_method"]
     layers, others = less["recompute_num_layers"], more["recompute_num_layers"]
     block = (less["recompute_method"] == BLOCK) & (layers <= others)
@@ -187,7 +187,7 @@ def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
     return result
 
 
-def _level(columns: Columns) -> IntArray:
+def _recompute_level(columns: Columns) -> IntArray:
     """Return 0 without recompute, 1 selective, 2 full."""
     level: IntArray = columns["use_recompute"] * columns["recompute_granularity"]
     return level

@@ -1,6 +1,7 @@
-"""What log lines of a failed trial mean: of flagcore's own program, of Megatron-LM, and of torchrun around it.
+"""Failure patterns for the logs of a trial: flagcore's trial program, Megatron-LM, and torchrun.
 
-The cause is above torchrun's own error; the first pattern with a line counts, so the most certain come first.
+The first pattern that matches a line counts, so the most specific patterns come first. torchrun prints its own error
+after the cause.
 """
 
 from __future__ import annotations
@@ -8,18 +9,18 @@ from __future__ import annotations
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 
-RANK = r"^(?:\[[\w:]+\]:\s*)*"
-"""What torchrun and torch write before a line of a rank: `[default0]:[rank0]: `."""
-PEER = r"gloo|NCCL|ncclRemoteError|Connection (?:reset|closed)|Broken pipe"
-"""Lines of a rank whose peer has failed."""
+RANK_PREFIX = r"^(?:\[[\w:]+\]:\s*)*"
+"""The prefixes that torchrun and torch add to a line of a rank: `[default0]:[rank0]: `."""
+PEER_FAILURE = r"gloo|NCCL|ncclRemoteError|Connection (?:reset|closed)|Broken pipe"
+"""Matches lines of a rank whose peer failed."""
 
 
 def _line(pattern: str, state: TrialState, advice: str = "") -> FailurePattern:
-    return FailurePattern(pattern=f"{RANK}(?P<reason>{pattern})", state=state, advice=advice)
+    return FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{pattern})", state=state, advice=advice)
 
 
-NO_TE = "transformer-engine is not installed: use --transformer-impl local"
-TE_ABSENT = r"NameError: name 'TE\w+' is not defined.*|.*No module named 'transformer_engine'.*"
+TE_ADVICE = "transformer-engine is not installed: use --transformer-impl local"
+TE_MISSING = r"NameError: name 'TE\w+' is not defined.*|.*No module named 'transformer_engine'.*"
 ANY_ERROR = r"(?!torch\.distributed\.elastic)(?:\w+\.)*[A-Z]\w*(?:Error|Exception)(?:: .+)?$"
 
 FAILURES = (
@@ -33,14 +34,14 @@ FAILURES = (
     FailurePattern(
         pattern=r"(?P<reason>(?:Unexpected result \w+ .*)?found (?:NaN|Inf) in local .*)", state=TrialState.FAILED
     ),
-    _line(TE_ABSENT, TrialState.FAILED, NO_TE),
+    _line(TE_MISSING, TrialState.FAILED, TE_ADVICE),
     _line(r"(?:AssertionError|ValueError|NotImplementedError): .+", TrialState.INVALID),
     _line(r"assert .+", TrialState.INVALID),
-    _line(rf"(?!.*(?:{PEER})){ANY_ERROR}", TrialState.FAILED),
+    _line(rf"(?!.*(?:{PEER_FAILURE})){ANY_ERROR}", TrialState.FAILED),
     FailurePattern(
         pattern=r"(?P<reason>failed \(exitcode: -\d+\) local_rank: \d+)",
         state=TrialState.FAILED,
-        advice="this rank was ended by the signal of that number",
+        advice="a signal ended this rank; the exit code is its negative number",
     ),
-    FailurePattern(pattern=f"{RANK}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, weak=True),
+    FailurePattern(pattern=f"{RANK_PREFIX}(?P<reason>{ANY_ERROR})", state=TrialState.FAILED, weak=True),
 )

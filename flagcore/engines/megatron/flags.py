@@ -15,59 +15,59 @@ from flagcore.engines.megatron.settings import SETTINGS, recompute_modules
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL
 from flagcore.spec.knobs import setting_from_text
 
-BY_FLAG = {
+SETTINGS_BY_FLAG = {
     flag.name: (knob, flag.word)
     for knob in SETTINGS
     for flag in (*knob.flags, Flag(name="" if knob.flags else knob.name.replace("_", "-")))
     if flag.name
 }
-"""Settings by their flags, and the value that a switch sets if it is one of several.
+"""Each setting by its flag, with the value that the flag sets if it takes none.
 
-A user's own program may take flags of flagcore's own settings, too.
+Settings without a Megatron flag have their name as a flag, which a user's own program may take.
 """
 
 
 def settings_of_command(spec: Spec) -> dict[str, SettingValue]:
-    """Return the settings that the flags of `train.command` give. A flag's last mention counts, as for the engine."""
-    return dict(_settings_of(tuple(_arguments(spec))))
+    """Return the settings that the flags of `train.command` set. The last value of a repeated flag counts."""
+    return dict(_parse_settings(tuple(_arguments(spec))))
 
 
 @lru_cache(maxsize=64)
-def _settings_of(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
-    found: dict[str, SettingValue] = {}
-    for flag, values in _flags_of(command):
-        if flag in BY_FLAG:
-            knob, word = BY_FLAG[flag]
+def _parse_settings(command: tuple[str, ...]) -> Mapping[str, SettingValue]:
+    settings: dict[str, SettingValue] = {}
+    for flag, values in _parse_flags(command):
+        if flag in SETTINGS_BY_FLAG:
+            knob, word = SETTINGS_BY_FLAG[flag]
             text = "true" if knob.kind == "flag" else word or ",".join(values)
-            found |= setting_from_text(knob.name, text, SETTINGS)
-    return found
+            settings |= setting_from_text(knob.name, text, SETTINGS)
+    return settings
 
 
 def implementation_of_command(spec: Spec) -> str | None:
-    """Return whose layers `train.command` asks for, or None."""
-    for flag, values in _flags_of(_arguments(spec)):
+    """Return the `--transformer-impl` of `train.command`, None if it has no valid one."""
+    for flag, values in _parse_flags(_arguments(spec)):
         if flag == "transformer-impl":
             return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
     return None
 
 
 def _arguments(spec: Spec) -> Sequence[str]:
-    """Return the arguments of the program that `train.command` starts, or all its words if that is unknown."""
+    """Return the arguments of the program that `train.command` starts, or the whole command if it cannot be parsed."""
     command = readable_command(spec)
     return command.arguments if command else spec.train.command or ()
 
 
-def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _parse_flags(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag of a command, without dashes, and its values."""
-    for place, word in enumerate(command):
+    for index, word in enumerate(command):
         if word.startswith("--"):
             flag, _, value = word[2:].partition("=")
-            rest = takewhile(lambda each: not each.startswith("--"), command[place + 1 :])
+            rest = takewhile(lambda each: not each.startswith("--"), command[index + 1 :])
             yield flag.replace("_", "-"), [value] if value else list(rest)
 
 
 def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | None) -> list[str]:
-    """Return Megatron's flags for a candidate; with `train_iters`, those that cut a trial short."""
+    """Return Megatron's flags for a candidate; `train_iters` limits the steps of a trial."""
     train = spec.train
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size), *train.flags]
     for knob in SPACE_KNOBS:
@@ -80,13 +80,13 @@ def flags(candidate: Mapping[str, KnobValue], spec: Spec, train_iters: int | Non
     return result
 
 
-def expand(
+def expand_command(
     command: Sequence[str], candidate: Mapping[str, KnobValue], arguments: Sequence[str], folder: str
 ) -> tuple[str, ...]:
-    """Return the user's command with its placeholders filled in.
+    """Return the user's command with its placeholders replaced.
 
-    An argument `{flags}` becomes the flags; without it they go to the end. `{folder}` and
-    `{a_knob}` inside an argument become the trial's folder and the knob's value. Other braces stay.
+    An argument `{flags}` is replaced by the flags; without it they are appended. `{folder}` and `{KNOB}` inside an
+    argument are replaced by the trial's folder and the knob's value. Other braces stay.
     """
     values = {f"{{{knob}}}": "" if value is None else str(value) for knob, value in candidate.items()}
     values["{folder}"] = folder
@@ -102,26 +102,26 @@ def expand(
 
 
 def _setting_flags(spec: Spec) -> list[str]:
-    """Return the flags of the spec's settings that its own command does not have, or that replace those it has."""
-    present = {} if readable_command(spec) else settings_of_command(spec)
+    """Return the flags of the spec's settings that the user's command lacks or that override those in it."""
+    command_settings = {} if readable_command(spec) else settings_of_command(spec)
     settings = dict(spec.train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
-    if {**present, **settings}.get("moe_token_dispatcher_type") == "flex":
+    if {**command_settings, **settings}.get("moe_token_dispatcher_type") == "flex":
         settings.setdefault("moe_flex_dispatcher_backend", "deepep")  # before 0.16 Megatron has no default
     release = spec.train.engine_version
-    flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in present]
+    flags = [BY_NAME[key].arguments(value, release) for key, value in settings.items() if key not in command_settings]
     if settings.get("use_megatron_fsdp") and "--data-parallel-sharding-strategy" not in _arguments(spec):
         flags.append(("--data-parallel-sharding-strategy", "optim_grads_params"))  # before 0.18 the default is no_shard
     return [word for each in flags for word in each]
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
-    """Return the knobs as environment variables: `FLAGCORE_MICRO_BATCH_SIZE=4`, flags as 1 and 0, None as empty."""
-    return {f"FLAGCORE_{knob.upper()}": _text(value) for knob, value in candidate.items()}
+    """Return the knobs as environment variables (`FLAGCORE_MICRO_BATCH_SIZE=4`); switches are 1 or 0, None is empty."""
+    return {f"FLAGCORE_{knob.upper()}": _variable_text(value) for knob, value in candidate.items()}
 
 
-def _text(value: KnobValue) -> str:
+def _variable_text(value: KnobValue) -> str:
     if value is None:
         return ""
     return str(int(value)) if isinstance(value, bool) else str(value)

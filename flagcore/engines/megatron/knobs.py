@@ -1,6 +1,7 @@
 """The knobs of Megatron training, one row each, and the columns of a candidate.
 
-The names are Megatron-core's, and the keys of a spec and of job records. A few are flagcore's own: they have no flag.
+Specs and job records use these names. They are those of Megatron-core, except for knobs without a flag, which only
+flagcore has.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from flagcore.errors import SpecError
 
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
-DEVICES, LAYERS = 1_000_000, 10_000
-"""Upper limits of values."""
+MAX_DEVICES, MAX_LAYERS = 1_000_000, 10_000
+"""Upper limits of knob values."""
 
 
 def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:
-    """Return a row; its flag is the name with hyphens."""
+    """Return a knob whose flag is its name with hyphens."""
     flags = (Flag(name=name.replace("_", "-")),) if has_flag else ()
     return Knob(name=name, label=label, help=help, flags=flags, **changes)
 
 
-def _size(name: str, label: str, help: str, **changes: Any) -> Knob:
-    """Return the row of a parallel size: every divisor of the number of devices."""
+def _parallel_size(name: str, label: str, help: str, **changes: Any) -> Knob:
+    """Return a knob that is a parallel size; `auto` is every divisor of the number of devices."""
     row = {
         "neutral": 1,
-        "maximum": DEVICES,
+        "maximum": MAX_DEVICES,
         "auto": lambda task: divisors(task.cluster.devices),
         "auto_help": "every divisor of the number of devices",
         "passes_neutral": True,
@@ -45,27 +46,27 @@ def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:
     return _knob(name, label, help, kind="flag", neutral=False, auto=lambda task: (False, True), **changes)
 
 
-def _word(name: str, label: str, help: str, words: tuple[str, ...]) -> Knob:
-    """Return the row of one of some words about recompute."""
+def _recompute_choice(name: str, label: str, help: str, words: tuple[str, ...]) -> Knob:
+    """Return a knob of `use_recompute` whose value is one of `words`."""
     return _knob(name, label, help, part_of="use_recompute", kind="word", words=words, auto=lambda task: words)
 
 
 SPACE_KNOBS = (
-    _size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
-    _size("tensor_model_parallel_size", "TP", "Number of devices that split each layer's matrices."),
-    _size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
+    _parallel_size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
+    _parallel_size("tensor_model_parallel_size", "TP", "Number of devices that split each layer's matrices."),
+    _parallel_size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
     _knob(
         "layer_split",
         "split",
-        "Split of the layers over pipeline stages: null even, balanced derived for each candidate.",
+        "Split of the layers over pipeline stages: null is even, balanced is derived for each candidate.",
         has_flag=False,
         kind="word",
         words=("balanced",),
         auto=lambda task: ("balanced",),
         auto_help="balanced: each candidate's fastest split that its memory allows, which may be the even one",
     ),
-    _size("context_parallel_size", "CP", "Number of devices that split the sequence of each sample."),
-    _size(
+    _parallel_size("context_parallel_size", "CP", "Number of devices that split the sequence of each sample."),
+    _parallel_size(
         "micro_batch_size",
         "MBS",
         "Samples that one device processes at once.",
@@ -75,7 +76,7 @@ SPACE_KNOBS = (
         shows_neutral=True,
         memory_order=1,
     ),
-    _size(
+    _parallel_size(
         "expert_model_parallel_size",
         "EP",
         "Number of devices that share the experts of each MoE layer.",
@@ -99,8 +100,8 @@ SPACE_KNOBS = (
         "layers/virtual stage",
         "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
         minimum=0,
-        maximum=LAYERS,
-        auto=lambda task: (None, *_layers_of_a_part(task.spec.model.num_layers)),
+        maximum=MAX_LAYERS,
+        auto=lambda task: (None, *_virtual_stage_lengths(task.spec.model.num_layers)),
         auto_help="off, and every divisor of the number of layers or of the next multiple of 4",
     ),
     _switch(
@@ -109,13 +110,13 @@ SPACE_KNOBS = (
         "Whether activations are recomputed in the backward pass instead of stored.",
         has_flag=False,
     ),
-    _word(
+    _recompute_choice(
         "recompute_granularity",
         "granularity",
         "Scope of recomputation: whole layers (full) or the core attention (selective); null: not set.",
         ("selective", "full"),
     ),
-    _word(
+    _recompute_choice(
         "recompute_method",
         "method",
         "Layers that full recomputation selects: equal chunks, or the first layers of a stage; null: not set.",
@@ -126,12 +127,12 @@ SPACE_KNOBS = (
         "layers",
         "Layers of one chunk (uniform), or recomputed layers of a stage (block); null: not set.",
         part_of="use_recompute",
-        maximum=LAYERS,
+        maximum=MAX_LAYERS,
         auto=lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
         auto_help="every number of layers",
     ),
 )
-"""The knobs of a space in the order in which they are crossed: those that rules tie together come first."""
+"""The knobs of a space in the order of enumeration; knobs that share rules are adjacent, so rules apply early."""
 
 KNOBS = (
     *SPACE_KNOBS,
@@ -140,7 +141,7 @@ KNOBS = (
         scope=("record",),
         help="Virtual pipeline stages of one device; null is off.",
         flags=(Flag(name="num-virtual-stages-per-pipeline-rank", versions=">=0.11"),),
-        maximum=LAYERS,
+        maximum=MAX_LAYERS,
     ),
     *SETTINGS,
 )
@@ -150,29 +151,29 @@ BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 
 def axes(task: Task) -> tuple[Axis, ...]:
-    """Return the axes of the space; a knob that the space does not have is auto."""
+    """Return the axes of the space; a knob that is missing in the space is `auto`."""
     return tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
 
 
 def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row from knob values; absent ones are neutral. Raises SpecError for an invalid value.
+    """Return columns of one row from knob values; missing knobs are neutral. Raises SpecError for an invalid value.
 
-    The knobs of job records have 0 where they are not set.
+    The knobs that only job records have are 0 where they are missing.
     """
     knobs = [knob for knob in KNOBS if knob.searchable or "record" in knob.scope]
     return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
 
 
 def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row; a data-parallel size that is not given is what the devices leave."""
-    found = candidate_columns(values)
+    """Return columns of one row; a missing data-parallel size is derived from the number of devices."""
+    row = candidate_columns(values)
     if values.get("data_parallel_size") is None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        used = np.prod([found[name] for name in sizes], axis=0)
-        found["data_parallel_size"] = np.maximum(task.cluster.devices // used, 1)
+        used = np.prod([row[name] for name in sizes], axis=0)
+        row["data_parallel_size"] = np.maximum(task.cluster.devices // used, 1)
     if values.get("use_recompute") is None:
-        found["use_recompute"] = (found["recompute_granularity"] > 0).astype(np.int64)
-    return found
+        row["use_recompute"] = (row["recompute_granularity"] > 0).astype(np.int64)
+    return row
 
 
 def _column(knob: Knob, value: KnobValue) -> IntArray:
@@ -183,7 +184,7 @@ def _column(knob: Knob, value: KnobValue) -> IntArray:
     return np.array([code], dtype=np.int64)
 
 
-def _layers_of_a_part(layers: int) -> list[int]:
+def _virtual_stage_lengths(layers: int) -> list[int]:
     return sorted({*divisors(layers), *divisors(-(-layers // 4) * 4)})
 
 

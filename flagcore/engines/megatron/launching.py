@@ -25,7 +25,10 @@ PROGRAM = "flagcore.engines.megatron.trial"
 
 
 def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> None:
-    """Raise SpecError or NoDevice unless trials of `spec` can run here; a user's own command brings its own means."""
+    """Raise SpecError or NoDevice unless trials of `spec` can run here.
+
+    For a user's own command only the command and the settings are checked.
+    """
     train = spec.train
     if train.command is not None:
         check_command(spec)
@@ -34,40 +37,40 @@ def ready(spec: Spec, modules: Mapping[str, str] = trial_program.MODULES) -> Non
     if train.command is not None:
         return
     if spec.cluster.groups:
-        chips, problem = [group.chip for group in spec.cluster.groups], "are more kinds of chips than one machine has"
-        fix = "plan with `flag estimate`; to run trials, give a train.command that starts on all groups"
+        chips, problem = [group.chip for group in spec.cluster.groups], "are several chips, but one machine has one"
+        fix = "predict with `flag estimate`; to run trials, set a train.command that starts on all groups"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
     if spec.cluster.nodes != 1 and not spec.on_each_host:
         problem = "is more than one, but trials start on this machine"
-        fix = "name the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or give a train.command"
+        fix = "list the hosts in cluster.hostfile and set auto_tuner.launcher to ssh or slurm, or set a train.command"
         raise SpecError(key="cluster.nodes", value=spec.cluster.nodes, problem=problem, fix=fix)
     trial_program.check(train)
     if missing := [needed for module, needed in modules.items() if not trial_program.installed(module, needed)]:
         raise NoDevice(
             f"trials need {' and '.join(missing)}, not installed here; pip install --no-deps "
-            f"{' '.join(map(repr, missing))} (torch: the build for this device), or give a train.command"
+            f"{' '.join(map(repr, missing))} (torch: the build for this device), or set a train.command"
         )
     if problems := release_problems(spec, trial_program.release()):
         raise join_errors(problems)
 
 
 def ready_to_probe(spec: Spec) -> None:
-    """Raise SpecError or NoDevice unless the trial program can play a rank of `spec`, on however many nodes."""
+    """Raise SpecError or NoDevice unless the trial program can run a single rank of `spec` here."""
     if spec.train.command is not None:
-        problem = "is not what a probe runs: it plays flagcore's own trial program"
-        raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="leave it out")
+        problem = "cannot be probed: a probe runs flagcore's own trial program"
+        raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="remove it")
     ready(replace(spec, cluster=replace(spec.cluster, nodes=1)))
 
 
 def _require_in_megatron(key: str, value: SettingValue) -> None:
-    """Raise SpecError for a setting that no Megatron runs."""
+    """Raise SpecError for a setting that no release of Megatron supports."""
     if _only_predicted(key, value):
-        problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
-        raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
+        problem = "is only predicted by `flag estimate`: megatron-core 0.16 does not support it in a trial"
+        raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="remove it")
 
 
 def _only_predicted(key: str, value: SettingValue) -> bool:
-    """Return whether Megatron-core 0.16 has no such setting, or not with this value."""
+    """Return whether Megatron-core 0.16 lacks the setting or this value of it."""
     if key == "pipeline_schedule":
         return schedule(value) is not None
     if key == "moe_recompute_level":
@@ -76,10 +79,10 @@ def _only_predicted(key: str, value: SettingValue) -> bool:
 
 
 def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-    """Return how to start `candidate`; the trial program's job is written into `folder`.
+    """Return how to start `candidate`; write the trial program's job into `folder`.
 
-    Without a command of the user, the job itself is Megatron-LM's own program. Raises SpecError or LaunchError if that
-    cannot be done.
+    With `for_real` and without a user's command, the launch runs Megatron-LM's `pretrain_gpt.py`. Raises SpecError or
+    LaunchError if the launch cannot be built.
     """
     train, values = platform.task.spec.train, with_layout(platform, candidate)
     if train.command is not None:
@@ -98,7 +101,7 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
 
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
-    """Return how to start the trial program as one rank. Raises LaunchError if its job cannot be written."""
+    """Return how to start a probe of one rank. Raises LaunchError if its job file cannot be written."""
     return _program(trial_program.job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
 
 

@@ -26,17 +26,17 @@ MEMORY = re.compile(
 ARGUMENT = re.compile(r"^(?:\[\w+\]:|\d+:)?\s*([a-z_0-9]+) \.{3,}\s*(\S+|\[.*\])\s*$")
 MIB = 1 << 20
 MOST_MIB = 1 << 30
-"""A petabyte: a line with more is ignored."""
+"""A line that reports more (1 PiB) is ignored."""
 LONGEST_LINE = 4096
 LARGEST_LOG = 64 << 20
-"""Bytes beyond these are not looked at: a trial may print anything."""
+"""Bytes that are read of one log; the rest is ignored."""
 MOST_FILES = 1024
 LOGS = ("stdout.log", "stderr.log")
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One iteration as logged. `losses` is empty without a loss, and has None for one that is not finite.
+    """One iteration as logged. `losses` is empty if no loss was logged, and has None for a loss that is not finite.
 
     `skipped` marks a step without an update of the weights.
     """
@@ -48,7 +48,7 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class MegatronLog:
-    """The figures of one run: its steps by iteration, peak bytes over the ranks, and the printed arguments."""
+    """The metrics of one run: its steps by iteration, peak bytes over the ranks, and the printed arguments."""
 
     steps: dict[int, LoggedStep] = field(default_factory=dict)
     peak_allocated_bytes: int | None = None
@@ -57,17 +57,17 @@ class MegatronLog:
 
     @property
     def step_times_s(self) -> list[float]:
-        """The seconds of each step, in the order in which the steps were logged first."""
+        """The seconds of each step, in the order of their first log lines."""
         return [step.seconds for step in self.steps.values()]
 
     @property
     def losses(self) -> list[float | None]:
-        """The losses, None where not finite; a step without one has none."""
+        """The logged losses of all steps, None where not finite."""
         return [loss for step in self.steps.values() for loss in step.losses]
 
 
 def log_files(folder: str) -> list[Path]:
-    """Return the logs of a trial: its own, and those of ranks in folders of torchrun below."""
+    """Return the logs of a trial: its own, and the logs of ranks that torchrun wrote into subfolders."""
     own, found = [Path(folder, name) for name in LOGS], list[Path]()
     with suppress(OSError):
         for file in Path(folder).glob("**/*.log"):
@@ -84,23 +84,23 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
     return log
 
 
-def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = False) -> int:
-    """Add to `log` the lines of `file` from byte `place` on, and return where the next reading begins.
+def read_on(file: Path, offset: int, log: MegatronLog, *, unfinished: bool = False) -> int:
+    """Add to `log` the lines of `file` from byte `offset` on, and return the offset for the next call.
 
-    A last line without a line break is left for that reading, unless `unfinished`.
+    A last line without a line break is left for the next call, unless `unfinished`.
     """
     with suppress(OSError), open_regular(file) as lines:
-        lines.seek(place)
-        while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
+        lines.seek(offset)
+        while offset < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
             if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
                 break
-            place += len(line)
+            offset += len(line)
             _read_line(line.decode("utf-8", errors="replace"), log)
-    return place
+    return offset
 
 
 def _read_line(line: str, log: MegatronLog) -> None:
-    """Add one line. An iteration that several ranks print counts once."""
+    """Add one line to `log`. An iteration that several ranks print counts once."""
     if step := ITERATION.search(line):
         seconds = _number(step[2])
         if seconds is not None and step[1].isdecimal():

@@ -1,4 +1,4 @@
-"""From settings, precision and implementation to the options of physics."""
+"""Converts settings, precision and implementation to the options of the memory and time formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flagcore.engines.megatron.flags import settings_of_command
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.parallel.layout import Options
 from flagcore.engines.megatron.settings import recompute_modules, words
-from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
+from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
@@ -24,19 +24,18 @@ DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
     COMMAND: {"moe_token_dispatcher_type": "allgather"},
 }
-"""Defaults that differ by what runs: flagcore's own trial program, and Megatron-LM."""
+"""Defaults that differ between flagcore's own trial program and Megatron-LM."""
 
 
 def runs(train: TrainSpec) -> str:
-    """Return the runner of a job: flagcore's trial program, or a Megatron-LM command, the user's or a hypothetical
-    one."""
+    """Return which program a job is predicted for: `trial` (flagcore's own) or `command` (Megatron-LM)."""
     return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
 
 
 def settings_in_force(spec: Spec) -> Settings:
-    """Return the defaults, those that a plan assumes, those of a user's own command, and the spec's, which win.
+    """Return all settings of a job. Precedence, lowest first: defaults, assumed, the user's command, the spec.
 
-    Raises SpecError where they contradict a command whose arguments cannot be changed.
+    Raises SpecError where the spec contradicts a command whose arguments cannot be changed.
     """
     train, command = spec.train, settings_of_command(spec)
     for key, value in () if readable_command(spec) else command.items():
@@ -66,18 +65,21 @@ WIDTHS = {
     "exp_avg_bytes": "exp_avg_dtype",
     "exp_avg_sq_bytes": "exp_avg_sq_dtype",
 }
-"""Options by the settings that they are taken from."""
+"""Options, and the settings from which they are taken."""
 
 
 def options(task: Task) -> Options:
-    """Return the options of a task. Raises SpecError for settings that exclude each other, NotModelled."""
+    """Return the options of a task.
+
+    Raises SpecError for settings that exclude each other, NotModelled for a schedule without a model.
+    """
     train, settings = task.spec.train, settings_in_force(task.spec)
     check(task, settings)
     share, offloads = settings.get("optimizer_offload_fraction", 1.0), "fine_grained_activation_offloading"
-    taken: dict[str, Any] = {name: bool(settings.get(key)) for name, key in SWITCHES.items()}
-    taken |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in WIDTHS.items()}
+    fields: dict[str, Any] = {name: bool(settings.get(key)) for name, key in SWITCHES.items()}
+    fields |= {name: BYTES[str(settings.get(key, "fp32"))] for name, key in WIDTHS.items()}
     return Options(
-        **taken,
+        **fields,
         schedule=schedule(settings.get("pipeline_schedule")),
         equal_stages=not takes_layouts(task.spec),
         recompute_modules=recompute_modules(settings),
@@ -98,59 +100,61 @@ def options(task: Task) -> Options:
 
 
 def release(spec: Spec) -> str | None:
-    """Return the release of Megatron that runs a job, if it is known."""
+    """Return the release of Megatron that runs a job, None if it is unknown."""
     command = readable_command(spec)
     return release_of(spec, command) if command else spec.train.engine_version
 
 
 def takes_layouts(spec: Spec) -> bool:
-    """Return whether the release that runs a job may have layouts of stages; others number the first and the last."""
+    """Return whether the release that runs a job supports `pipeline_model_parallel_layout`.
+
+    Other releases only set the numbers of layers of the first and the last stage.
+    """
     return BY_NAME[LAYOUT].is_available(release(spec))
 
 
 def precision(train: TrainSpec, settings: Settings) -> str:
-    """Return the precision of matrix products: that of the job, or the FP8 that settings ask for beside 16 bits."""
+    """Return the precision of matrix products: the job's, or FP8 where settings enable it on top of 16 bits."""
     if train.precision not in ("bf16", "fp16") or not settings.get("fp8_format"):
         return train.precision
     return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
 
 
 def check(task: Task, settings: Settings) -> None:
-    """Raise SpecError for a setting that Megatron refuses together with the others, for any candidate.
+    """Raise SpecError for a combination of settings that Megatron refuses for every candidate.
 
     Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """
     modules, model = recompute_modules(settings), task.spec.model
-    on = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
-    flex = settings.get("moe_token_dispatcher_type") == "flex"
-    aware, shared = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
-    needs = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), aware)
-    needs |= {
-        "optimizer_cpu_offload": aware,
+    enabled = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
+    dispatcher = settings.get("moe_token_dispatcher_type")
+    aware_optimizer, shared_overlap = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
+    required_settings = dict.fromkeys(WIDTHS.values(), aware_optimizer) | {
+        "optimizer_cpu_offload": aware_optimizer,
         "delay_wgrad_compute": "overlap_moe_expert_parallel_comm",
         "offload_modules": "fine_grained_activation_offloading",
         "fine_grained_activation_offloading": "offload_modules",
         "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
     }
-    for key, other in needs.items():
-        if key in on and other not in on:
+    for key, other in required_settings.items():
+        if key in enabled and other not in enabled:
             raise _refused(key, settings, f"needs {other}")
-    wrong = {
-        "moe_pad_expert_input_to_capacity": (flex, "does not go with moe_token_dispatcher_type: flex"),
-        shared: (settings.get("moe_token_dispatcher_type") != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
+    refusals = {
+        "moe_pad_expert_input_to_capacity": (dispatcher == "flex", "excludes moe_token_dispatcher_type: flex"),
+        shared_overlap: (dispatcher != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
             ("mla_up_proj" in modules and not model.multi_latent_attention)
-            or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in on)
-            or ("shared_experts" in modules and shared in on),
+            or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in enabled)
+            or ("shared_experts" in modules and shared_overlap in enabled),
             "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
         ),
         LAYOUT: (
-            bool({EMBEDDING, LOSS, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & on),
+            bool({EMBEDDING, LOSS, FIRST, LAST} & enabled),
             "excludes other settings of the split of layers",
         ),
     }
-    for key, (is_wrong, problem) in wrong.items():
-        if is_wrong and key in on:
+    for key, (is_wrong, problem) in refusals.items():
+        if is_wrong and key in enabled:
             raise _refused(key, settings, problem)
 
 
@@ -159,25 +163,25 @@ def _refused(key: str, settings: Settings, problem: str) -> SpecError:
 
 
 def schedule(name: SettingValue) -> str | None:
-    """Return the model's name of a pipeline schedule; None is the engine's own. Raises NotModelled."""
-    spelt = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
-    if spelt in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
+    """Return the canonical name of a pipeline schedule, None for the engine's default. Raises NotModelled."""
+    canonical = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
+    if canonical in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None
-    if spelt not in SCHEDULES:
+    if canonical not in SCHEDULES:
         known = ", ".join(SCHEDULES)
-        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; these are: {known}")
-    return spelt
+        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; use one of {known}")
+    return canonical
 
 
 def numbers(text: SettingValue) -> tuple[int, ...]:
-    """Return the numbers of a list."""
+    """Return the numbers of a comma-separated list."""
     return tuple(int(part) for part in str(text).split(",")) if text is not None else ()
 
 
 def _grad_bytes(precision: str, settings: Settings) -> int:
-    """Return the width of gradient buffers: as wide as the weights, but fp32 where these are bf16.
+    """Return the bytes of one gradient: by default 4 with bf16 weights, otherwise the width of the weights.
 
-    Source: Megatron-LM `arguments.py`, which turns fp32 accumulation on for bf16 by default.
+    Source: Megatron-LM `arguments.py`, which enables fp32 accumulation for bf16 by default.
     """
     if precision == "fp32" or settings.get("accumulate_allreduce_grads_in_fp32"):
         return 4
@@ -186,7 +190,10 @@ def _grad_bytes(precision: str, settings: Settings) -> int:
 
 
 def _imbalance(settings: Settings) -> float:
-    """Return the load of the busiest expert rank over the mean; a capacity bounds it, and filling up reaches it."""
+    """Return the load of the busiest expert rank over the mean.
+
+    A capacity factor limits the load; with padding to capacity the load equals it.
+    """
     load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
     if not capacity:
         return load

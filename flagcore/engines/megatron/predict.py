@@ -1,4 +1,4 @@
-"""From knob columns to the inputs of physics, and back to predictions."""
+"""Predicts memory and time of candidates given as knob columns."""
 
 from __future__ import annotations
 
@@ -24,54 +24,56 @@ from flagcore.engines.megatron.parallel.layout import Layout, Placement, Trainin
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.parallel.pipeline import placed, stage
 from flagcore.engines.megatron.relief import fit_splits
-from flagcore.engines.megatron.split import EACH, SPLIT, Split, balanced
+from flagcore.engines.megatron.split import LAYERS_PER_VIRTUAL, SPLIT, Split, balanced
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, VIRTUAL, parse_layout
 from flagcore.engines.megatron.time import step
-from flagcore.engines.megatron.time.step import Blocks, in_a_run, rank_time, step_time
+from flagcore.engines.megatron.time.step import Blocks, costs_in_run, rank_time, step_time
 from flagcore.i18n import N_
 
-BLOCK_ROWS = 1 << 15
-"""Candidates per batch: enough that calls cost little, and few enough that columns stay in a processor's cache."""
+MAX_BATCH_ROWS = 1 << 15
+"""Candidates per batch: enough to amortize numpy calls, few enough that columns stay in the processor's cache."""
 
-FEW_ROWS = 1 << 11
-"""So few candidates are worked on with others: to look at a stage too many costs less than another call."""
+MIN_BATCH_ROWS = 1 << 11
+"""A group with fewer candidates is merged into the next one: an extra stage costs less than an extra call."""
 
-DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
-"""Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
-over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
-of experts; of chips without measured kernels, from the same runs without the fitted curves; and of ranks that
-share a plain processor and disturb each other."""
+DENSE_INTERVAL, MOE_INTERVAL = (0.87, 1.17), (0.80, 1.25)
+ESTIMATED_INTERVAL, SHARED_CPU_INTERVAL = (0.76, 1.39), (0.87, 1.60)
+"""80% intervals of the step time, relative to the prediction: the 10th and 90th percentiles of measured over predicted
+times of runs that were left out of the fit (`benchmarks/fitted.json`). They are for dense models, for mixtures of
+experts, for chips without measured kernels (the same runs without the fitted curves), and for ranks that share a
+CPU."""
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     """Return memory (bytes of one device) and time (seconds of one step) of every row of `columns`."""
-    train, layout = given(task, columns)
-    chosen, running = balanced(columns), in_a_run(costs)
-    blocks = Blocks.of(train, layout, running)
-    train, layout = split_layers(train, layout, chosen, running, blocks)
-    found = _predictions(train, layout, costs, blocks)
-    train, layout, changed = fit_splits(train, layout, chosen, found.share_in_use, running, blocks)
+    train, layout = base_inputs(task, columns)
+    is_derived, run_costs = balanced(columns), costs_in_run(costs)
+    blocks = Blocks.of(train, layout, run_costs)
+    train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
+    predictions = _predictions(train, layout, costs, blocks)
+    train, layout, changed = fit_splits(train, layout, is_derived, predictions.share_in_use, run_costs, blocks)
     if not changed.any():
-        return found
-    rows, kept = np.flatnonzero(changed), np.flatnonzero(~changed)
-    back = np.argsort(np.concatenate((kept, rows)), kind="stable")
-    return Predictions.join([found.take(kept), _predictions(train, layout[rows], costs, blocks[rows])]).take(back)
+        return predictions
+    rows, others = np.flatnonzero(changed), np.flatnonzero(~changed)
+    order = np.argsort(np.concatenate((others, rows)), kind="stable")
+    parts = [predictions.take(others), _predictions(train, layout[rows], costs, blocks[rows])]
+    return Predictions.join(parts).take(order)
 
 
 def inputs(task: Task, columns: Columns, costs: Costs) -> tuple[Training, Layout]:
-    """Return what physics takes of each row, with the split of layers for which `predict` predicts it."""
-    train, layout = given(task, columns)
-    chosen, running = balanced(columns), in_a_run(costs)
-    if not chosen.any():
+    """Return the inputs of the formulas for each row, with the split of layers that `predict` uses."""
+    train, layout = base_inputs(task, columns)
+    is_derived, run_costs = balanced(columns), costs_in_run(costs)
+    if not is_derived.any():
         return train, layout
-    blocks = Blocks.of(train, layout, running)
-    train, layout = split_layers(train, layout, chosen, running, blocks)
-    found = memory_in_use(train, layout, costs)
-    return fit_splits(train, layout, chosen, found.used / found.capacity, running, blocks)[:2]
+    blocks = Blocks.of(train, layout, run_costs)
+    train, layout = split_layers(train, layout, is_derived, run_costs, blocks)
+    memory = memory_in_use(train, layout, costs)
+    return fit_splits(train, layout, is_derived, memory.used / memory.capacity, run_costs, blocks)[:2]
 
 
-def given(task: Task, columns: Columns) -> tuple[Training, Layout]:
-    """Return what physics takes of each row, with even splits for those that are derived."""
+def base_inputs(task: Task, columns: Columns) -> tuple[Training, Layout]:
+    """Return the inputs of the formulas for each row before splits are derived: all splits are even."""
     train, layout = training(task), layout_of(task, columns)
     if text := settings_in_force(task.spec).get(LAYOUT):
         stages = parse_layout(str(text), train.model.num_layers, train.model.mtp_num_layers)
@@ -81,45 +83,46 @@ def given(task: Task, columns: Columns) -> tuple[Training, Layout]:
 
 
 def layout_texts(task: Task, columns: Columns, costs: Costs) -> list[str]:
-    """Return the layout that Megatron needs for each row's derived split, empty for one that needs none."""
+    """Return the `pipeline_model_parallel_layout` of each row's derived split; empty for rows without."""
     train, layout = inputs(task, columns, costs)
     texts = layouts(train, layout)
     return [text if derived else "" for text, derived in zip(texts, balanced(columns).tolist(), strict=True)]
 
 
 def stage_layers(task: Task, columns: Columns, costs: Costs) -> list[list[int]]:
-    """Return the layers of each pipeline stage of each row with a derived split, nothing for the others."""
+    """Return the layers of each pipeline stage for each row; empty for rows without a derived split."""
     if not balanced(columns).any():
         return []
     train, layout = inputs(task, columns, costs)
-    end = [np.minimum(layout.pipeline - 1.0, float(place)) for place in range(int(layout.pipeline.max(initial=1.0)))]
-    held = np.stack([stage(train.model, layout, place, train.options).layers for place in end], axis=1)
+    indices = range(int(layout.pipeline.max(initial=1.0)))
+    stages = [np.minimum(layout.pipeline - 1.0, float(index)) for index in indices]
+    layers = np.stack([stage(train.model, layout, index, train.options).layers for index in stages], axis=1)
     lengths = np.where(balanced(columns), layout.pipeline, 0.0).astype(np.int64)
-    return [row[:length].astype(np.int64).tolist() for row, length in zip(held, lengths, strict=True)]
+    return [row[:length].astype(np.int64).tolist() for row, length in zip(layers, lengths, strict=True)]
 
 
 def _predictions(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
-    """Return the predictions of each row. Rows with as many stages to look at are worked on together."""
+    """Return the predictions of each row. Rows with similar numbers of distinct stages share a batch."""
     turns = np.zeros_like(layout.split)
     if train.options.splits is not None:
         turns = 2.0 ** np.ceil(np.log2(train.options.splits.counts))[layout.split.astype(np.int64)]
     kinds = np.where(layout.pipeline > 2, 3 + turns * (layout.split > 0), layout.pipeline).astype(np.int64)
     for fewer, more in pairwise(np.unique(kinds).tolist()):
-        if np.count_nonzero(kinds == fewer) < FEW_ROWS:
+        if np.count_nonzero(kinds == fewer) < MIN_BATCH_ROWS:
             kinds[kinds == fewer] = more
     order = np.argsort(kinds, kind="stable")
     starts = np.searchsorted(kinds[order], np.unique(kinds)).tolist()
     parts = [
-        order[first : min(first + BLOCK_ROWS, end)]
+        order[first : min(first + MAX_BATCH_ROWS, end)]
         for start, end in pairwise([*starts, order.size])
-        for first in range(start, end, BLOCK_ROWS)
+        for first in range(start, end, MAX_BATCH_ROWS)
     ]
-    found = Predictions.join([_predict(train, layout[rows], costs, blocks[rows]) for rows in parts or [order]])
-    return found if len(parts) <= 1 else found.take(np.argsort(order, kind="stable"))
+    predictions = Predictions.join([_predict(train, layout[rows], costs, blocks[rows]) for rows in parts or [order]])
+    return predictions if len(parts) <= 1 else predictions.take(np.argsort(order, kind="stable"))
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
-    """Return the weights that a rank of each row's stage holds, and the bytes of its worst moment, by component."""
+    """Return the weights and the peak bytes by component for a rank of the given stage of each row."""
     train, layout = inputs(task, columns, costs)
     index = stages.astype(np.float64)
     workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
@@ -127,7 +130,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
-    """Return the sizes of a device's matrix products: tokens of a micro-batch, width of the model, and its split."""
+    """Return log2 of the sizes of a device's matrix products: tokens of a micro-batch, hidden size, TP."""
     train, layout = training(task), layout_of(task, columns)
     width = np.full_like(layout.tensor, float(train.model.hidden_size))
     return {
@@ -157,15 +160,15 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
 
 
 def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
-    """Return the passes of the first row's pipeline, None where they are not known."""
+    """Return the passes of the first row's pipeline, None if they are unknown."""
     return step.passes(*inputs(task, {knob: values[:1] for knob, values in columns.items()}, costs), costs)
 
 
 def training(task: Task) -> Training:
-    """Return the data that all candidates of `task` share.
+    """Return the inputs that all candidates of `task` share.
 
-    Without a named implementation flagcore's own trial program runs megatron-core's local layers with plain
-    activation functions, and a user's own command runs Megatron-LM, by default with transformer-engine.
+    If the spec names no implementation, flagcore's trial program uses megatron-core's local layers without fused
+    activation functions, and a user's command is Megatron-LM, by default with transformer-engine.
     """
     train = task.spec.train
     kind = train.implementation or (
@@ -185,7 +188,7 @@ def training(task: Task) -> Training:
 
 
 def layout_of(task: Task, columns: Columns) -> Layout:
-    """Return how each row splits the work. Knobs of job records that are absent have Megatron's defaults."""
+    """Return how each row splits the work. Missing knobs of job records have Megatron's defaults."""
 
     def count(knob: str) -> FloatArray:
         return columns[knob].astype(np.float64)
@@ -196,7 +199,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         count("micro_batch_size"),
     )
     granularity = columns["recompute_granularity"] * columns["use_recompute"]
-    full, block = granularity == FULL, columns["recompute_method"] == BLOCK
+    is_full, is_block = granularity == FULL, columns["recompute_method"] == BLOCK
     layers = np.maximum(count("recompute_num_layers"), 1.0)
     split = Split.of(task)
     first, last = split.ends(columns)
@@ -213,8 +216,8 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         sharded_optimizer=count("use_distributed_optimizer"),
         sequence_parallel=count("sequence_parallel"),
         selective=(granularity == SELECTIVE).astype(np.float64),
-        uniform=np.where(full & ~block, layers, 0.0),
-        block=np.where(full & block, layers, 0.0),
+        uniform=np.where(is_full & ~is_block, layers, 0.0),
+        block=np.where(is_full & is_block, layers, 0.0),
         first_layers=first.astype(np.float64),
         last_layers=last.astype(np.float64),
         split=np.zeros_like(data),
@@ -222,26 +225,26 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 
 def _predict(train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Predictions:
-    found = memory_in_use(train, layout, costs)
+    memory = memory_in_use(train, layout, costs)
     time_s = step_time(train, layout, costs, blocks)
     total = sum(time_s.values(), np.zeros(()))
-    known = DENSE if train.model.num_moe_experts is None else EXPERTS
-    bounds = [known]
+    run_interval = DENSE_INTERVAL if train.model.num_moe_experts is None else MOE_INTERVAL
+    intervals = [run_interval]
     for each in costs.groups:
-        bounds += [SHARED] if each.synchronous else [GUESSED] if each.guessed else []
-    low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+        intervals += [SHARED_CPU_INTERVAL] if each.synchronous else [ESTIMATED_INTERVAL] if each.guessed else []
+    low, high = min(bound[0] for bound in intervals), max(bound[1] for bound in intervals)
     return Predictions(
         step_time_s=total,
         low_s=total * low,
         high_s=total * high,
         time_s=time_s,
-        static_bytes=found.memory.static,
-        activation_bytes=found.memory.activation,
-        peak_allocated_bytes=found.memory.peak,
-        reserved_bytes=found.reserved,
-        device_used_bytes=found.used,
-        worst_stage=found.memory.worst_stage,
-        capacity_bytes=found.capacity if costs.further else costs.memory.capacity_bytes(),
+        static_bytes=memory.memory.static,
+        activation_bytes=memory.memory.activation,
+        peak_allocated_bytes=memory.memory.peak,
+        reserved_bytes=memory.reserved,
+        device_used_bytes=memory.used,
+        worst_stage=memory.memory.worst_stage,
+        capacity_bytes=memory.capacity if costs.further else costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
 
@@ -266,37 +269,38 @@ LABELS = Labels(
         "activation={activation_mb:.2f} MB, total={total_mb:.2f} MB"
     ),
 )
-"""The line is that of Megatron-LM's own report of memory."""
+"""`memory_line` has the format of Megatron-LM's own memory report."""
 
 _EXPERTS = ("experts", "shared_experts", "router")
 
 
 def model_parts(task: Task) -> tuple[ModelPart, ...]:
-    """Return the weights of one layer of each kind and how many such layers there are, padded vocabulary included.
+    """Return the weights of one layer of each kind and the number of such layers, with the padded vocabulary.
 
-    Norms count with the attention and the FFN that follows them, half and half; the last one with the head.
+    A norm counts with the attention or FFN that follows it, the final norm with the output head.
     """
     train, model = training(task), task.spec.model
-    whole = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
-    layout = layout_of(whole, candidate_columns({}))  # one device that holds all
+    unsplit_task = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
+    layout = layout_of(unsplit_task, candidate_columns({}))  # one device that holds all
     one = np.ones(1)
-    dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    edge = parameters.edge_parameters(train, layout, first=one, last=one)
-    attention, ffn = _halves(train, layout, moe=False)
-    parts = [ModelPart("Embedding", float(edge["embedding"][0]), 1)]
+    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    edge_weights = parameters.edge_parameters(train, layout, first=one, last=one)
+    attention, ffn = _layer_weights(train, layout, moe=False)
+    parts = [ModelPart("Embedding", float(edge_weights["embedding"][0]), 1)]
     parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
     if model.num_moe_experts is not None:
-        parts.append(ModelPart("MoE", _halves(train, layout, moe=True)[1], model.num_layers - dense))
-    if dense:
-        parts.append(ModelPart("MLP", ffn, dense))
+        moe_weights = _layer_weights(train, layout, moe=True)[1]
+        parts.append(ModelPart("MoE", moe_weights, model.num_layers - dense_layers))
+    if dense_layers:
+        parts.append(ModelPart("MLP", ffn, dense_layers))
     if model.mtp_num_layers:
-        extra = _sum(parameters.mtp_parameters(train, layout)) / model.mtp_num_layers
-        parts.append(ModelPart("MTP", extra, model.mtp_num_layers))
-    parts.append(ModelPart("Output", _sum(edge) - parts[0].params, 1))
+        mtp_weights = _sum(parameters.mtp_parameters(train, layout)) / model.mtp_num_layers
+        parts.append(ModelPart("MTP", mtp_weights, model.mtp_num_layers))
+    parts.append(ModelPart("Output", _sum(edge_weights) - parts[0].params, 1))
     return tuple(parts)
 
 
-def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
+def _layer_weights(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
     parts = {name: float(value[0]) for name, value in parameters.layer_parameters(train, layout, moe=moe).items()}
     norm = float(train.model.hidden_size)
     ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
@@ -308,10 +312,10 @@ def _sum(parts: Mapping[str, FloatArray]) -> float:
 
 
 def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue]:
-    """Return a candidate's values with the layout of its stages in place of `balanced`, none for an even split.
+    """Return a candidate's values with the layout of its stages in place of `balanced`; an even split needs none.
 
-    A layout has its virtual stages, too: Megatron takes no number of layers beside it. Releases without layouts take
-    the layers of the first stage and, if there are others than these two, of the last.
+    A layout includes the virtual stages: Megatron accepts no number of layers with it. Releases without layouts take
+    the number of layers of the first stage and, with more than two stages, of the last.
     """
     values = candidate.as_dict()
     if values.pop(SPLIT, None) != "balanced":
@@ -319,9 +323,9 @@ def with_layout(platform: Platform, candidate: Candidate) -> dict[str, KnobValue
     task, row = platform.task, row_of(platform.task, candidate.as_dict())
     if takes_layouts(task.spec):
         (text,) = layout_texts(task, row, platform.costs)
-        return values | ({LAYOUT: text, EACH: None} if text else {})
+        return values | ({LAYOUT: text, LAYERS_PER_VIRTUAL: None} if text else {})
     train, layout = inputs(task, row, platform.costs)
     ((first, last),) = ends(layout, train.options.splits)
     virtual = int(layout.virtual[0])
-    number = {VIRTUAL: virtual, EACH: None} if virtual > 1 else {}
+    number = {VIRTUAL: virtual, LAYERS_PER_VIRTUAL: None} if virtual > 1 else {}
     return values | ({FIRST: first, LAST: last if layout.pipeline[0] > 2 else None, **number} if first else {})

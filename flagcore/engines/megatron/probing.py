@@ -1,4 +1,4 @@
-"""Probes of single ranks: which ranks to probe, and the results of a probe."""
+"""Chooses the ranks to probe and reads the results of a probe."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, re
 
 
 def stage_ranks(task: Task, columns: Columns) -> tuple[int, ...]:
-    """Return the first rank of each stage: stages come last in Megatron's order of ranks."""
+    """Return the first rank of each stage; the pipeline is the outermost dimension of Megatron's ranks."""
     stages = int(columns["pipeline_model_parallel_size"][0])
     return tuple(stage * (task.cluster.devices // stages) for stage in range(stages))
 
 
 def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-    """Return the first rank of the first and last stage, of the stages predicted to need most memory and to take
-    longest and, if all these are dense, of one with experts.
+    """Return the first rank of each stage to probe.
+
+    These are the first and last stage, those predicted to need the most memory and the most time, and a stage with
+    experts.
     """
     row = columns(task, candidate.as_dict())
     train, layout = inputs(task, row, costs)
     width, stages = (int(layout.tensor[0] * layout.context[0] * layout.data[0]), int(layout.pipeline[0]))
     figures = [rank_figures(task, row, each * width, costs) for each in range(stages)]
-    chosen = {
+    stages_to_probe = {
         0,
         stages - 1,
         max(range(stages), key=lambda each: figures[each].device_used_bytes),
         max(range(stages), key=lambda each: figures[each].compute_time_s or 0.0),
     }
-    experts = [
+    expert_stages = [
         each
         for each in range(stages)
         if float(stage(train.model, layout, np.array([float(each)]), train.options).moe[0]) > 0
     ]
-    if experts and chosen.isdisjoint(experts):
-        chosen.add(experts[0])
-    return tuple(each * width for each in sorted(chosen))
+    if expert_stages and stages_to_probe.isdisjoint(expert_stages):
+        stages_to_probe.add(expert_stages[0])
+    return tuple(each * width for each in sorted(stages_to_probe))
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:
@@ -55,17 +57,17 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
     try:
         steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
         if not steps:
-            raise NoMetrics(f"it left {len(data['steps'])} steps, and all of them are warm-up")
+            raise NoMetrics(f"the probe wrote {len(data['steps'])} steps, and all of them are warm-up")
         compute = [float(step["compute_s"]) for step in steps]
         optimizer = [float(step["optimizer_s"]) for step in steps]
-        reserved = data["peak_reserved_bytes"]
+        reserved_bytes = data["peak_reserved_bytes"]
         return RankMeasurement(
             stage=int(data["stage"]),
             static_bytes=int(data["static_bytes"]),
             peak_forward_backward_bytes=int(data["peak_forward_backward_bytes"]),
             peak_optimizer_bytes=int(data["peak_optimizer_bytes"]),
             peak_allocated_bytes=int(data["peak_allocated_bytes"]),
-            reserved_bytes=None if reserved is None else int(reserved),
+            reserved_bytes=None if reserved_bytes is None else int(reserved_bytes),
             device_used_bytes=int(data["device_used_bytes"]),
             compute_time_s=statistics.median(compute),
             compute_spread_s=interquartile_range(compute),

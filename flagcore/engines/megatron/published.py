@@ -1,6 +1,6 @@
 """The settings that a job record of a published run omits: the record takes precedence, then its notes, then defaults.
 
-The defaults are those of docs/job-records.md; where it names none, Megatron-LM's.
+docs/job-records.md lists the defaults; other settings have the defaults of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SPLITS = (
 def published(
     task: Task, values: Mapping[str, KnobValue], notes: str
 ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-    """Return the task and the knobs of a job record with all that it omits, and the settings found only in its notes.
+    """Return the completed task and knobs of a job record, and the names of settings found only in its notes.
 
-    Raises SpecError for a layout of stages that is none.
+    Raises SpecError for an invalid layout of stages.
     """
     adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # nothing else identifies them
     noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
@@ -66,7 +66,7 @@ def _defaults(
     flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
     split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
     return {
-        **overlaps(task, kind, settings, sharded=sharded, split=split),
+        **overlaps(task, kind, settings, sharded=sharded, sequence_parallel=split),
         "moe_token_dispatcher_type": "alltoall",
         "cp_comm_type": "p2p",
         "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default, as when models had dropout
@@ -74,32 +74,36 @@ def _defaults(
     }
 
 
-_PAIR = re.compile(r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE)
-_LAYOUT = re.compile(r"(?<![\w-])(\w*layout)\s*=\s*([^\s;]+)", re.IGNORECASE)
-_NO = r"(?:no|non|not|without|disabled?)[- _]+"
-_OFF = r"[- _]*(?:off|disabled)\b"
+_PAIR_PATTERN = re.compile(
+    r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE
+)
+_LAYOUT_PATTERN = re.compile(r"(?<![\w-])(\w*layout)\s*=\s*([^\s;]+)", re.IGNORECASE)
+_NEGATION_PATTERN = r"(?:no|non|not|without|disabled?)[- _]+"
+_OFF_PATTERN = r"[- _]*(?:off|disabled)\b"
 
 
 @lru_cache(maxsize=4096)
 def read_notes(notes: str) -> Mapping[str, SettingValue]:
-    """Return the settings in `notes`. The first mention counts, names with values before phrases."""
-    found: dict[str, SettingValue] = {}
+    """Return the settings in `notes`. `name = value` takes precedence over phrases, and the first mention counts."""
+    settings: dict[str, SettingValue] = {}
     rest = notes[:10_000]
-    for pattern in (_LAYOUT, _PAIR):
+    for pattern in (_LAYOUT_PATTERN, _PAIR_PATTERN):
         for pair in pattern.finditer(rest):
-            _add(found, _pair(pair[1], pair[2]))
+            _add_missing(settings, _parse_pair(pair[1], pair[2]))
         rest = pattern.sub(";", rest)
     rest = rest.lower()
-    for flag in _flags():
+    for flag in _switch_patterns():
         if match := flag.search(rest):
             off = bool(match["no"] or match["off"])
-            _add(found, setting_from_text(_setting(match["name"]), "false" if off else "true", SETTINGS))
+            name, value = _setting_name(match["name"]), "false" if off else "true"
+            _add_missing(settings, setting_from_text(name, value, SETTINGS))
             rest = rest[: match.start()] + ";" + rest[match.end() :]
-    for phrase, means in _tables()["phrases"].items():
-        if (match := re.search(phrase, rest)) and not re.search(_NO + "$", rest[: match.start()]):
-            _add(found, _meaning(means, match))
-    _add(found, {other: True for key, other in _tables()["implied"].items() if found.get(key, False) is not False})
-    return found
+    for phrase, phrase_settings in _tables()["phrases"].items():
+        if (match := re.search(phrase, rest)) and not re.search(_NEGATION_PATTERN + "$", rest[: match.start()]):
+            _add_missing(settings, _settings_of_phrase(phrase_settings, match))
+    implied = {other: True for key, other in _tables()["implied"].items() if settings.get(key, False) is not False}
+    _add_missing(settings, implied)
+    return settings
 
 
 @cache
@@ -109,22 +113,25 @@ def _tables() -> dict[str, Any]:
 
 
 @cache
-def _flags() -> list[re.Pattern[str]]:
-    """Return patterns of the settings that are flags, the longest names first."""
+def _switch_patterns() -> list[re.Pattern[str]]:
+    """Return patterns that match the names of switches, the longest names first."""
     switches = [knob.name for knob in SETTINGS if knob.kind == "flag"]
-    also = [name for name, key in _tables()["names"].items() if key in switches]
+    aliases = [name for name, key in _tables()["names"].items() if key in switches]
     return [
-        re.compile(rf"(?<![\w-])(?:--)?(?P<no>{_NO})?(?P<name>{name.replace('_', '[- _]')})(?![\w=])(?P<off>{_OFF})?")
-        for name in sorted((*switches, *also), key=len, reverse=True)
+        re.compile(
+            rf"(?<![\w-])(?:--)?(?P<no>{_NEGATION_PATTERN})?"
+            rf"(?P<name>{name.replace('_', '[- _]')})(?![\w=])(?P<off>{_OFF_PATTERN})?"
+        )
+        for name in sorted((*switches, *aliases), key=len, reverse=True)
     ]
 
 
-def _add(found: dict[str, SettingValue], new: Mapping[str, SettingValue]) -> None:
-    found.update({key: value for key, value in new.items() if key not in found})
+def _add_missing(settings: dict[str, SettingValue], new: Mapping[str, SettingValue]) -> None:
+    settings.update({key: value for key, value in new.items() if key not in settings})
 
 
-def _pair(name: str, text: str) -> Mapping[str, SettingValue]:
-    key, value = _setting(name), re.sub(r"""[\[\]'"()]""", "", text).strip()
+def _parse_pair(name: str, text: str) -> Mapping[str, SettingValue]:
+    key, value = _setting_name(name), re.sub(r"""[\[\]'"()]""", "", text).strip()
     if key == LAYOUT:
         return {LAYOUT: text}
     implied: Mapping[str, SettingValue] | None = _tables()["values"].get(key, {}).get(value.lower())
@@ -135,17 +142,17 @@ def _pair(name: str, text: str) -> Mapping[str, SettingValue]:
     return setting_from_text(key, value, SETTINGS) or setting_from_text(key, value.lower(), SETTINGS)
 
 
-def _meaning(means: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
-    """Return the settings of a phrase, with what its first group found; one that fits no setting is left out."""
-    found: dict[str, SettingValue] = {}
-    for key, value in means.items():
+def _settings_of_phrase(phrase_settings: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
+    """Return the settings of a phrase. `{1}` is the text of the match's first group; an invalid value is skipped."""
+    settings: dict[str, SettingValue] = {}
+    for key, value in phrase_settings.items():
         if value != "{1}":
-            found[key] = value
+            settings[key] = value
         elif match[1]:
-            found |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
-    return found
+            settings |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
+    return settings
 
 
-def _setting(name: str) -> str:
+def _setting_name(name: str) -> str:
     plain = re.sub(r"[- ]+", "_", name.strip("-").lower())
     return str(_tables()["names"].get(plain, plain))

@@ -1,4 +1,4 @@
-"""Whether a release of Megatron-LM has the knobs and settings that a spec sets."""
+"""Checks that a release of Megatron-LM supports the knobs and settings that a spec sets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flagcore.errors import SpecError, SpecErrors
 
 
 def check_release(spec: Spec) -> None:
-    """Raise SpecErrors with each value of a knob or setting that `train.engine_version` does not have."""
+    """Raise SpecErrors with each value of a knob or setting that `train.engine_version` does not support."""
     if problems := release_problems(spec, spec.train.engine_version):
         raise SpecErrors(problems)
 
 
 def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
-    """Return the errors of the values of knobs and settings that a release does not have; none if it is unknown."""
+    """Return an error for each value of a knob or setting that `release` does not support; none without a release."""
     if release is None:
         return []
     return [
@@ -30,25 +30,27 @@ def release_problems(spec: Spec, release: str | None) -> list[SpecError]:
 
 
 def _set_values(spec: Spec) -> Iterator[tuple[str, KnobValue | SettingValue]]:
-    """Yield the key and the value of each of Megatron's knobs that the spec sets."""
-    for section, given in (("train.settings", spec.train.settings), ("auto_tuner.baseline", spec.baseline or {})):
-        yield from ((f"{section}.{name}", value) for name, value in given.items() if name in BY_NAME)
-    for name, values in spec.space.items():
-        if name in BY_NAME and not isinstance(values, str):
-            yield from ((f"auto_tuner.space.{name}", value) for value in values)
+    """Yield the key and the value of each Megatron knob that the spec sets."""
+    sections = {"train.settings": spec.train.settings, "auto_tuner.baseline": spec.baseline or {}}
+    for section, values in sections.items():
+        yield from ((f"{section}.{name}", value) for name, value in values.items() if name in BY_NAME)
+    for name, choices in spec.space.items():
+        if name in BY_NAME and not isinstance(choices, str):
+            yield from ((f"auto_tuner.space.{name}", value) for value in choices)
 
 
 def release_problem(knob: Knob, value: KnobValue | SettingValue, release: str) -> tuple[str, str] | None:
-    """Return what is wrong with a value in a release, and the fix; None if nothing is."""
+    """Return the problem and the fix for a value that a release does not support, None if it does."""
     spellings = [flag for flag in knob.flags if flag.sets(value)]
     if value is None or value == knob.neutral or not spellings:
         return None
     if words := knob.arguments(value, release):
         table = release_table(release)
-        found = table.parse(words)[1]
-        if not found:
+        parse_problems = table.parse(words)[1]
+        if not parse_problems:
             return None
         choices = ", ".join(map(str, table.by_flag[words[0]].choices)) if words[0] in table.by_flag else ""
-        return f"is not a value of {words[0]} in Megatron-LM {release}", f"use {choices}" if choices else found[0].fix
-    having = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
-    return f"is not known to Megatron-LM {release}", f"remove it, or run a release that has it: {', '.join(having)}"
+        fix = f"use {choices}" if choices else parse_problems[0].fix
+        return f"is not a valid value of {words[0]} in Megatron-LM {release}", fix
+    releases = [each for each in known_releases() if any(in_versions(flag.versions, each) for flag in spellings)]
+    return f"is not supported by Megatron-LM {release}", f"remove it, or use a release among {', '.join(releases)}"

@@ -18,25 +18,25 @@ from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
 from flagcore.engines.megatron.options import settings_in_force
 from flagcore.engines.megatron.split import SPLIT, Split, balanced, derived
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT
-from flagcore.engines.megatron.stages import VIRTUAL as CHUNKS
+from flagcore.engines.megatron.stages import VIRTUAL as VIRTUAL_STAGES
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"
 MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
 VIRTUAL = "num_layers_per_virtual_pipeline_stage"
 RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
-NEED_DIST_OPT = ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
-"""Settings that Megatron refuses without the distributed optimizer, even of one rank."""
+DIST_OPT_SETTINGS = ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+"""Settings that Megatron refuses without the distributed optimizer, even on one rank."""
 METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the legality rules of training `task` with Megatron, each applied as soon as its knobs are known."""
-    groups = (_batch, _width, _length, _groups, _pipeline, _experts, _recompute, _full_recompute)
-    return tuple(rule for group in groups for rule in group(task))
+    """Return the legality rules of training `task` with Megatron."""
+    groups = (_batch_rules, _width_rules, _length_rules, _node_group_rules, _pipeline_rules, _expert_rules)
+    return tuple(rule for group in (*groups, _recompute_rules, _full_recompute_rules) for rule in group(task))
 
 
-def _batch(task: Task) -> Sequence[Rule]:
+def _batch_rules(task: Task) -> Sequence[Rule]:
     devices, batch = task.cluster.devices, task.spec.train.global_batch_size
     return (
         Rule(
@@ -54,7 +54,7 @@ def _batch(task: Task) -> Sequence[Rule]:
     )
 
 
-def _width(task: Task) -> Sequence[Rule]:
+def _width_rules(task: Task) -> Sequence[Rule]:
     model = task.spec.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     widths = [model.moe_shared_expert_intermediate_size or 0]
@@ -96,7 +96,7 @@ def _width(task: Task) -> Sequence[Rule]:
     )
 
 
-def _length(task: Task) -> Sequence[Rule]:
+def _length_rules(task: Task) -> Sequence[Rule]:
     length, experts = task.spec.train.seq_length, task.spec.model.num_moe_experts
     return (
         Rule(
@@ -120,32 +120,32 @@ def _length(task: Task) -> Sequence[Rule]:
     )
 
 
-def _groups(task: Task) -> Sequence[Rule]:
-    """Return, for a mixed cluster, that no pipeline stage has devices of two groups: stages take ranks in order."""
+def _node_group_rules(task: Task) -> Sequence[Rule]:
+    """Return a rule for clusters with several chips: all devices of a pipeline stage belong to one node group."""
     cluster = task.cluster
     if len(cluster.groups) == 1:
         return ()
-    edges, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
-    fewest = math.lcm(*(devices // math.gcd(edge, devices) for edge in edges))
+    boundaries, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
+    smallest_factor = math.lcm(*(devices // math.gcd(edge, devices) for edge in boundaries))
     return (
         Rule(
             name="stages_in_one_group",
             knobs=(PP,),
             message=(
-                f"{PP} must be a multiple of {fewest}, so that no stage has devices of two node groups, "
-                f"{cluster.chips}: what splits a stage runs on chips of one kind"
+                f"{PP} must be a multiple of {smallest_factor}, so that no stage has devices of two node groups, "
+                f"{cluster.chips}: a stage runs on one chip model"
             ),
-            broken=lambda c: c[PP] % fewest != 0,
+            broken=lambda c: c[PP] % smallest_factor != 0,
         ),
     )
 
 
-def _pipeline(task: Task) -> Sequence[Rule]:
+def _pipeline_rules(task: Task) -> Sequence[Rule]:
     split, batch = Split.of(task), task.spec.train.global_batch_size
 
     def interleaved(c: Columns) -> BoolArray:
-        several: BoolArray = (split.virtual(c) > 1) | (c[VIRTUAL] > 0)
-        return several
+        is_interleaved: BoolArray = (split.virtual(c) > 1) | (c[VIRTUAL] > 0)
+        return is_interleaved
 
     return (
         Rule(name="pipeline_stages", knobs=(PP, SPLIT), message=_split_message(split), broken=split.uneven),
@@ -158,7 +158,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         Rule(
             name="virtual_stages",
             knobs=(PP, SPLIT, VIRTUAL),
-            message=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
+            message=f"{VIRTUAL} (or {VIRTUAL_STAGES}) must divide num_layers / {PP}",
             broken=split.ragged,
         ),
         Rule(
@@ -170,7 +170,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
     )
 
 
-def _experts(task: Task) -> Sequence[Rule]:
+def _expert_rules(task: Task) -> Sequence[Rule]:
     experts, devices, split = task.spec.model.num_moe_experts, task.cluster.devices, Split.of(task)
     return (
         Rule(
@@ -200,12 +200,12 @@ def _split_message(split: Split) -> str:
         return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
     extra = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
     return (
-        f"{PP} must divide num_layers = {split.layers}{extra}, or what {FIRST} and {LAST} leave of them "
-        f"(train.settings; {LAYOUT} there splits them freely)"
+        f"{PP} must divide num_layers = {split.layers}{extra}, or the layers that {FIRST} and {LAST} leave "
+        f"(in train.settings, where {LAYOUT} sets any split)"
     )
 
 
-def _recompute(task: Task) -> Sequence[Rule]:
+def _recompute_rules(task: Task) -> Sequence[Rule]:
     return (
         Rule(
             name="recompute_granularity",
@@ -228,7 +228,7 @@ def _recompute(task: Task) -> Sequence[Rule]:
     )
 
 
-def _full_recompute(task: Task) -> Sequence[Rule]:
+def _full_recompute_rules(task: Task) -> Sequence[Rule]:
     split, depths = Split.of(task), task.spec.model.mtp_num_layers
     return (
         Rule(
@@ -264,17 +264,16 @@ def _full_recompute(task: Task) -> Sequence[Rule]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return the merges of values that Megatron treats as equal: knobs without effect, two spellings of one
-    schedule."""
-    split, dense, derives = Split.of(task), task.spec.model.num_moe_experts is None, derived(task)
+    """Return the merges of values that Megatron treats as equal: knobs without effect, equivalent schedules."""
+    split, is_dense, can_derive = Split.of(task), task.spec.model.num_moe_experts is None, derived(task)
     settings = settings_in_force(task.spec)
-    sharded = task.spec.train.command is not None and any(settings.get(name) for name in NEED_DIST_OPT)
+    sharded = task.spec.train.command is not None and any(settings.get(name) for name in DIST_OPT_SETTINGS)
 
     def virtual(c: Columns) -> dict[str, IntArray]:
-        own, parts = balanced(c), split.virtual(c)
-        one = (c[PP] == 1) | np.where(own, parts == 1, c[VIRTUAL] * c[PP] == split.counted)
-        each = np.where(own & (c[VIRTUAL] > 0), -(-split.layers // (c[PP] * parts)), c[VIRTUAL])
-        return {VIRTUAL: np.where(one, 0, each)}
+        is_derived, parts = balanced(c), split.virtual(c)
+        has_one_stage = (c[PP] == 1) | np.where(is_derived, parts == 1, c[VIRTUAL] * c[PP] == split.counted)
+        stage_layers = np.where(is_derived & (c[VIRTUAL] > 0), -(-split.layers // (c[PP] * parts)), c[VIRTUAL])
+        return {VIRTUAL: np.where(has_one_stage, 0, stage_layers)}
 
     return (
         Merge(
@@ -290,12 +289,12 @@ def merges(task: Task) -> tuple[Merge, ...]:
         Merge(
             name="experts_of_a_dense_model",
             knobs=(EP,),
-            canonical=lambda c: {EP: np.ones_like(c[EP]) if dense else c[EP]},
+            canonical=lambda c: {EP: np.ones_like(c[EP]) if is_dense else c[EP]},
         ),
         Merge(
             name="nothing_to_balance",
             knobs=(PP, SPLIT),
-            canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & derives, c[SPLIT], 0)},
+            canonical=lambda c: {SPLIT: np.where((c[PP] > 1) & can_derive, c[SPLIT], 0)},
         ),
         Merge(name="one_virtual_stage", knobs=(PP, SPLIT, VIRTUAL), canonical=virtual),
         *_recompute_merges(split),
@@ -305,8 +304,9 @@ def merges(task: Task) -> tuple[Merge, ...]:
 def _recompute_merges(split: Split) -> Sequence[Merge]:
     def recompute_layers(c: Columns) -> dict[str, IntArray]:
         block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
-        every = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
-        return {METHOD: np.where(every, UNIFORM, c[METHOD]), RECOMPUTE_LAYERS: np.where(every, 1, number)}
+        recomputes_all = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
+        method, layers = np.where(recomputes_all, UNIFORM, c[METHOD]), np.where(recomputes_all, 1, number)
+        return {METHOD: method, RECOMPUTE_LAYERS: layers}
 
     return (
         Merge(
@@ -333,11 +333,11 @@ def _recompute_merges(split: Split) -> Sequence[Merge]:
 
 
 def _recomputes(c: Columns, granularity: int) -> BoolArray:
-    does: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
-    return does
+    result: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
+    return result
 
 
-def _leaves_remainder(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
-    """Return where `number` does not divide one of the other numbers."""
-    leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
-    return leaves
+def _leaves_remainder(number: IntArray, totals: Sequence[IntArray]) -> BoolArray:
+    """Return where `number` does not divide one of `totals`."""
+    has_remainder: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in totals])
+    return has_remainder

@@ -1,4 +1,4 @@
-"""Rules of Megatron that follow from the task's settings. Each rule has the name of its setting.
+"""Megatron's rules about settings. Each rule has the name of its setting.
 
 Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Megatron-LM core_v0.16 `arguments.py`.
 """
@@ -15,11 +15,11 @@ from flagcore.engines.megatron.knobs import FULL
 from flagcore.engines.megatron.options import Settings, numbers, precision, schedule, settings_in_force
 from flagcore.engines.megatron.rules import (
     DIST_OPT,
+    DIST_OPT_SETTINGS,
     DP,
     EP,
     GRANULARITY,
     MBS,
-    NEED_DIST_OPT,
     PP,
     RECOMPUTE,
     SP,
@@ -28,29 +28,29 @@ from flagcore.engines.megatron.rules import (
 from flagcore.engines.megatron.split import SPLIT, Split
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
-STAGES = "recompute_num_layers_per_stage"
+STAGE_RECOMPUTE = "recompute_num_layers_per_stage"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of those settings that are on, and not just assumed where they are legal."""
+    """Return the rules of the enabled settings, without the assumed ones: those only apply where they are legal."""
     return tuple(rule for rule in settings_with_rules(task) if rule.name not in task.spec.train.assumed)
 
 
 def settings_with_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of all settings that are on."""
+    """Return the rules of all enabled settings."""
     settings, split = settings_in_force(task.spec), Split.of(task)
     sharded, depths = bool(settings.get("use_megatron_fsdp")), task.spec.model.mtp_num_layers
-    per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
+    per_stage, offloaded = numbers(settings.get(STAGE_RECOMPUTE)), numbers(settings.get("offload_stages"))
 
     def no_optimizer(c: Columns) -> BoolArray:
-        missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
-        return missing
+        is_missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
+        return is_missing
 
     rules = (
         *(
             Rule(name=name, knobs=(DIST_OPT,), message=f"{name} needs {DIST_OPT}", broken=no_optimizer)
-            for name in NEED_DIST_OPT
+            for name in DIST_OPT_SETTINGS
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(
@@ -67,9 +67,9 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             ),
         ),
         Rule(
-            name=STAGES,
+            name=STAGE_RECOMPUTE,
             knobs=(PP, RECOMPUTE, GRANULARITY),
-            message=f"{STAGES} needs full recompute and a number for each of the {PP} stages",
+            message=f"{STAGE_RECOMPUTE} needs full recompute and a number for each of the {PP} stages",
             broken=lambda c: (c[PP] != len(per_stage)) | ~_recomputes_fully(c),
         ),
         Rule(
@@ -79,7 +79,7 @@ def settings_with_rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
         _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
-        *_dependent(task, settings),
+        *_requirement_rules(task, settings),
     )
     return tuple(rule for rule in rules if settings.get(rule.name))
 
@@ -89,9 +89,9 @@ def _recomputes_fully(c: Columns) -> BoolArray:
     return fully
 
 
-def _dependent(task: Task, settings: Settings) -> Iterator[Rule]:
-    """Yield a rule that no candidate keeps for each setting that does nothing, or is refused, without another."""
-    others = {
+def _requirement_rules(task: Task, settings: Settings) -> Iterator[Rule]:
+    """Yield a rule that every candidate breaks for each setting whose required setting is off."""
+    requirements = {
         "overlap_param_gather": ("overlap_grad_reduce", settings.get("overlap_grad_reduce")),
         "moe_flex_dispatcher_backend": (
             "moe_token_dispatcher_type: flex",
@@ -100,36 +100,37 @@ def _dependent(task: Task, settings: Settings) -> Iterator[Rule]:
         "fp8_recipe": ("fp8_format", "fp8" in precision(task.spec.train, settings)),
         "cuda_graph_scope": ("cuda_graph_impl", settings.get("cuda_graph_impl", "none") != "none"),
     }
-    for name, (other, given) in others.items():
-        if not given and name in task.spec.train.settings:
-            yield Rule(name=name, knobs=(DP,), message=f"{name} needs {other}", broken=_everything)
+    for name, (requirement, is_met) in requirements.items():
+        if not is_met and name in task.spec.train.settings:
+            yield Rule(name=name, knobs=(DP,), message=f"{name} needs {requirement}", broken=_every_row)
 
 
-def _everything(c: Columns) -> BoolArray:
+def _every_row(c: Columns) -> BoolArray:
     return np.ones(c[DP].shape, dtype=np.bool_)
 
 
-def _schedule_rule(wanted: SettingValue, split: Split, batch: int) -> Rule:
-    """Return how many virtual stages a schedule takes: interleaved some, 1F1B any, all others their own number.
+def _schedule_rule(setting: SettingValue, split: Split, batch: int) -> Rule:
+    """Return the rule for the virtual stages of a schedule: interleaved needs them, 1F1B allows any number, all others
+    have a fixed number.
 
-    DualPipe and DualPipeV take two micro-batches a stage or more, DualPipe an even number of either (its repository).
+    DualPipe and DualPipeV need two micro-batches a stage, DualPipe even numbers of stages and of micro-batches (source:
+    its repository).
     """
-    name = schedule(wanted)
-    least = 2 if name is None and str(wanted or "1f1b").lower() != "1f1b" else 1
-    most = SCHEDULES[name].parts if name else None
-    dual = name in ("dualpipe", "dualpipev")
-    message = (
-        f"pipeline_schedule: {wanted} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
-    )
+    name = schedule(setting)
+    min_virtual = 2 if name is None and str(setting or "1f1b").lower() != "1f1b" else 1
+    fixed_virtual = SCHEDULES[name].parts if name else None
+    is_dual = name in ("dualpipe", "dualpipev")
+    needed = "virtual stages" if fixed_virtual is None else f"{fixed_virtual} virtual stages or none"
+    message = f"pipeline_schedule: {setting} needs {needed}"
     if name == "dualpipev":
-        message += ", and two micro-batches a stage or more"
+        message += ", and at least two micro-batches per stage"
     if name == "dualpipe":
-        message += ", an even number of stages and of micro-batches, and two micro-batches a stage or more"
+        message += ", even numbers of stages and of micro-batches, and at least two micro-batches per stage"
 
     def broken(c: Columns) -> BoolArray:
         virtual = split.virtual(c)
-        wrong = (virtual < least) if most is None else (virtual > 1) & (virtual != most)
-        if dual:
+        wrong = (virtual < min_virtual) if fixed_virtual is None else (virtual > 1) & (virtual != fixed_virtual)
+        if is_dual:
             microbatches = batch // np.maximum(c[MBS] * c[DP], 1)
             wrong |= microbatches < 2 * c[PP]
             if name == "dualpipe":
@@ -137,5 +138,5 @@ def _schedule_rule(wanted: SettingValue, split: Split, batch: int) -> Rule:
         result: BoolArray = (c[PP] > 1) & wrong
         return result
 
-    knobs = (PP, SPLIT, VIRTUAL, DP, MBS) if dual else (PP, SPLIT, VIRTUAL)
+    knobs = (PP, SPLIT, VIRTUAL, DP, MBS) if is_dual else (PP, SPLIT, VIRTUAL)
     return Rule(name="pipeline_schedule", knobs=knobs, message=message, broken=broken)

@@ -1,4 +1,4 @@
-"""The settings of Megatron training, one row each: knobs that have one value for all candidates of a run."""
+"""The settings of Megatron training: knobs with one value for all candidates of a run."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag, Kind, Knob, Requirement
 from flagcore.domain.spec import SettingValue, Task
 
-LAYERS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
-SHARE: dict[str, Any] = {"minimum": 0, "maximum": 1}
+LAYER_LIMITS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
+SHARE_LIMITS: dict[str, Any] = {"minimum": 0, "maximum": 1}
 NOT_FLAGSCALE = "!=0.15.0+flagscale"
-"""Of some flags: FlagScale's fork of 0.15 does not have them."""
-FORMATS = ("fp32", "bf16", "fp16", "fp8")
+"""Version specifier of flags that FlagScale's fork of 0.15 lacks."""
+NUMBER_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
 def _setting(
     name: str, kind: Kind, help: str, flag: str | None = None, since: str = "", compare: bool = False, **changes: Any
 ) -> Knob:
-    """Return a row whose flag is its name with hyphens, unless another is given; an empty one means no flag.
+    """Return a setting. Its flag is its name with hyphens by default; an empty `flag` means that it has none.
 
-    `since` is the first release with the flag; `others` are further spellings. A space can `compare` values.
+    `since` is the first release with the flag; `others` are alternative flags. With `compare`, a space may list values.
     """
     spelled = name.replace("_", "-") if flag is None else flag
-    own = (Flag(name=spelled, versions=f">={since}" if since else ""),) if spelled else ()
-    flags, scope = (*own, *changes.pop("others", ())), changes.pop("scope", ("setting",))
+    default_flags = (Flag(name=spelled, versions=f">={since}" if since else ""),) if spelled else ()
+    flags, scope = (*default_flags, *changes.pop("others", ())), changes.pop("scope", ("setting",))
     scope = (*scope, "space") if compare else scope
     return Knob(name=name, kind=kind, help=help, scope=scope, flags=flags, **changes)
 
 
 def _switch(name: str, help: str, compare: bool = False, **changes: Any) -> Knob:
-    """Return the row of a switch. One that a space can compare is off by default, unless another default is given."""
+    """Return a switch. With `compare` it is off by default."""
     if compare:
         changes = {"neutral": False, "auto": lambda task: (False, True), **changes}
     return _setting(name, "flag", help, compare=compare, **changes)
@@ -41,26 +41,26 @@ def _expert(name: str, help: str, **changes: Any) -> Knob:
     return _switch(name, help, compare=True, experts_only=True, **changes)
 
 
-def _word(name: str, help: str, words: tuple[str, ...], compare: bool = False, **changes: Any) -> Knob:
+def _choice(name: str, help: str, words: tuple[str, ...], compare: bool = False, **changes: Any) -> Knob:
     if compare:
         changes = {"auto": _default_or(*words), **changes}
     return _setting(name, "word", help, words=words, compare=compare, **changes)
 
 
 def _default_or(*values: KnobValue) -> Callable[[Task], Sequence[KnobValue]]:
-    """Return what `auto` stands for: the engine's default, or one of some values."""
+    """Return the `auto` of a setting: the engine's default, and `values`."""
     return lambda task: (None, *values)
 
 
-def _format(name: str, what: str, narrow: str) -> Knob:
-    text = f"Format of {what}; null: fp32. It changes numerics."
-    return _word(name, text, FORMATS, since="0.11", auto=_default_or(narrow), compare=True)
+def _format(name: str, content: str, narrow_format: str) -> Knob:
+    text = f"Format of {content}; null: fp32. It changes numerics."
+    return _choice(name, text, NUMBER_FORMATS, since="0.11", auto=_default_or(narrow_format), compare=True)
 
 
-def _end(place: str) -> Knob:
-    flag, scope = f"decoder-{place}-pipeline-num-layers", ("record", "setting")
-    text = f"Layers of the {place} stage; null: an even split."
-    return _setting(f"num_layers_in_{place}_pipeline_stage", "int", text, flag, scope=scope, **LAYERS)
+def _end_stage_layers(end: str) -> Knob:
+    flag, scope = f"decoder-{end}-pipeline-num-layers", ("record", "setting")
+    text = f"Layers of the {end} stage; null: an even split."
+    return _setting(f"num_layers_in_{end}_pipeline_stage", "int", text, flag, scope=scope, **LAYER_LIMITS)
 
 
 SETTINGS = (
@@ -87,8 +87,8 @@ SETTINGS = (
         since="0.11",
     ),
     _switch("account_for_loss_in_pipeline_split", "Whether the loss counts as a layer of an even split.", since="0.11"),
-    _end("first"),
-    _end("last"),
+    _end_stage_layers("first"),
+    _end_stage_layers("last"),
     _setting(
         "expert_tensor_parallel_size",
         "int",
@@ -115,7 +115,7 @@ SETTINGS = (
         requires=(Requirement(knob="recompute_granularity", one_of=("selective",)),),
         compare=True,
     ),
-    _word(
+    _choice(
         "moe_recompute_level",
         "Part of the experts that selective recomputation recomputes: small steps, also some products, or all.",
         ("light", "medium", "full"),
@@ -126,7 +126,7 @@ SETTINGS = (
         "ints",
         "Number of layers that each pipeline stage recomputes in full.",
         flag="",
-        **LAYERS,
+        **LAYER_LIMITS,
     ),
     _switch(
         "grad_reduce_in_bf16",
@@ -154,17 +154,17 @@ SETTINGS = (
         "optimizer_offload_fraction",
         "number",
         "Share of the optimizer that is on the host; null: all of it.",
-        **SHARE,
+        **SHARE_LIMITS,
         since="0.12",
     ),
-    _word(
+    _choice(
         "fp8_format",
         "Format of FP8 matrix products; null: the precision of the job. It changes numerics.",
         ("e4m3", "hybrid"),
         auto=_default_or("hybrid"),
         compare=True,
     ),
-    _word(
+    _choice(
         "fp8_recipe",
         "Scaling of FP8 matrix products; null: delayed. It changes numerics.",
         ("delayed", "tensorwise", "blockwise", "mxfp8"),
@@ -181,9 +181,7 @@ SETTINGS = (
         words=("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
         since="0.16",
     ),
-    _setting(
-        "offload_stages", "ints", "Pipeline stages, from 0, that offload activations; null: all.", flag="", **LAYERS
-    ),
+    _setting("offload_stages", "ints", "Stages, from 0, that offload activations; null: all.", flag="", **LAYER_LIMITS),
     _switch(
         "use_megatron_fsdp",
         "Whether weights, gradients and optimizer are sharded over the data-parallel devices.",
@@ -214,7 +212,7 @@ SETTINGS = (
     ),
     _expert("delay_wgrad_compute", "Whether weight gradients are computed during expert communication.", since="0.13"),
     _expert("moe_shared_expert_overlap", "Whether shared experts run during expert-parallel communication."),
-    _word(
+    _choice(
         "moe_token_dispatcher_type",
         "Token dispatcher of the experts.",
         ("allgather", "alltoall", "flex"),
@@ -222,7 +220,7 @@ SETTINGS = (
         compare=True,
         experts_only=True,
     ),
-    _word(
+    _choice(
         "moe_flex_dispatcher_backend",
         "Library of the flex dispatcher; null: deepep.",
         ("deepep", "hybridep"),
@@ -236,7 +234,7 @@ SETTINGS = (
     _setting(
         "moe_expert_capacity_factor",
         "number",
-        "Maximum number of tokens per expert, relative to the mean; null: no tokens are dropped.",
+        "Maximum number of tokens per expert, relative to the mean; null: no limit.",
         exclusive_minimum=0,
         maximum=1_000,
     ),
@@ -248,8 +246,8 @@ SETTINGS = (
         flag="",
         maximum=1_000,
     ),
-    _word("cp_comm_type", "Communication of context parallelism.", ("p2p", "all_gather", "a2a", "a2a+p2p")),
-    _word(
+    _choice("cp_comm_type", "Communication of context parallelism.", ("p2p", "all_gather", "a2a", "a2a+p2p")),
+    _choice(
         "cuda_graph_impl",
         "Implementation of CUDA graphs; null: none.",
         ("none", "local", "transformer_engine", "full_iteration"),
@@ -272,9 +270,9 @@ SETTINGS = (
         others=(Flag(name="cuda-graph-modules", versions=">=0.18"), Flag(name="cuda-graph-scope", versions=">=0.12")),
         compare=True,
     ),
-    _word("trainable", "Trained parameters: all weights, or low-rank adapters only.", ("all", "adapters"), flag=""),
-    _setting("attention_dropout", "number", "Dropout rate of the attention probabilities; null: 0.", **SHARE),
-    _setting("hidden_dropout", "number", "Dropout rate of the outputs of each block; null: 0.", **SHARE),
+    _choice("trainable", "Trained parameters: all weights, or low-rank adapters only.", ("all", "adapters"), flag=""),
+    _setting("attention_dropout", "number", "Dropout rate of the attention probabilities; null: 0.", **SHARE_LIMITS),
+    _setting("hidden_dropout", "number", "Dropout rate of the outputs of each block; null: 0.", **SHARE_LIMITS),
     _switch(
         "gradient_accumulation_fusion",
         "Whether matrix products add up weight gradients; null: true. Predictions do not depend on it.",
@@ -286,22 +284,21 @@ SETTINGS = (
     _switch("cross_entropy_loss_fusion", "Whether the loss is one fused kernel.", compare=True),
 )
 
-EXPERT_LEVELS: Mapping[str, frozenset[str]] = {
+MODULES_BY_LEVEL: Mapping[str, frozenset[str]] = {
     "light": frozenset({"moe_act", "router"}),
     "medium": frozenset({"moe_act", "router", "moe_fc1", "shared_experts"}),
     "full": frozenset({"moe"}),
 }
-"""What recompute of experts by level drops: the small steps between the products; these, the experts' first product and
-the shared experts; the whole MoE layer. `router` and `moe_fc1` are no modules of Megatron-core."""
+"""Modules that each level of `moe_recompute_level` recomputes. Megatron-core has no modules `router` and `moe_fc1`."""
 
 
 def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
-    """Return the modules that selective recompute drops: the named ones, and those of the level for experts."""
+    """Return the modules that selective recompute recomputes: the named ones and those of `moe_recompute_level`."""
     level = str(settings.get("moe_recompute_level") or "")
-    given = settings.get("recompute_modules") or ("" if level else "core_attn")
-    return words(given) | EXPERT_LEVELS.get(level, frozenset())
+    modules = settings.get("recompute_modules") or ("" if level else "core_attn")
+    return words(modules) | MODULES_BY_LEVEL.get(level, frozenset())
 
 
 def words(text: SettingValue) -> frozenset[str]:
-    """Return the words of a list."""
+    """Return the words of a comma-separated list."""
     return frozenset(str(text).split(",")) if text else frozenset()

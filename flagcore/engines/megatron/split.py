@@ -1,4 +1,4 @@
-"""How a task's settings and a candidate's knobs assign layers to pipeline stages, by columns."""
+"""Splits of layers over pipeline stages, from a task's settings and the knob columns of candidates."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.options import release, schedule, settings_in_force, takes_layouts
 from flagcore.engines.megatron.stages import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, VIRTUAL, parse_layout
 
-PIPELINE, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+PIPELINE, LAYERS_PER_VIRTUAL = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-BY_STAGE = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
+STAGE_SETTINGS = ("recompute_num_layers_per_stage", "offload_stages", "offload_modules")
 SPLIT, BALANCED = "layer_split", 1
-"""The knob of the split, and the code of its value `balanced`: a split derived for each candidate."""
+"""The knob of the split, and the code of its value `balanced`, which is derived for each candidate."""
 SPLITS_SINCE = ">=0.11"
-"""Earlier releases take no virtual stages beside a number of layers of the first or the last stage."""
+"""Earlier releases do not combine virtual stages with numbers of layers for the first or last stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Layers of a model and the settings about their split. `layout_layers` are the layers of each stage of a layout.
+    """The layers of a model and the settings for their split.
 
-    A derived split has at least one layer on each virtual stage but the last; here only their mean is known. With
-    `equal_stages` it has as many on all virtual stages of one device, and the leading dense ones on the first.
+    `layout_layers` are the layers of each stage of a layout. `counted` is the number of layers in an even split, where
+    embedding and loss may count as one layer each. `last_stages` is how many of the layout's last stages must be on
+    the last device: those from multi-token prediction on.
 
-    `counted` is the number of layers in an even split: embedding and loss may count as one each. `last_stages` is how
-    many of the layout's last stages must be the last of a device: those from the one with multi-token prediction on.
+    A derived split has at least one layer on each virtual stage but the last; here only the mean is known. With
+    `equal_stages` all virtual stages of a device have the same number of layers, and the first stage has all leading
+    dense layers.
     """
 
     layers: int
@@ -44,7 +46,7 @@ class Split:
 
     @classmethod
     def of(cls, task: Task) -> Split:
-        """Read the settings. Raises SpecError for a layout that is none."""
+        """Read the settings of `task`. Raises SpecError for an invalid layout."""
         model, settings = task.spec.model, settings_in_force(task.spec)
         layout = settings.get(LAYOUT)
         stages = parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else ()
@@ -62,29 +64,29 @@ class Split:
         )
 
     def virtual(self, c: Columns) -> IntArray:
-        """Return the virtual stages of a device, 1 where stages are not interleaved; rounded down."""
+        """Return the number of virtual stages of a device, rounded down; 1 where stages are not interleaved."""
         if self.layout_layers:
             return np.maximum(len(self.layout_layers) // c[PIPELINE], 1)
-        stage, each = self.counted // c[PIPELINE], c[EACH]
-        parts = stage // np.maximum(each, 1)
-        parts = np.where(balanced(c), -(-self.layers // (c[PIPELINE] * np.maximum(each, 1))), parts)
-        from_each = np.where(each > 0, np.maximum(parts, 1), 1)
-        number = c.get(VIRTUAL, np.zeros_like(each))
+        stage, per_virtual = self.counted // c[PIPELINE], c[LAYERS_PER_VIRTUAL]
+        parts = stage // np.maximum(per_virtual, 1)
+        parts = np.where(balanced(c), -(-self.layers // (c[PIPELINE] * np.maximum(per_virtual, 1))), parts)
+        from_each = np.where(per_virtual > 0, np.maximum(parts, 1), 1)
+        number = c.get(VIRTUAL, np.zeros_like(per_virtual))
         return np.where(number > 0, number, from_each)
 
     def ends(self, c: Columns) -> tuple[IntArray, IntArray]:
-        """Return the layers of the first and of the last stage if they are set, else 0."""
+        """Return the layers of the first and of the last stage, 0 where they are not set."""
         none = np.zeros_like(c[PIPELINE])
         first, last = c.get(FIRST, none), c.get(LAST, none)
         return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)
 
     def expert_tensor_size(self, c: Columns) -> IntArray:
-        """Return the devices that split each expert: the candidate's, the settings' or those of the other layers."""
-        own = c.get(EXPERT_TENSOR, np.zeros_like(c[TENSOR]))
-        return np.where(own > 0, own, self.expert_tensor or c[TENSOR])
+        """Return the number of devices that split each expert; by default the tensor-parallel size."""
+        knob = c.get(EXPERT_TENSOR, np.zeros_like(c[TENSOR]))
+        return np.where(knob > 0, knob, self.expert_tensor or c[TENSOR])
 
     def uneven(self, c: Columns) -> BoolArray:
-        """Return where the layers do not divide over the pipeline stages, or a stage stays empty."""
+        """Return where the layers do not divide over the pipeline stages, or a stage would be empty."""
         if self.layout_layers:
             broken: BoolArray = (len(self.layout_layers) % c[PIPELINE] != 0) | (c[PIPELINE] < self.last_stages)
             return broken
@@ -96,20 +98,24 @@ class Split:
 
     def ragged(self, c: Columns) -> BoolArray:
         """Return where a device's layers do not divide over its virtual stages."""
-        number, each = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[EACH]
+        number, per_virtual = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[LAYERS_PER_VIRTUAL]
         if self.layout_layers:
-            other: BoolArray = (each > 0) | ((number > 0) & (number * c[PIPELINE] != len(self.layout_layers)))
-            return other
+            contradicts = (number > 0) & (number * c[PIPELINE] != len(self.layout_layers))
+            return np.asarray((per_virtual > 0) | contradicts)
         first, last = self.ends(c)
-        by_each = (each > 0) & (((self.counted // c[PIPELINE]) % np.maximum(each, 1) != 0) | (first > 0) | (last > 0))
+        remainder = (self.counted // c[PIPELINE]) % np.maximum(per_virtual, 1)
+        by_each = (per_virtual > 0) & ((remainder != 0) | (first > 0) | (last > 0))
         by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
         broken: BoolArray = np.where(number > 0, by_number > 0, by_each)
         virtual = self.virtual(c)
-        few = self.layers // virtual < self._least(c) if self.equal_stages else self.layers < c[PIPELINE] * virtual - 1
-        return np.where(balanced(c), few | ((self.layers % virtual != 0) & self.equal_stages), broken)
+        if self.equal_stages:
+            too_few = (self.layers // virtual < self._least(c)) | (self.layers % virtual != 0)
+        else:
+            too_few = self.layers < c[PIPELINE] * virtual - 1
+        return np.where(balanced(c), too_few, broken)
 
     def _least(self, c: Columns) -> IntArray:
-        """Return the fewest layers of a derived split without virtual stages."""
+        """Return the minimum number of layers of a derived split without virtual stages."""
         return c[PIPELINE] - 1 + (max(self.leading, 1) if self.equal_stages else 0)
 
     def stage_layers(self, c: Columns) -> IntArray:
@@ -121,7 +127,7 @@ class Split:
         return np.where(balanced(c), -(-self.layers // c[PIPELINE]), largest)
 
     def chunk_layers(self, c: Columns) -> list[IntArray]:
-        """Return all numbers of layers that a virtual stage may have, the largest first."""
+        """Return the possible numbers of layers of a virtual stage, the largest first."""
         if self.layout_layers:
             return [np.full_like(c[PIPELINE], number) for number in sorted(set(self.layout_layers), reverse=True)]
         chunk = self.stage_layers(c) // self.virtual(c)
@@ -129,7 +135,7 @@ class Split:
         return [chunk] if self.counted == self.layers else [chunk, np.maximum(chunk - 1, 0)]
 
     def _middle(self, c: Columns) -> tuple[IntArray, IntArray]:
-        """Return the layers of a stage whose number is not given, and how many such stages there are."""
+        """Return the layers of a stage without an explicit number, and the number of such stages."""
         first, last = self.ends(c)
         stages = c[PIPELINE] - (first > 0) - (last > 0)
         return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages
@@ -138,16 +144,18 @@ class Split:
 def balanced(c: Columns) -> BoolArray:
     """Return which rows have a derived split."""
     none = np.zeros_like(c[PIPELINE])
-    chosen: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1)
-    return chosen
+    is_derived: BoolArray = (c.get(SPLIT, none) == BALANCED) & (c[PIPELINE] > 1)
+    return is_derived
 
 
 def derived(task: Task) -> bool:
-    """Return whether splits can be derived: no setting is about the split, or treats stages one by one, the engine's
-    release takes such splits, and all stages are on devices of one kind.
+    """Return whether splits can be derived.
+
+    This needs an engine release that supports such splits, one node group, the engine's own schedule, and no setting
+    that fixes the split or applies to single stages.
     """
     settings = settings_in_force(task.spec)
-    given = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *BY_STAGE))
-    named = schedule(settings.get("pipeline_schedule")) is not None
-    takes = in_versions(SPLITS_SINCE, release(task.spec))
-    return not given and not named and len(task.cluster.groups) == 1 and takes
+    is_set = any(settings.get(key) for key in (LAYOUT, EMBEDDING, LOSS, FIRST, LAST, *STAGE_SETTINGS))
+    has_own_schedule = schedule(settings.get("pipeline_schedule")) is not None
+    is_supported = in_versions(SPLITS_SINCE, release(task.spec))
+    return not is_set and not has_own_schedule and len(task.cluster.groups) == 1 and is_supported

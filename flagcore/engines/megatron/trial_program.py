@@ -1,4 +1,4 @@
-"""What flagcore's own trial program can run here, and the job that it reads."""
+"""Checks what flagcore's own trial program can run here, and builds its job."""
 
 from __future__ import annotations
 
@@ -26,61 +26,61 @@ from flagcore.errors import SpecError
 from flagcore.i18n import _
 
 MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.12"}
-"""What trials import, and the pip requirement that brings it."""
+"""Modules that trials import, and their pip requirements."""
 SEED = 1234
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 PRECISIONS = ("bf16", "fp16", "fp32")
 EIGHT_BITS = ("fp8", "mxfp8")
-TAKEN = frozenset(field.name for field in fields(JobCandidate))
-"""Knobs and settings that the trial program takes."""
-OF_TRANSFORMER_ENGINE = (
+ACCEPTED_KEYS = frozenset(field.name for field in fields(JobCandidate))
+"""Knobs and settings that the trial program accepts."""
+TRANSFORMER_ENGINE_SETTINGS = (
     *("tp_comm_overlap", "moe_grouped_gemm", "fp8_recipe", "use_precision_aware_optimizer"),
     *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
 )
-"""Settings of transformer-engine's layers, kernels and optimizer alone."""
-CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+"""Settings that only transformer-engine supports."""
+ACCEPTED_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "moe_token_dispatcher_type": dict.fromkeys((LOCAL, TRANSFORMER_ENGINE), ("alltoall", "allgather")),
     "cp_comm_type": {LOCAL: ("all_gather",), TRANSFORMER_ENGINE: ("p2p", "all_gather", "a2a")},
 }
-"""Settings of which it takes some values."""
+"""Settings of which the trial program accepts only these values."""
 
 
 def check(train: TrainSpec) -> None:
-    """Raise SpecError for what the trial program cannot run with the layers that are installed."""
+    """Raise SpecError for anything that the trial program cannot run with the installed layers."""
     layers = train.implementation or (TRANSFORMER_ENGINE if installed("transformer_engine") else LOCAL)
     precisions = PRECISIONS + (EIGHT_BITS if layers == TRANSFORMER_ENGINE else ())
-    cannot = {
+    requirements = {
         "train.implementation": (layers, layers == LOCAL or installed("transformer_engine"), "install it"),
         "train.precision": (train.precision, train.precision in precisions, f"use {', '.join(precisions)}"),
         "train.attention": (train.attention, train.attention == "flash", "use flash"),
         **{
-            f"train.settings.{key}": (value, trial_runs(key, value, layers), "leave it out")
+            f"train.settings.{key}": (value, trial_runs(key, value, layers), "remove it")
             for key, value in train.settings.items()
         },
     }
-    for key, (value, works, fix) in cannot.items():
-        if not works:
-            problem = f"is not what flagcore's own trial program can run with the layers of {layers}"
-            raise SpecError(key=key, value=value, problem=problem, fix=f"{fix}, or give a train.command")
+    for key, (value, is_met, fix) in requirements.items():
+        if not is_met:
+            problem = f"is not supported by flagcore's own trial program with {layers} layers"
+            raise SpecError(key=key, value=value, problem=problem, fix=f"{fix}, or set a train.command")
 
 
 def trial_runs(key: str, value: SettingValue, layers: str = LOCAL) -> bool:
-    """Return whether the trial program takes a setting, or runs the same way without it."""
-    does: dict[str, tuple[SettingValue, ...]] = {
+    """Return whether the trial program accepts a setting, or runs the same way without it."""
+    harmless_values: dict[str, tuple[SettingValue, ...]] = {
         "pipeline_schedule": (value,),
         "moe_expert_imbalance": (value,),
         "trainable": ("all",),
     }
-    if key in CHOICES:
-        return value in CHOICES[key][layers]
-    alike = value in does.get(key, (False, "fp32", "none"))
-    if key in OF_TRANSFORMER_ENGINE and layers != TRANSFORMER_ENGINE:
-        return alike or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
-    return alike or key in TAKEN
+    if key in ACCEPTED_VALUES:
+        return value in ACCEPTED_VALUES[key][layers]
+    is_harmless = value in harmless_values.get(key, (False, "fp32", "none"))
+    if key in TRANSFORMER_ENGINE_SETTINGS and layers != TRANSFORMER_ENGINE:
+        return is_harmless or (key == "moe_grouped_gemm" and installed("grouped_gemm"))
+    return is_harmless or key in ACCEPTED_KEYS
 
 
 def installed(module: str, requirement: str = "") -> bool:
-    """Return whether a module is found, without importing it, and no version that its requirement excludes."""
+    """Return whether a module is installed in a version that `requirement` allows. The module is not imported."""
     try:
         return find_spec(module) is not None and not (requirement and _excluded(Requirement(requirement)))
     except (ImportError, ValueError):
@@ -90,21 +90,21 @@ def installed(module: str, requirement: str = "") -> bool:
 def _excluded(requirement: Requirement) -> bool:
     try:
         return bool(requirement.specifier) and version(requirement.name) not in requirement.specifier
-    except (PackageNotFoundError, InvalidVersion):  # a vendor's own
+    except (PackageNotFoundError, InvalidVersion):  # a vendor's build
         return False
 
 
 def release() -> str | None:
-    """Return the release of megatron-core that is installed here."""
+    """Return the installed release of megatron-core, None if it is not installed."""
     with suppress(PackageNotFoundError):
         return version(DISTRIBUTION)
     return None
 
 
 def as_installed(platform: Platform) -> Platform:
-    """Return `platform` with transformer-engine's layers where it imports and the spec names none.
+    """Return `platform` with transformer-engine's layers if it imports and the spec names no implementation.
 
-    Otherwise the spec stays: the trial program then runs megatron-core's own layers, unfused.
+    Otherwise the spec stays unchanged: the trial program runs megatron-core's own, unfused layers.
     """
     modules = (*platform.support.preload, "transformer_engine.pytorch")
     if not _chooses_layers(platform) or not installed("transformer_engine") or not _imports(modules):
@@ -115,7 +115,7 @@ def as_installed(platform: Platform) -> Platform:
 
 
 def installation_notes(platform: Platform) -> tuple[str, ...]:
-    """Return what it means for trials that transformer-engine does not import; nothing on a CPU."""
+    """Return a note if transformer-engine does not import on a device that could use it."""
     if not _chooses_layers(platform):
         return ()
     return (
@@ -127,27 +127,27 @@ def installation_notes(platform: Platform) -> tuple[str, ...]:
 
 
 def _chooses_layers(platform: Platform) -> bool:
-    """Return whether the trial program may use transformer-engine's layers or not."""
+    """Return whether the spec leaves the layers open on a device that transformer-engine may support."""
     train = platform.task.spec.train
-    named = train.command is not None or train.implementation is not None
-    return not named and platform.support.device_type not in (None, "cpu")
+    is_named = train.command is not None or train.implementation is not None
+    return not is_named and platform.support.device_type not in (None, "cpu")
 
 
 @functools.cache
 def _imports(modules: tuple[str, ...]) -> bool:
-    """Return whether modules import after torch, in a process of its own: they load drivers, and may crash."""
+    """Return whether modules import after torch. They may crash in a driver, so another process imports them."""
     try:
         code = f"import torch, {', '.join(modules)}"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 def job(
     platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
 ) -> dict[str, object]:
-    """Return the job of the trial program as plain data; with `probe`, of one `rank` on one `device`."""
+    """Return the job of the trial program as plain data; `probe` has the `rank` and the `device` of a probe."""
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {
@@ -179,11 +179,11 @@ def _settings(train: TrainSpec) -> dict[str, object]:
     return {
         key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value
         for key, value in values.items()
-        if key in TAKEN
+        if key in ACCEPTED_KEYS
     }
 
 
 def _threads(platform: Platform) -> int:
-    """Return how many threads each rank may use so that together they fill the node's devices, which are cores."""
+    """Return the threads of each rank: the node's cores divided by its devices."""
     group = platform.task.cluster.groups[0]
     return max(1, (len(platform.cores) or group.chip.devices_per_node) // group.devices_per_node)

@@ -1,4 +1,4 @@
-"""Warnings about settings and knobs that have no effect in combination with others, or that were filled in."""
+"""Warnings about settings and knobs that have no effect, or that were completed."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.engines.megatron.command.checks import command_warnings
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS
 
-SELECTIVE = ("recompute_modules", "moe_recompute_level")
-"""Settings that only selective recompute looks at."""
+SELECTIVE_SETTINGS = ("recompute_modules", "moe_recompute_level")
+"""Settings that only selective recompute uses."""
 
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-"""The knobs of how to recompute."""
+RECOMPUTE_KNOBS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Knobs that only apply with `use_recompute`."""
 
-LONGEST = 80
-"""Characters of a value in a warning."""
+MAX_VALUE_LENGTH = 80
+"""Maximum number of characters of a value in a warning."""
 
 
 def spec_warnings(spec: Spec) -> list[str]:
-    """Return a line for each setting that has no effect on any candidate of the space, and those of a command."""
-    return [*_useless_settings(spec), *command_warnings(spec)]
+    """Return a line for each setting that has no effect on any candidate, and the warnings about a user's command."""
+    return [*_unused_settings(spec), *command_warnings(spec)]
 
 
-def _useless_settings(spec: Spec) -> list[str]:
+def _unused_settings(spec: Spec) -> list[str]:
     kinds, switch = (spec.space.get(knob, AUTO) for knob in ("recompute_granularity", "use_recompute"))
     if (kinds == AUTO or "selective" in kinds) and (switch == AUTO or True in switch):
         return []
-    settings = {f"train.settings.{key}": spec.train.settings[key] for key in SELECTIVE if key in spec.train.settings}
-    fix = "add selective to auto_tuner.space.recompute_granularity and true to use_recompute"
-    return [_without_selective(key, value, "no candidate has", fix) for key, value in settings.items()]
+    settings, fix = (
+        spec.train.settings,
+        "add selective to auto_tuner.space.recompute_granularity and true to use_recompute",
+    )
+    keys = [key for key in SELECTIVE_SETTINGS if key in settings]
+    return [_without_selective(f"train.settings.{key}", settings[key], "no candidate has", fix) for key in keys]
 
 
 def job_warnings(
     task: Task, values: Mapping[str, KnobValue], settings: Mapping[str, SettingValue], noted: Collection[str]
 ) -> list[str]:
-    """Return a line for each key of a job record that has no effect, and one for a split that was filled in."""
-    lines, off = [], values.get("use_recompute") is False
-    if values.get("recompute_granularity") != "selective" or off:
+    """Return a line for each key of a job record that has no effect, and one for a split that was completed."""
+    lines, recompute_is_off = [], values.get("use_recompute") is False
+    if values.get("recompute_granularity") != "selective" or recompute_is_off:
         fix = "add recompute_granularity: selective"
-        given = {key: settings[key] for key in SELECTIVE if key in settings}
-        lines += [_without_selective(key, value, "its candidate does not have", fix) for key, value in given.items()]
+        unused = [key for key in SELECTIVE_SETTINGS if key in settings]
+        lines += [_without_selective(key, settings[key], "its candidate does not have", fix) for key in unused]
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         lines.append("sequence_parallel = True does nothing: tensor_model_parallel_size is 1")
-    unused = {key: values[key] for key in RECOMPUTE if values.get(key) is not None} if off else {}
-    lines += [f"{key} = {value!r} does nothing: use_recompute is False" for key, value in unused.items()]
-    used = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, EMBEDDING, LOSS)}
-    filled = [
-        f"{key} = {text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}"
-        for key, text in used.items()
+    unused = [key for key in RECOMPUTE_KNOBS if values.get(key) is not None] if recompute_is_off else []
+    lines += [f"{key} = {values[key]!r} does nothing: use_recompute is False" for key in unused]
+    split_settings = {key: str(task.spec.train.settings.get(key) or "") for key in (LAYOUT, EMBEDDING, LOSS)}
+    completed_settings = [
+        f"{key} = {text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + '...'}"
+        for key, text in split_settings.items()
         if text and key not in {*settings, *noted}
     ]
-    if filled:
+    if completed_settings:
         lines.append(
             "the layers do not divide over the (virtual) pipeline stages: predicted as published runs split them, with "
-            f"{' and '.join(filled)}; give that or another split"
+            f"{' and '.join(completed_settings)}; give that or another split"
         )
     return lines
 
 
-def _without_selective(key: str, value: SettingValue, who: str, fix: str) -> str:
-    return f"{key} = {value!r} does nothing: {who} recompute_granularity: selective; {fix}, or remove this key"
+def _without_selective(key: str, value: SettingValue, subject: str, fix: str) -> str:
+    return f"{key} = {value!r} does nothing: {subject} recompute_granularity: selective; {fix}, or remove this key"

@@ -1,1 +1,1 @@
-"""Formulas of pipeline schedules for training engines: the time of a step, and the micro-batches in flight."""
+"""Formulas for pipeline schedules: the time of a step, and the micro-batches in flight."""

@@ -1,9 +1,9 @@
-"""The time of a pipeline of uneven stages from its first forward to its last backward, by longest paths.
+"""The time of a pipeline with uneven stages from its first forward to its last backward, by longest paths.
 
-A path spends the middle of the step on one stage, r. `front` is the time until the first backward of r, `back` the time
-after its last forward. Both are running maxima over stages, so the cost does not depend on the number of micro-batches.
-Symbols: p stages, m micro-batches, v virtual stages per device; F forward, B and W the backward that makes
-the gradient of activations and of weights. All arrays of stages are (stages, candidates).
+A path spends the steady state of the step on one stage, r. `front` is the time until the first backward of r, `back`
+the time after its last forward. Both are running maxima over stages, so the run time of the formula does not depend on
+the number of micro-batches. Symbols: p stages, m micro-batches, v virtual stages per device; F forward, B and W the
+backward for the gradients of activations and of weights. All arrays of stages are (stages, candidates).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from flagcore.domain.space import FloatArray
 class StageTimes:
     """Seconds of one micro-batch on each stage of pipelines of one length.
 
-    `forward`, `backward_input` (recomputation included), `backward_weight` and `paired` have shape (stages,
-    candidates). A stage is the work of one device: all its virtual stages, assumed equal; for DualPipe it is a stage
-    of the model, which two devices hold. `paired` is one forward and one backward (both parts) of two micro-batches
-    that a schedule overlaps; None: as long as one after the other.
+    `forward`, `backward_input` (with recompute), `backward_weight` and `paired` have the shape (stages, candidates). A
+    stage is the work of one device over all its virtual stages, which are assumed to be equal; for DualPipe it is a
+    stage of the model, which two devices hold. `paired` is the time of an overlapped forward and backward of two
+    micro-batches; None: the sum of both.
 
-    `send` (candidates,) is one message over one boundary, `blocking` the share of it (0 to 1) during which its
-    sender computes nothing; the rest only makes the receiver wait. `weight_share` is how much of a micro-batch's
-    activations is held between its two backwards, as the scheduler of `zb-2p` sees it.
+    `send` (candidates,) is the time of one message, `blocking` the share of it (0 to 1) that blocks the sender; the
+    rest only delays the receiver. `weight_share` is the share of a micro-batch's activations that is held between B and
+    W, as in the scheduler of `zb-2p`.
     """
 
     forward: FloatArray
@@ -63,42 +63,40 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
-
-    Exact where sends block.
-    """
+    """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473). It is exact if sends block."""
     forward, backward = _with_sends(times, 1.0)
-    warm = np.minimum(_behind(forward), m - 1.0)
-    front, first = _edge(forward, backward, times.latency, warm * np.maximum.accumulate(forward))
-    back, last = _edge(backward, forward, times.latency, warm * np.maximum.accumulate(backward))
-    steps, both = m - 1.0 - warm, forward + backward
-    return _join(front, first, back, last, steps, steps * both)
+    warm = np.minimum(_stages_after(forward), m - 1.0)
+    front, first = _end_of_passes(forward, backward, times.latency, warm * np.maximum.accumulate(forward))
+    back, last = _end_of_passes(backward, forward, times.latency, warm * np.maximum.accumulate(backward))
+    steps, round_trip = m - 1.0 - warm, forward + backward
+    return _longest_path(front, first, back, last, steps, steps * round_trip)
 
 
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
     """Return the time of interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
 
-    A path may also wrap around: the last stage is followed by the next virtual stage of the first one, p passes
-    later. With m a multiple of p exact for even stages, within 3.5% for uneven ones; 0.5% more if the head is all in
-    the last virtual stage. With v = 1 it is 1F1B.
+    A path may also wrap around: the next virtual stage of the first device follows the last stage, p passes later. If m
+    is a multiple of p, the formula is exact for even stages and within 3.5% for uneven ones; the error grows by 0.5% if
+    the head is in the last virtual stage only. With v = 1 it is 1F1B.
     """
-    plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) else m
+    one_virtual = one_forward_one_backward(times, m) if np.any(v <= 1.0) else m
     forward, backward = (x / v for x in _with_sends(times, v))
     p, latency, passes = len(forward), times.latency, m * v
-    warm = np.minimum(2.0 * _behind(forward) + (v - 1.0) * p, passes - 1.0)
-    front, first = _edge(forward, backward, latency, _laps(forward, latency, warm))
-    back, last = _edge(backward, forward, latency, _laps(backward, latency, warm))
-    steps, both = passes - 1.0 - warm, forward + backward
-    total = _join(front, first, back, last, steps, steps * both)
-    # From the last stage to the first within the step: worth it where one is slow forward, the other backward.
+    warm = np.minimum(2.0 * _stages_after(forward) + (v - 1.0) * p, passes - 1.0)
+    front, first = _end_of_passes(forward, backward, latency, _pass_rounds(forward, latency, warm))
+    back, last = _end_of_passes(backward, forward, latency, _pass_rounds(backward, latency, warm))
+    steps, round_trip = passes - 1.0 - warm, forward + backward
+    total = _longest_path(front, first, back, last, steps, steps * round_trip)
+    # A path from the last stage to the first is the longest if one is slow forward and the other backward.
     shared = steps[-1] - p
-    fewest = np.maximum(1.0, warm[0] - p - warm[-1])
-    wrap = (shared >= fewest) & (steps[0] >= 1.0)
-    for before, after, one in ((front, back, forward), (back, front, backward)):
-        for taken in (fewest, shared):
-            path = before[-1] + taken * both[-1] + one[0] + latency + (shared - taken) * both[0] + after[0]
+    min_steps = np.maximum(1.0, warm[0] - p - warm[-1])
+    wrap = (shared >= min_steps) & (steps[0] >= 1.0)
+    for start, end, pass_ in ((front, back, forward), (back, front, backward)):
+        for steps_last in (min_steps, shared):
+            steps_first = shared - steps_last
+            path = start[-1] + steps_last * round_trip[-1] + pass_[0] + latency + steps_first * round_trip[0] + end[0]
             total = np.where(wrap, np.maximum(total, path), total)
-    return np.where(v > 1.0, total, plain)
+    return np.where(v > 1.0, total, one_virtual)
 
 
 def deferred_weights(
@@ -106,48 +104,49 @@ def deferred_weights(
 ) -> FloatArray:
     """Return the time of a schedule that starts with `warm` forwards and ends with `delayed` gradients of weights.
 
-    Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. Without
-    `barrier` it is the longest span of one stage.
+    `warm` is the number of forwards before a stage's first backward, `delayed` the number of W after its last B, both
+    (stages, candidates). Without `barrier` the time is the longest span of one stage.
 
-    Deviation from simulation, m >= 2p: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, 3% where all stages differ.
-    ZB-2p is always below: within 2.5% for even stages, 7.5% for uneven ends, 10.5% where all differ. At m = p ZB-H2
-    is at most 10% too fast.
+    Deviation from simulation for m >= 2p: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, or 3% if all stages differ. ZB-2p
+    is always underestimated: within 2.5% for even stages, 7.5% for uneven ends, 10.5% if all stages differ. At m = p
+    ZB-H2 is underestimated by at most 10%.
     """
-    forward, backward = _with_sends(times, 1.0, fused=False)
+    forward, backward = _with_sends(times, 1.0, with_w=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
     warm, delayed = np.minimum(warm, m), np.minimum(delayed, m)
     within = np.minimum(warm - 1.0, m - delayed)  # W between the last backwards
     before = m - delayed - within  # W between the first backward and the last forward
-    front, first = _edge(forward, backward, latency, (warm - 1.0) * np.maximum.accumulate(forward))
+    front, first = _end_of_passes(forward, backward, latency, (warm - 1.0) * np.maximum.accumulate(forward))
     closing = (warm - 1.0 - within) * np.maximum.accumulate(backward)
     closing = closing + within * np.maximum.accumulate(backward + weight)
-    back, last = _edge(backward, forward, latency, closing)
+    back, last = _end_of_passes(backward, forward, latency, closing)
     steps = m - warm
-    through = _join(front, first, back, last, steps, steps * (forward + backward) + before * weight) + weight[0]
+    path = _longest_path(front, first, back, last, steps, steps * (forward + backward) + before * weight) + weight[0]
 
     start = np.cumsum(forward, axis=0) - forward + np.arange(p)[:, None] * latency
     chain = forward + backward + 2.0 * latency
     round_trip = np.cumsum(chain[::-1], axis=0)[::-1] - chain
     wait = round_trip - (warm - 1.0) * backward - (m - before - 1.0) * weight
-    own = front + steps * forward + m * (backward + weight) + np.where(steps >= 1.0, np.maximum(wait, 0.0), 0.0)
-    own = np.maximum(own, np.where(steps < 1.0, first + round_trip + backward + weight, 0.0))
-    longest: FloatArray = np.maximum(through, (own if barrier else own - start).max(axis=0))
+    span = front + steps * forward + m * (backward + weight) + np.where(steps >= 1.0, np.maximum(wait, 0.0), 0.0)
+    span = np.maximum(span, np.where(steps < 1.0, first + round_trip + backward + weight, 0.0))
+    longest: FloatArray = np.maximum(path, (span if barrier else span - start).max(axis=0))
     return longest
 
 
-def _behind(stages: FloatArray) -> FloatArray:
+def _stages_after(stages: FloatArray) -> FloatArray:
     """Return the number of stages after each, as a column."""
     column: FloatArray = np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
     return column
 
 
-def _with_sends(times: StageTimes, v: FloatArray | float, *, fused: bool = True) -> tuple[FloatArray, FloatArray]:
+def _with_sends(times: StageTimes, v: FloatArray | float, *, with_w: bool = True) -> tuple[FloatArray, FloatArray]:
     """Return forward and backward with the blocking time of their sends, v per micro-batch.
 
-    The last virtual stage sends nothing forward, the first nothing backward. `fused`: the backward includes W.
+    The last virtual stage sends nothing forward, the first nothing backward. `with_w` adds W to the
+    backward.
     """
     forward, backward = times.forward, times.backward_input
-    if fused:
+    if with_w:
         backward = backward + times.backward_weight
     if np.any(times.sending > 0) and len(forward) > 1:
         forward, backward = forward + v * times.sending, backward + v * times.sending
@@ -156,43 +155,43 @@ def _with_sends(times: StageTimes, v: FloatArray | float, *, fused: bool = True)
     return forward, backward
 
 
-def _edge(
+def _end_of_passes(
     pass_: FloatArray, other: FloatArray, latency: FloatArray, extra: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the time at which each stage ends its first passes, with and without the way back from the last stage.
+    """Return the time at which each stage ends its first passes, with and without the return from the last stage.
 
-    `extra` is the time of the passes after the first one on the slowest stage so far. The end of the step is the
-    same in reverse, with the passes exchanged.
+    `extra` is the time of the passes after the first one on the slowest stage so far. With forward and backward
+    exchanged, it is the time from a stage's last passes to the end of the step.
     """
-    alone = np.cumsum(pass_, axis=0) + np.arange(len(pass_))[:, None] * latency + extra
-    reached = alone.copy()
+    without_return = np.cumsum(pass_, axis=0) + np.arange(len(pass_))[:, None] * latency + extra
+    end = without_return.copy()
     for r in range(len(pass_) - 2, -1, -1):
-        np.maximum(alone[r], reached[r + 1] + latency + other[r + 1], out=reached[r])
-    return reached, alone
+        np.maximum(without_return[r], end[r + 1] + latency + other[r + 1], out=end[r])
+    return end, without_return
 
 
-def _laps(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
-    """Return the time of `count` passes on the slowest stage so far or, after one round over all stages, of all.
+def _pass_rounds(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
+    """Return the time of `count` passes on the slowest stage so far or, after one round, on the slowest of all stages.
 
-    Messages make each round longer: then also of as many rounds as the passes allow.
+    With latency, paths of as many rounds over all stages as possible count, too.
     """
     p, slowest = len(pass_), np.maximum.accumulate(pass_)
-    lap = pass_.sum(axis=0) + p * latency
-    longest: FloatArray = np.maximum(count * slowest, np.where(count >= p, lap + (count - p) * slowest[-1], 0.0))
+    round_ = pass_.sum(axis=0) + p * latency
+    longest: FloatArray = np.maximum(count * slowest, np.where(count >= p, round_ + (count - p) * slowest[-1], 0.0))
     if np.any(latency > 0):
-        laps = np.floor(count / p)
-        np.maximum(longest, laps * lap + (count - laps * p) * slowest, out=longest)
+        rounds = np.floor(count / p)
+        np.maximum(longest, rounds * round_ + (count - rounds * p) * slowest, out=longest)
     return longest
 
 
-def _join(
+def _longest_path(
     front: FloatArray, first: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, middle: FloatArray
 ) -> FloatArray:
-    """Return the longest path over all stages; a stage without a forward after its first backward has no middle."""
-    through = front + middle
-    through += back
+    """Return the longest path over all stages; `middle` is ignored on stages with less than one step."""
+    path = front + middle
+    path += back
     short = steps < 1.0
     if np.any(short):
-        through = np.where(short, np.maximum(front + last, first + back), through)
-    longest: FloatArray = through.max(axis=0)
+        path = np.where(short, np.maximum(front + last, first + back), path)
+    longest: FloatArray = path.max(axis=0)
     return longest

@@ -1,7 +1,8 @@
-"""The time of a step of a pipeline schedule, and the micro-batches that a stage holds at once.
+"""The time of a step of a pipeline schedule, and the micro-batches in flight on a stage.
 
-The deviation of each formula from the simulated order is given in its docstring. With the profiled times of 12
-published settings (arXiv 2401.10241) the 48 published steps of 1F1B, interleaved, ZB-1p and ZB-2p come out within 4%.
+Each docstring gives the deviation of its formula from the simulated order. For the profiled times of 12 published
+settings (arXiv 2401.10241) the formulas predict the 48 published steps of 1F1B, interleaved, ZB-1p and ZB-2p within
+4%.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from flagcore.physics.schedules.catalogue import SCHEDULES
 def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray) -> FloatArray:
     """Return the seconds from the first forward of a step to the last backward of all stages, per candidate.
 
-    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` uses `virtual`. All
-    candidates have pipelines of the same length. With `Schedule.post_validation` it is the longest span of one stage.
+    `microbatches` and `virtual` are float counts of shape (candidates,); only `interleaved` uses `virtual`. All
+    candidates have pipelines of the same length. With `Schedule.post_validation` the time is the longest span of one
+    stage.
     """
     m, p = microbatches, len(times.forward)
     if p == 1:
-        alone: FloatArray = m * times.busy[0]
-        return alone
+        single_stage: FloatArray = m * times.busy[0]
+        return single_stage
     if schedule == "gpipe":
         return critical_path.gpipe(times, m)
     if schedule == "1f1b":
@@ -34,42 +36,42 @@ def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual
     if schedule.startswith("zb-") and schedule != "zb-v":
         return _zero_bubble(schedule, times, m)
     one_pass = (times.forward + times.backward_input).sum(axis=0) + times.backward_weight[0]
-    total: FloatArray = np.maximum(_TWOFOLD[schedule](times, m), one_pass + 2.0 * (p - 1.0) * times.send)
+    total: FloatArray = np.maximum(_V_FORMULAS[schedule](times, m), one_pass + 2.0 * (p - 1.0) * times.send)
     return total
 
 
 def in_flight(
     schedule: str, index: FloatArray, pipeline: FloatArray, virtual: FloatArray, microbatches: FloatArray
 ) -> FloatArray:
-    """Return the micro-batches whose activations stage `index` holds at most before their backward.
+    """Return the maximum number of micro-batches whose activations stage `index` holds before their backward.
 
-    In units of one micro-batch's activations of the whole stage (all parts of the device), at most m; arrays of one
-    shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1
-    and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3,
-    rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). Activations kept
-    for W only are added by `deferred`.
+    The unit is one micro-batch's activations on all virtual stages of the device; the maximum is m. 1F1B: p - r
+    (arXiv 2104.04473); interleaved: 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1 and ZB-1p: p - r,
+    ZB-H2 and ZB-2p: 2 (p - r) - 1 (arXiv 2401.10241); ZB-V: p, V-Half: p / 2 + 1, V-Min: (p + 4) / 3, rounded down
+    (arXiv 2405.15362); DualPipe: p + 1 and DualPipeV: (2p + 1) / 2 (its repository). `deferred` returns those held only
+    for W.
     """
-    behind = pipeline - 1.0 - index
-    one: FloatArray = np.ones_like(behind)
-    most = behind + 1.0
+    later_stages = pipeline - 1.0 - index
+    ones: FloatArray = np.ones_like(later_stages)
+    count = later_stages + 1.0
     if schedule == "gpipe":
-        most = microbatches * one
+        count = microbatches * ones
     elif schedule == "interleaved":
-        most = np.where(virtual > 1, (2.0 * behind + (virtual - 1.0) * pipeline + 1.0) / virtual, most)
+        count = np.where(virtual > 1, (2.0 * later_stages + (virtual - 1.0) * pipeline + 1.0) / virtual, count)
     elif schedule in ("zb-h2", "zb-2p"):
-        most = 2.0 * behind + 1.0
+        count = 2.0 * later_stages + 1.0
     elif schedule == "zb-v":
-        most = pipeline * one
+        count = pipeline * ones
     elif schedule == "v-half":
-        most = (pipeline + 2.0) // 2.0 * one
+        count = (pipeline + 2.0) // 2.0 * ones
     elif schedule == "v-min":
-        most = (pipeline + 4.0) // 3.0 * one
+        count = (pipeline + 4.0) // 3.0 * ones
     elif schedule == "dualpipe":
-        most = pipeline + one
+        count = pipeline + ones
     elif schedule == "dualpipev":
-        most = pipeline + 0.5 * one
-    held: FloatArray = np.minimum(np.where(pipeline > 1, most, 1.0), microbatches)
-    return held
+        count = pipeline + 0.5 * ones
+    result: FloatArray = np.minimum(np.where(pipeline > 1, count, 1.0), microbatches)
+    return result
 
 
 def deferred(
@@ -79,25 +81,24 @@ def deferred(
     microbatches: FloatArray,
     weight_share: FloatArray | float = 0.4,
 ) -> FloatArray:
-    """Return the micro-batches of which stage `index` holds only the inputs of W, at the moment of `in_flight`.
+    """Return the micro-batches of which stage `index` holds only the inputs of W, at the peak of `in_flight`.
 
-    W needs the inputs of the linear layers and the gradients of their outputs, not what attention saved. Later stages
-    of ZB-H1 and ZB-1p hold r, of ZB-H2 2r. ZB-2p holds what fits in 2p micro-batches, each W counting
-    `weight_share` of one (`StageTimes.weight_share`), so all 2p with a share of 1. The V family and DualPipe
-    reach their maximum when nothing waits: 0.
+    W needs the inputs of the linear layers and the gradients of their outputs, not the tensors of attention. Stage r
+    holds r in ZB-H1 and ZB-1p, 2r in ZB-H2. In ZB-2p it holds as many as fit in 2p micro-batches, where each counts
+    `weight_share` (`StageTimes.weight_share`) of one. The V family and DualPipe hold 0 at their peak.
     """
-    held = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
-    waiting: FloatArray = np.zeros_like(held)
+    held_count = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
+    waiting: FloatArray = np.zeros_like(held_count)
     if schedule in ("zb-h1", "zb-1p"):
         waiting = waiting + index
     elif schedule == "zb-h2":
         waiting = waiting + 2.0 * index
     elif schedule == "zb-2p":
         waiting = waiting + (2.0 * index + 1.0) / weight_share
-    return np.minimum(np.where(pipeline > 1, waiting, 0.0), microbatches - held)
+    return np.minimum(np.where(pipeline > 1, waiting, 0.0), microbatches - held_count)
 
 
-_TWOFOLD = {
+_V_FORMULAS = {
     "zb-v": v_formulas.zero_bubble_v,
     "v-half": v_formulas.v_half,
     "v-min": v_formulas.v_min,
@@ -107,29 +108,28 @@ _TWOFOLD = {
 
 
 def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p from the forwards before a stage's first backward (`warm`)
-    and the W after its last B (`delayed`).
+    """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p.
 
-    ZB-H1 and ZB-1p keep p micro-batches; ZB-H2 2p - 1 with F = B = W in mind. ZB-2p is planned for the middle stage:
-    forwards until the first backward arrives, W until the other stages are done, both limited by 2p. The plan of
-    ZB-1p is used where it is better.
+    ZB-H1 and ZB-1p hold p micro-batches, ZB-H2 2p - 1, which is optimal for F = B = W. ZB-2p is planned for the middle
+    stage: forwards until the first backward arrives, W until the other stages are done, both limited by 2p; the plan
+    of ZB-1p replaces it if it is faster.
     """
     p, barrier = len(times.forward), not SCHEDULES[schedule].post_validation
     r = np.arange(p, dtype=np.float64)[:, None]
     if schedule == "zb-h2":
         return critical_path.deferred_weights(times, m, 2.0 * (p - r) - 1.0, 2.0 * r + 1.0, barrier=barrier)
-    small = critical_path.deferred_weights(times, m, p - r, r + 1.0, barrier=barrier)
+    with_1p_plan = critical_path.deferred_weights(times, m, p - r, r + 1.0, barrier=barrier)
     if schedule != "zb-2p":
-        return small
+        return with_1p_plan
     f, b, w = (x[p // 2] for x in (times.forward, times.backward_input, times.backward_weight))
     turn = f + b + 2.0 * times.send
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
     delayed = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
-    return np.minimum(small, critical_path.deferred_weights(times, m, warm, delayed, barrier=barrier))
+    return np.minimum(with_1p_plan, critical_path.deferred_weights(times, m, warm, delayed, barrier=barrier))
 
 
 def pipeline_seconds(passes: Passes) -> float:
-    """Return the seconds of a step of one candidate by the formula of its schedule."""
+    """Return the seconds of a step of one candidate."""
     forward, backward, weight, paired = (
         np.array(each)[:, None] for each in (passes.forward_s, passes.backward_s, passes.weight_s, passes.paired_s)
     )

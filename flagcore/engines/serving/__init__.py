@@ -1,1 +1,1 @@
-"""Serving engines behind one workload: their knobs, how they are started, loaded and read, and what they will do."""
+"""Serving engines behind one workload: knobs, launch, load, measurements and predictions."""

@@ -1,8 +1,8 @@
-"""A balancer for where nginx is not installed: each connection goes to the server with the fewest.
+"""A TCP load balancer for machines without nginx: each connection goes to the server with the fewest connections.
 
-    python -m flagcore.engines.serving.balancer 8000 127.0.0.1:8001 node-2:8001    (the first port is its own)
+    python -m flagcore.engines.serving.balancer 8000 127.0.0.1:8001 node-2:8001    (listens at the first port)
 
-It passes bytes on as they come, so streams stay streams. nginx serves more clients; this is a few lines on one core.
+It forwards bytes immediately, so streams stay streams. nginx has a higher throughput; this balancer uses one core.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-PIECE = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 class Balancer:
-    """Connections spread over `places`, HOST:PORT."""
+    """Forwards connections to the servers at `addresses`, HOST:PORT."""
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self._open = dict.fromkeys(places, 0)
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._connections = dict.fromkeys(addresses, 0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass one connection on until a side ends it; a server that does not answer is left out for it."""
-        for place in sorted(self._open, key=self._open.__getitem__):
-            host, _, port = place.rpartition(":")
+        """Forward one connection until one side closes it; a server that refuses it is skipped."""
+        for address in sorted(self._connections, key=self._connections.__getitem__):
+            host, _, port = address.rpartition(":")
             try:
                 upstream = await asyncio.open_connection(host, int(port))
             except OSError:
                 continue
-            self._open[place] += 1
+            self._connections[address] += 1
             try:
-                await _join((reader, writer), upstream)
+                await _forward_both((reader, writer), upstream)
             finally:
-                self._open[place] -= 1
+                self._connections[address] -= 1
             return
         writer.close()
 
 
-Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _join(client: Side, server: Side) -> None:
-    """Pass bytes both ways. When a server ends or a client is gone the other side is closed."""
+async def _forward_both(client: Connection, server: Connection) -> None:
+    """Forward bytes in both directions. If one side closes its connection, close the other one."""
     try:
-        await asyncio.gather(_pass(client[0], server[1]), _pass(server[0], client[1]))
+        await asyncio.gather(_forward(client[0], server[1]), _forward(server[0], client[1]))
     finally:
         for _, writer in (client, server):
             writer.close()
 
 
-async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
-        while data := await source.read(PIECE):
-            sink.write(data)
-            await sink.drain()
-        if sink.can_write_eof():
-            sink.write_eof()
+        while data := await reader.read(CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
 
 
-async def main(front: int, places: Sequence[str]) -> None:
-    """Listen at `front` until the process is ended."""
-    listener = await asyncio.start_server(Balancer(places).serve, "127.0.0.1", front, limit=PIECE, backlog=1024)
+async def main(port: int, addresses: Sequence[str]) -> None:
+    """Listen at the port `port` until the process is stopped."""
+    listener = await asyncio.start_server(Balancer(addresses).serve, "127.0.0.1", port, limit=CHUNK_BYTES, backlog=1024)
     async with listener:
         await listener.serve_forever()
 

@@ -1,12 +1,12 @@
-"""A serving engine is one record, and a workload of the core.
+"""A serving engine as a workload of the core.
 
 Job records of published runs are completed with the settings that they omit:
 
-- The cache is in 8 bits if the chip computes in 4 bits and the weights are narrower than 16: the recipes for such chips
-  use it, and the numbers of requests in published points confirm it. On other chips it is in 16.
-- If the weights take more than four fifths of a device, the engine's share of memory is 95%.
-- A missing release, or one that is a commit, is replaced with a release from the time of these measurements.
-- All other settings: `PublishedRuns` of the engine, then the engine's defaults.
+- The KV cache has 8 bits if the chip computes in 4 bits and the weights have fewer than 16 bits: recipes for such chips
+  use it, and the numbers of requests in published points confirm it. On other chips it has 16 bits.
+- If the weights take more than 80% of a device, the engine may use 95% of its memory.
+- A missing release or a commit is replaced with a release from the time of the measurements.
+- Other settings come from the engine's `PublishedRuns`, then from its defaults.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common.command_line import Program
 from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware, count
 from flagcore.engines.serving.common.program import release
-from flagcore.engines.serving.common.weights import fewest_devices, weight_bytes
+from flagcore.engines.serving.common.weights import min_devices, weight_bytes
 from flagcore.engines.serving.load.result import COMPLETIONS
 from flagcore.engines.serving.model.work import Overheads, overheads_of
 from flagcore.engines.serving.predict import predict
@@ -55,74 +55,74 @@ from flagcore.errors import SpecError
 class ServingWorkload(
     Workload, EngineDefaults, JobRecords, InstalledVersion, NamedDistribution, UntestedEngine, Protocol
 ):
-    """What every serving engine implements."""
+    """The protocols that every serving engine implements."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Engine:
-    """One serving engine: its program, rules, settings and overheads. Knows no vendor. All else is shared.
+    """One serving engine: its program, rules, settings and overheads. The other modules here are shared by all engines.
 
-    If releases differ, the version of the spec decides.
+    The engine version of the spec selects among releases.
     """
 
     name: str
     where: str
-    """Where the trial program imports the engine, as module:attribute."""
+    """The import path of the engine for the trial program, as module:attribute."""
     program: Program
     modules: Mapping[str, str]
-    """What its program imports, and the pip requirement that installs it."""
+    """Modules that the server imports, and their pip requirements."""
     rules: Callable[[Task], tuple[Rule, ...]]
-    """Returns what the engine rejects."""
+    """Returns the rules of the engine for legal candidates."""
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
-    """Returns how one instance with its own knob values is started, on some CPU cores if devices are cores."""
+    """Returns how to start one instance with its knob values, on the given CPU cores if devices are cores."""
     on_host: Callable[[int, int], tuple[str, ...]] | None = None
-    """Returns the flags of one of the hosts of an instance: how many there are, and which it is. None: an instance has
-    one."""
+    """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
+    host."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
-    """Returns which candidates are the same to the engine."""
+    """Returns the merges of candidates that the engine treats as equal."""
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
-    """Returns, from a running server and its log, the knob values in use; a knob that is not reported is left out."""
+    """Returns the knob values in use, as far as a running server and its log report them."""
     memory: Callable[[str], Mapping[str, float]] = lambda log: {}
-    """Returns from a log weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and
-    kv_cache_tokens (of the whole instance), as far as they are reported."""
+    """Returns weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and kv_cache_tokens
+    (of the whole instance), as far as the log reports them."""
     api: str = COMPLETIONS
-    """Path of the API that takes prompts of token ids: COMPLETIONS or GENERATE."""
+    """Path of the API for prompts of token ids: COMPLETIONS or GENERATE."""
     health: str = "/health"
-    """Path that answers 200 when requests are served."""
+    """Path that returns 200 when the server is ready."""
     split_by: str = TP
-    """The knob that by default takes as many devices as the weights need."""
+    """The knob whose default is the number of devices that the weights need."""
     host_times: tuple[float, float] | None = None
-    """Seconds of an iteration and of each of its sequences where devices are CPU cores."""
+    """Seconds of an iteration and of each of its sequences if devices are CPU cores."""
     receive_flag: str = ""
-    """The flag for the iterations between two looks at new requests."""
+    """The flag for the number of iterations between two polls for new requests."""
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
     """Returns the largest batch that the engine captures as a graph."""
     published_runs: PublishedRuns = field(default_factory=PublishedRuns)
     distribution: str = ""
-    """The distribution of the engine if it does not have the engine's name."""
+    """The pip distribution of the engine if its name is not the engine's."""
     untested: str = ""
-    """Why figures of this engine are less certain than others; empty: it was run and measured."""
+    """Why predictions for this engine are less certain; empty if its runs were measured."""
     kind: str = "serve"
     start_seconds: float = 1200.0
-    """What a trial may take: servers load their weights and compile before the load begins."""
+    """Timeout of a trial in seconds: servers load their weights and compile before the load begins."""
     knobs: tuple[Knob, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.knobs = self.program.knobs
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
-        """Return the knobs and the values of a task, in the order in which they are crossed. Raises SpecError."""
+        """Return the axes of a task's knobs in the order of enumeration. Raises SpecError."""
         return common_knobs.axes(task, self.knobs, self.program.parse(task.spec).fixed)
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
-        """Return knob values of a spec or a job record as values of the axes. Raises SpecError."""
+        """Return the knob values of a spec or a job record as values of the axes. Raises SpecError."""
         return common_knobs.parse(values, self.knobs, self.name)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
-        """Return the candidate that runs if no knob is set, on as many devices as the weights need."""
+        """Return the values of a candidate without knobs, on as many devices as the weights need."""
         neutral = {knob.name: knob.neutral for knob in self.knobs}
-        return neutral | {self.split_by: fewest_devices(task)} | self.program.parse(task.spec).fixed
+        return neutral | {self.split_by: min_devices(task)} | self.program.parse(task.spec).fixed
 
     def device_counts(self, task: Task, columns: Columns) -> IntArray:
         """Return the devices of all instances of each row together."""
@@ -135,17 +135,17 @@ class Engine:
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
         """Return the overheads for a task.
 
-        `on_host`: there is no device, the CPU that schedules also computes, and small kernels are no launches.
+        With `on_host` the CPU that schedules also computes, so small kernels have no launches.
         """
         serve = task.spec.serve
-        found = overheads_of(self.program.overheads, serve.engine_version)
+        overheads = overheads_of(self.program.overheads, serve.engine_version)
         if on_host:
-            found = replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
+            overheads = replace(overheads, attention=0.0, latent=0.0, ffn=0.0, experts={})
             if self.host_times is not None:
                 iteration, sequence = self.host_times
-                found = replace(found, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)
+                overheads = replace(overheads, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)
         receive = serve.engine_args.get(self.receive_flag)
-        return replace(found, receive=receive) if isinstance(receive, int) and receive > 0 else found
+        return replace(overheads, receive=receive) if isinstance(receive, int) and receive > 0 else overheads
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         kinds = heterogeneous.instance_kinds(task, columns)
@@ -160,27 +160,27 @@ class Engine:
         )
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return tokens and sequences of an iteration and the split, of the largest instance."""
+        """Return the logarithms of the instances and of the largest instance's TP, sequences and tokens."""
         kinds = heterogeneous.instance_kinds(task, columns)
-        settings, largest = self.settings(task, kinds.columns), kinds.firsts
+        settings, rows = self.settings(task, kinds.columns), kinds.first_rows
         figures = {
             "instances": settings.instances,
             "tensor_model_parallel_size": settings.tensor,
             "max_running": settings.max_running,
             "max_batched_tokens": settings.max_batched_tokens,
         }
-        return {name: np.log2(np.maximum(values[largest], 1).astype(np.float64)) for name, values in figures.items()}
+        return {name: np.log2(np.maximum(values[rows], 1).astype(np.float64)) for name, values in figures.items()}
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return the rows with at least the values of `candidate`. A knob that is not set has no order."""
+        """Return the rows whose knobs need at least as much memory as the candidate's; unset knobs have no order."""
         values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
         result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
         for name, column in columns.items():
             value, order = values.get(name), orders.get(name, 0)
-            if isinstance(value, str):  # only its axis has the code of a word
+            if isinstance(value, str):  # only its axis can encode a word
                 return np.zeros_like(result)
             code = 0 if value is None else int(value)
             if order > 0 and code > 0:
@@ -192,7 +192,7 @@ class Engine:
         return result
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        """Return no row: no knob of a scheduler is slower for every model and load."""
+        """Return no row: no knob slows down every model and load."""
         return np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
@@ -227,38 +227,39 @@ class Engine:
         return launching.launch(platform, self, candidate, folder, for_real=for_real)
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        """Return a function that reports no steps: a load cannot be judged before its end."""
+        """Return a function that returns no steps: a load has no intermediate result."""
         return tuple
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        own = {axis.knob for axis in self.axes(task)}  # a candidate also has the knobs of plugins
-        values = {knob: value for knob, value in candidate.items if knob in own}
+        own_knobs = {axis.knob for axis in self.axes(task)}  # a candidate may also have knobs of plugins
+        values = {knob: value for knob, value in candidate.items if knob in own_knobs}
         kinds = heterogeneous.instance_kinds(task, self.columns(task, values))
-        each = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
-        return reading.read(task, candidate, folder, each.tolist())
+        instance_devices = np.repeat(self.settings(task, kinds.columns).devices, kinds.count)
+        return reading.read(task, candidate, folder, instance_devices.tolist())
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return the patterns of the trial program, which has read the engine's own log."""
+        """Return the patterns of the trial program, which reads the engine's log itself."""
         return PATTERNS
 
 
 CACHE_TYPE = "kv_cache_type"
-WIDE = ("bf16", "fp16", "fp32")
-CROWDED, RAISED = 0.8, 0.95
-"""The share of a device that weights take above which the engine's share of memory was raised, and to what."""
+WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
+CROWDED_SHARE, RAISED_SHARE = 0.8, 0.95
+"""Published runs raise the engine's share of memory to `RAISED_SHARE` if the weights take more than `CROWDED_SHARE`
+of a device."""
 
 
 def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
-    """Return the task and the knobs of a job record with all that it leaves out."""
+    """Return the completed task and knobs of a job record."""
     serve, chip = task.spec.serve, task.cluster.groups[0].chip
     values = dict(values)
-    if runs.cache_type and serve.precision not in WIDE and "fp4" in chip.dense_flops_per_second:
+    if runs.cache_type and serve.precision not in WIDE_PRECISIONS and "fp4" in chip.dense_flops_per_second:
         values.setdefault(CACHE_TYPE, runs.cache_type)
     if runs.release and release(serve.engine_version or "") is None:
         serve = replace(serve, engine_version=runs.release)
     serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
-    if runs.memory_flag and _weights_share(task, values) > CROWDED:
-        serve = replace(serve, engine_args={runs.memory_flag: RAISED, **serve.engine_args})
+    if runs.memory_flag and _weights_share(task, values) > CROWDED_SHARE:
+        serve = replace(serve, engine_args={runs.memory_flag: RAISED_SHARE, **serve.engine_args})
     return replace(task, spec=replace(task.spec, work=serve)), values
 
 
@@ -267,26 +268,26 @@ def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
 
 
-CERTAIN = 0.4
-"""1.3% of 152 published first tokens took less than 0.49 of the prediction. A limit that even this share of the
-prediction exceeds is certain to be missed."""
+CERTAIN_SHARE = 0.4
+"""A limit below this share of the prediction is certain to be missed: only 1.3% of 152 published times to the first
+token took less than 0.49 of the prediction."""
 
 
 class SloImpossible:
-    """A predicted figure exceeds its limit even after twice its uncertainty, and at least `CERTAIN`, is taken off."""
+    """Prunes candidates whose predictions miss a limit even at the lower end of twice the uncertainty."""
 
     name = "slo_impossible"
 
     def __init__(self, limits: Mapping[str, float]) -> None:
         self._limits = limits
         bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
-        self.message = f"it is predicted to miss the SLO by far ({bounds})"
+        self.message = f"the prediction misses the SLO by far ({bounds})"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return True where a limit cannot be kept; an unknown figure or interval excludes nothing."""
-        least = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN)
-        pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
+        """Return the rows that cannot meet a limit; rows with an unknown metric or interval are kept."""
+        lower_share = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN_SHARE)
+        is_pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
         for name, limit in self._limits.items():
             if name in predictions.figures:
-                pruned |= predictions.figures[name] * least > limit
-        return pruned
+                is_pruned |= predictions.figures[name] * lower_share > limit
+        return is_pruned

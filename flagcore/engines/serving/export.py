@@ -1,4 +1,4 @@
-"""The best configuration for users: one server, or several behind a balancer with least connections."""
+"""Exports the best configuration: one server, or several behind a least-connections balancer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.engines.serving.trial.job import Instance
 
 FRONT_PORT = 8000
-"""The port of the only server, or of the balancer; the servers behind it have the next ports."""
+"""The port of a single server, or of the balancer; the servers behind it have the following ports."""
 MEETING_PORT = 8500
-"""The port at which the hosts of the first instance meet; those of others have the next ports."""
+"""The port at which the hosts of the first instance meet; those of others have the following ports."""
 BALANCER = "flagcore.engines.serving.balancer"
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 
@@ -31,31 +31,32 @@ def launch(
     health: str,
     hosts: Sequence[str] = (),
 ) -> Launch:
-    """Return how to start the best configuration. For several instances, files are written to `folder`. Raises OSError.
+    """Return how to start the best configuration; write files for several instances into `folder`. Raises OSError.
 
-    `common` is the environment of every launch, which containers need in full. `health` answers 200 when a server is
-    ready. On several `hosts`, the user starts the script on each.
+    `common` is the environment of all launches, which containers need in full. The path `health` returns 200 when a
+    server is ready. On several `hosts`, the user starts the script on each.
     """
     if len(instances) == 1 and not instances[0].further:
-        only = instances[0].at_port(FRONT_PORT)
+        instance = instances[0].at_port(FRONT_PORT)
         ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
-        return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory, ready=ready)
+        argv, environment = instance.argv, instance.environment
+        return Launch(argv=argv, environment=environment, folder=folder, directory=directory, ready=ready)
     ports = _ports(instances)
-    fixed = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
+    placed = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
     if hosts:
         heads = enumerate(each.host for each in instances)
         meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
-        fixed = [each.at_head(*place) for each, place in zip(fixed, meet, strict=True)]
-    Path(folder, NGINX).write_text(_filled("nginx.conf.j2", places=_places_of(fixed, hosts)), encoding="utf-8")
+        placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
+    Path(folder, NGINX).write_text(_render("nginx.conf.j2", places=_places_of(placed, hosts)), encoding="utf-8")
     start = Path(folder, START)
-    texts = [(start, start_script(fixed, folder, hosts), 0o700)]
+    texts = [(start, start_script(placed, folder, hosts), 0o700)]
     if not hosts:
-        texts.append((Path(folder, COMPOSE), compose_yaml(fixed, folder, directory, common), 0o600))
-    secret = any(secrets_in_arguments(each.argv) for each in fixed)
+        texts.append((Path(folder, COMPOSE), compose_yaml(placed, folder, directory, common), 0o600))
+    has_secret = any(secrets_in_arguments(each.argv) for each in placed)
     for file, text, mode in texts:
         file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")
-        file.chmod(mode if secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
+        file.chmod(mode if has_secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
     numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
     return Launch(
@@ -76,7 +77,7 @@ def start_script(instances: Sequence[Instance], folder: str, hosts: Sequence[str
         for part, argv in enumerate((each.argv, *each.further)):
             commands[each.host + part].append(shlex.join(_command(replace(each, argv=argv))))
     places = _places_of(instances, hosts)
-    return _filled(
+    return _render(
         "start.sh.j2",
         commands=commands,
         count=len(instances),
@@ -95,7 +96,7 @@ def _ports(instances: Sequence[Instance]) -> list[int]:
     return [FRONT_PORT + number for number in range(1, len(instances) + 1)]
 
 
-def _filled(template: str, **values: object) -> str:
+def _render(template: str, **values: object) -> str:
     from jinja2 import Environment, StrictUndefined
 
     text = (files(__package__) / "templates" / template).read_text("utf-8")
@@ -104,25 +105,25 @@ def _filled(template: str, **values: object) -> str:
 
 
 def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> str:
-    """Return the same for docker compose, with the host's network and files at the same paths.
+    """Return a docker compose file for all instances, with the host's network and files mounted at the same paths.
 
-    The program is that of the image; other paths of the command are mounted.
+    The program comes from the image; the other paths of the commands are mounted.
     """
-    named = [word for instance in instances for word in instance.argv[1:]]
-    places = sorted({directory, *(place for word in named for place in _places(word))})
+    words = [word for instance in instances for word in instance.argv[1:]]
+    paths = sorted({directory, *(path for word in words for path in _mounted_paths(word))})
     services: dict[str, object] = {
         f"instance-{number}": {
             "image": "${IMAGE:?set IMAGE to an image that has the engine}",
             "network_mode": "host",
             "ipc": "host",
             "working_dir": directory,
-            "entrypoint": [_escaped(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
+            "entrypoint": [_escape(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
             "environment": {
-                name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escaped(value)
+                name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escape(value)
                 for name, value in {**common, **instance.environment}.items()
             },
             **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
-            "volumes": [f"{_escaped(place)}:{_escaped(place)}:ro" for place in places],
+            "volumes": [f"{_escape(path)}:{_escape(path)}:ro" for path in paths],
             "restart": "unless-stopped",
         }
         for number, instance in enumerate(instances)
@@ -130,26 +131,26 @@ def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, com
     services["balancer"] = {
         "image": "nginx:stable",
         "network_mode": "host",
-        "volumes": [f"{_escaped(str(Path(folder, NGINX)))}:/etc/nginx/nginx.conf:ro"],
+        "volumes": [f"{_escape(str(Path(folder, NGINX)))}:/etc/nginx/nginx.conf:ro"],
         "depends_on": list(services),
         "restart": "unless-stopped",
     }
     head = (
-        "# IMAGE=... docker compose up: the servers and nginx in front of them, which answers at port "
-        f"{FRONT_PORT}.\n# What the vendor's container runtime needs to show devices goes into compose.override.yaml.\n"
+        "# IMAGE=... docker compose up: starts the servers and nginx, which listens at port "
+        f"{FRONT_PORT}.\n# Put the device settings of the vendor's container runtime into compose.override.yaml.\n"
     )
     return head + str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))
 
 
 def _command(instance: Instance) -> list[str]:
-    """Return the command line of an instance with its environment and, where it has cores, pinned to them."""
+    """Return the command line of an instance with its environment and, if it has cores, pinned to them."""
     variables = [f"{name}={value}" for name, value in instance.environment.items()]
-    pinned = ["taskset", "-c", ",".join(map(str, instance.cores))] if instance.cores else []
-    return [*(["env", *variables] if variables else []), *pinned, *instance.argv]
+    pin = ["taskset", "-c", ",".join(map(str, instance.cores))] if instance.cores else []
+    return [*(["env", *variables] if variables else []), *pin, *instance.argv]
 
 
-def _places(word: str) -> set[str]:
-    """Return the paths to mount for a word of a command: itself, and the targets of links in a folder."""
+def _mounted_paths(word: str) -> set[str]:
+    """Return the paths to mount for a word of a command: the path itself, and the targets of links in a folder."""
     path = Path(word)
     if not path.is_absolute() or not path.exists():
         return set()
@@ -157,6 +158,6 @@ def _places(word: str) -> set[str]:
     return {str(path), *(str(each.resolve().parent) for each in (*links, *([path] if path.is_symlink() else [])))}
 
 
-def _escaped(text: str) -> str:
-    """Return `text` for compose, with dollar signs doubled."""
+def _escape(text: str) -> str:
+    """Return `text` with dollar signs escaped for compose."""
     return text.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""How a candidate is started: the trial program with a job, or the servers of the final configuration."""
+"""Starts a candidate: the trial program with a job, or the servers of the final configuration."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ HOST_PROGRAM = f"{PROGRAM}.host"
 
 
 def ready(spec: Spec, engine: Engine) -> None:
-    """Raise SpecError or NoDevice unless servers of `spec` can be started and loaded here."""
+    """Raise SpecError or NoDevice unless servers of `spec` can run here."""
     serve, cluster = spec.serve, spec.cluster
     if cluster.groups:
-        chips, problem = [group.chip for group in cluster.groups], "are several kinds of chips, not one machine"
-        fix = "plan with `flag estimate`"
+        chips, problem = [group.chip for group in cluster.groups], "are several chips, but one machine has one"
+        fix = "predict with `flag estimate`"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
     if cluster.nodes > 1 and not spec.on_each_host:
         problem = "is more than one, but no launcher for several hosts is set"
-        fix = "set auto_tuner.launcher and cluster.hostfile, or plan with `flag estimate`"
+        fix = "set auto_tuner.launcher and cluster.hostfile, or predict with `flag estimate`"
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))
     if serve.directory is not None and not Path(serve.directory).is_dir():
-        problem, fix = "is not a folder, but serve.command starts there", "name an existing folder, or remove it"
+        problem, fix = "is not a folder, but serve.command starts there", "use an existing folder, or remove it"
         raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
-        problem, fix = "counts requests that keep the SLO, but there is none", "set serve.slo"
+        problem, fix = "needs an SLO: it counts the requests that meet it", "set serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
     engine.program.ready(spec)
 
 
 def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
-    """Write what `candidate` needs into `folder` and return how to start it. Raises LaunchError."""
+    """Write the files of `candidate` into `folder` and return how to start it. Raises LaunchError."""
     task, serve = platform.task, platform.task.spec.serve
-    instances = tuple(_placed(platform, engine, each) for each in placements(task, candidate.as_dict()))
+    instances = tuple(_instance(platform, engine, each) for each in placements(task, candidate.as_dict()))
     directory = serve.directory or folder
     try:
         if for_real:
@@ -101,35 +101,35 @@ def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> flo
     return rate if serve.highest == "request_rate" else max(1.0, rate * (figures.get("e2e_s.mean") or 1.0))
 
 
-def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:
-    """Return one server with its devices. Variables of the user override those of the engine."""
+def _instance(platform: Platform, engine: Engine, placement: Placement) -> Instance:
+    """Return one server with its devices. The user's variables override the engine's."""
     task, variable = platform.task, platform.support.visible_devices
     cores = Hardware.of(task).cores(placement.first, placement.width)
-    started = engine.server(task, placement.values, cores)
-    environment = {name: value for name, value in started.environment.items() if name not in task.spec.envs}
+    instance = engine.server(task, placement.values, cores)
+    environment = {name: value for name, value in instance.environment.items() if name not in task.spec.envs}
     if variable is not None:
         environment[variable] = ",".join(
-            _visible(platform, variable)[placement.first : placement.first + placement.width]
+            _visible_devices(platform, variable)[placement.first : placement.first + placement.width]
         )
-    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # for such a value the engine chooses
-    asked = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
-    argv, further, hosts = started.argv, list[tuple[str, ...]](), len(placement.hosts)
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
+    set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
+    argv, further, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
     if hosts > 1:
         assert engine.on_host, "the candidate is legal"
         argv, *further = [(*argv, *engine.on_host(hosts, number)) for number in range(hosts)]
     return replace(
-        started,
+        instance,
         argv=argv,
         environment=environment,
         cores=cores,
-        asked=asked,
+        asked=set_values,
         host=placement.hosts[0],
         further=tuple(further),
     )
 
 
-def _visible(platform: Platform, variable: str) -> list[str]:
-    """Return the names of the visible devices in order, or of all devices of a node."""
+def _visible_devices(platform: Platform, variable: str) -> list[str]:
+    """Return the names of the visible devices in order, by default the indices of a node's devices."""
     spec = platform.task.spec
     names = spec.envs.get(variable) or ("" if spec.on_each_host else os.environ.get(variable))
     if names:

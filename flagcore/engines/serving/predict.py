@@ -1,4 +1,4 @@
-"""Memory, latencies and rates of servers for whole columns of candidates."""
+"""Predicts memory, latencies and rates of servers for columns of candidates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform
+from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform_kinds
 from flagcore.engines.serving.common.weights import parameters
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
@@ -20,12 +20,12 @@ from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.engines.serving.settings import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.simulate import Candidates, expected_figures, time_parts
 
-STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
-STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
-"""Bytes of a weight that is stored narrower than computed: GGUF blocks; 4 bits with a scale for each 128."""
+STORED_BYTES = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED_BYTES |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+"""Bytes of a stored weight in formats that are converted for compute: GGUF blocks; 4 bits with a scale per 128."""
 
-COMPUTED = ("bf16", "fp16", "fp32")
-"""Formats in which such weights, and those in formats unknown to the chip, are computed: the first that it has."""
+COMPUTE_FORMATS = ("bf16", "fp16", "fp32")
+"""Compute formats of such weights, and of formats that the chip does not support; the first supported one is used."""
 
 BOUNDS = {
     "rate": (0.92, 1.41),
@@ -34,17 +34,17 @@ BOUNDS = {
     "ttft_s": (0.7, 1.97),
     "e2e_s": (0.97, 1.48),
 }
-"""Factors on the prediction that hold for 80% of published points, each predicted by a fit to the others;
-ITL is estimated."""
+"""80% intervals relative to the prediction, from published points that were each left out of the fit; ITL is
+estimated."""
 
 NO_GOOD_SHARE = 1e-3
-"""The share of good requests that represents none, so that goodput can be compared."""
+"""Share of good requests that represents none, so that goodput can be compared."""
 
-NARROW = 1.9
-"""Bytes of a weight below which a file has weights of less than 16 bits."""
+NARROW_BYTES = 1.9
+"""A file with fewer bytes per weight has weights of fewer than 16 bits."""
 
-WIDER = 2.0
-"""How much wider, as a factor, intervals are if the chip was not measured or the engine not fitted."""
+WIDTH_FACTOR = 2.0
+"""Factor on the intervals if the chip was not measured or the engine was not fitted."""
 
 
 def predict(
@@ -57,18 +57,18 @@ def predict(
     untested: bool = False,
     kinds: InstanceKinds | None = None,
 ) -> Predictions:
-    """Return memory and figures of each candidate; times are NaN if facts about the chip are missing.
+    """Return memory and metrics of each candidate; times are NaN if facts about the chip are missing.
 
-    `settings` are those of `kinds` of instances, or, without, of candidates whose instances are all alike. Memory is
-    that of the fullest device. Of several load points, a candidate's figures are those of one, chosen as in
-    `flagcore.engines.serving.reading.read`. Intervals are wider for an engine that is `untested`.
+    `settings` has one row per kind of instance in `kinds`; without `kinds` all instances of a candidate are equal.
+    Memory is that of the fullest device. With several load points, the metrics are those of the point that
+    `flagcore.engines.serving.reading.read` chooses. Intervals are wider for an `untested` engine.
     """
     serve = task.spec.serve
     serving = serving_of(task, costs.kernels, overheads)
     split = split_of(settings, graph_tokens)
     memory = memory_of(serving, split, settings, costs)
     times = iteration_costs(serving, split, costs)
-    kinds = kinds or uniform(settings.instances)
+    kinds = kinds or uniform_kinds(settings.instances)
     context = Candidates(
         kinds=kinds,
         serve=serve,
@@ -83,34 +83,38 @@ def predict(
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
     figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    wider = WIDER if costs.guessed or costs.synchronous or untested else 1.0
-    return _predictions(context, figures, costs, wider)
+    width_factor = WIDTH_FACTOR if costs.guessed or costs.synchronous or untested else 1.0
+    return _predictions(context, figures, costs, width_factor)
 
 
-def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
-    """Return the data that all candidates share. A format that the chip does not compute in is only stored.
+def serving_of(task: Task, kernels: KernelCosts, overheads: Overheads) -> Serving:
+    """Return the inputs that all candidates share. A format that the chip cannot compute in is only for storage.
 
-    For weights in one file (GGUF), the file has the stored size, and `precision` is that of computing.
+    For weights in a file (GGUF), the size of the file counts, and `precision` is the compute format.
     """
     model, precision = task.spec.model, task.spec.serve.precision
-    one, filed = np.ones(1), _file_weight_bytes(task)
-    if precision not in STORED and filed is None and np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all():
-        return Serving(model=model, precision=precision, overheads=over)
-    known = [name for name in COMPUTED if np.isfinite(kernels.gemm_seconds(one, one, one, name)).all()]
-    stored = filed or STORED.get(
+    ones, file_bytes = np.ones(1), _file_weight_bytes(task)
+
+    def computes(name: str) -> bool:
+        return bool(np.isfinite(kernels.gemm_seconds(ones, ones, ones, name)).all())
+
+    if precision not in STORED_BYTES and file_bytes is None and computes(precision):
+        return Serving(model=model, precision=precision, overheads=overheads)
+    supported = [name for name in COMPUTE_FORMATS if computes(name)]
+    weight_bytes = file_bytes or STORED_BYTES.get(
         precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
     )
-    wide = precision if filed and precision in known else known[0] if known else "bf16"
-    return Serving(model=model, precision=wide, overheads=over, weight_bytes=stored)
+    compute_precision = precision if file_bytes and precision in supported else supported[0] if supported else "bf16"
+    return Serving(model=model, precision=compute_precision, overheads=overheads, weight_bytes=weight_bytes)
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes of a weight in a file with less than 16 bits for each; None without such a file."""
+    """Return the bytes per weight of a file with fewer than 16 bits per weight; None without such a file."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None
-    each = os.path.getsize(weights) / parameters(task.spec.model)
-    return each if each < NARROW else None
+    weight_bytes = os.path.getsize(weights) / parameters(task.spec.model)
+    return weight_bytes if weight_bytes < NARROW_BYTES else None
 
 
 def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
@@ -128,12 +132,13 @@ def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
 
 
 def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
-    """Return the memory of a device. Driver and libraries reduce what an engine can use."""
+    """Return the memory of a device. Driver and libraries reduce the budget of the engine."""
     capacity = costs.memory.capacity_bytes()
-    none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
-    budget = (
-        np.full(settings.instances.shape, np.inf) if capacity is None else settings.memory_fraction * capacity - none
-    )
+    driver_bytes = float(costs.memory.device_used_bytes(np.zeros(1))[0])
+    budget = np.full(settings.instances.shape, np.inf)
+    if capacity is not None:
+        outside_bytes = 0.0 if serving.overheads.activations_beside else driver_bytes
+        budget = settings.memory_fraction * capacity - outside_bytes
     memory = serving_memory(
         serving,
         split,
@@ -142,49 +147,50 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
         batched_tokens=settings.max_batched_tokens.astype(np.float64),
         running=settings.max_running.astype(np.float64),
     )
-    return memory if settings.on_device is None else _offloaded(serving, split, memory, settings.on_device)
+    return memory if settings.on_device is None else _offload(serving, split, memory, settings.on_device)
 
 
-def _offloaded(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
-    """Return the memory of a device if the host has some layers, the tables and their cache."""
+def _offload(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
+    """Return the memory of a device if the host has some layers with their cache, and the embedding tables."""
     model = serving.model
-    part = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
-    layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * part
+    device_share = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+    layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * device_share
     weights = np.where(on_device < 1.0, layers, memory.weights)
-    return replace(memory, weights=weights, cache=memory.cache * part, token=memory.token * part)
+    return replace(memory, weights=weights, cache=memory.cache * device_share, token=memory.token * device_share)
 
 
-def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Costs, wider: float) -> Predictions:
+def _predictions(context: Candidates, figures: dict[str, FloatArray], costs: Costs, width_factor: float) -> Predictions:
     objective, memory, settings = context.objective, context.memory, context.settings
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
-    if objective == "goodput_requests_per_s":  # so that candidates without good requests can be compared
+    if objective == "goodput_requests_per_s":  # orders candidates without good requests
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure
     low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
-    least = memory.weights + memory.activations + memory.graphs
-    one = settings.context_len * memory.token
-    cache = np.where(np.isinf(memory.cache), one, memory.cache)  # unknown room: what one request needs
-    needed = least + np.maximum(cache, one)
-    reserved = np.where(np.isnan(settings.cache_bytes), needed, costs.memory.reserved_bytes(needed))
-    used = costs.memory.device_used_bytes(reserved)
-    if capacity is not None:  # an engine does not start without room for one request
-        outside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
-        used = np.where(memory.cache < one, np.maximum(used + outside, capacity * (1.0 + 1e-9)), used)
-    fullest, cache = context.kinds.worst(used), np.maximum(cache, 0.0)
-    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest] / 2**30
+    engine_bytes = memory.weights + memory.activations + memory.graphs
+    request_bytes = settings.context_len * memory.token
+    cache = np.where(np.isinf(memory.cache), request_bytes, memory.cache)  # unknown budget: the cache of one request
+    needed_bytes = engine_bytes + np.maximum(cache, request_bytes)
+    reserved_bytes = np.where(np.isnan(settings.cache_bytes), needed_bytes, costs.memory.reserved_bytes(needed_bytes))
+    used_bytes = costs.memory.device_used_bytes(reserved_bytes)
+    if capacity is not None:  # an engine without memory for one request does not start
+        unused_bytes = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        over_capacity = np.maximum(used_bytes + unused_bytes, capacity * (1.0 + 1e-9))
+        used_bytes = np.where(memory.cache < request_bytes, over_capacity, used_bytes)
+    fullest_rows, cache = context.kinds.worst(used_bytes), np.maximum(cache, 0.0)
+    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest_rows] / 2**30
     return Predictions(
         step_time_s=time,
-        low_s=time * low / wider,
-        high_s=time * high * wider,
+        low_s=time * low / width_factor,
+        high_s=time * high * width_factor,
         time_s={},
-        static_bytes=(memory.weights + cache)[fullest],
-        activation_bytes=(memory.activations + memory.graphs)[fullest],
-        peak_allocated_bytes=needed[fullest],
-        reserved_bytes=reserved[fullest],
-        device_used_bytes=used[fullest],
+        static_bytes=(memory.weights + cache)[fullest_rows],
+        activation_bytes=(memory.activations + memory.graphs)[fullest_rows],
+        peak_allocated_bytes=needed_bytes[fullest_rows],
+        reserved_bytes=reserved_bytes[fullest_rows],
+        device_used_bytes=used_bytes[fullest_rows],
         worst_stage=np.zeros(time.shape, dtype=np.int64),
         capacity_bytes=capacity,
         model_flops=0.0,

@@ -1,4 +1,4 @@
-"""The figures of all candidates: simulated for the best, in closed form for the rest of a large space."""
+"""Computes the metrics of all candidates: by simulation for the best, in closed form for the rest of a large space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.load.highest import highest_load
-from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady
+from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady_state
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.price import Lane, Price
@@ -22,30 +22,30 @@ from flagcore.engines.serving.settings import Settings
 from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
 
 MAX_SIMULATED = 4096
-"""Most simulated candidates: the best in closed form. The others are scaled by how these differ from it."""
+"""Maximum number of simulated candidates: the best ones in closed form. Their median ratio scales the others."""
 
 MAX_WORK = 150_000
-"""Most simulated requests in all, if that allows `MIN_SIMULATED` candidates."""
+"""Maximum number of simulated requests, as far as it allows `MIN_SIMULATED` candidates."""
 MIN_SIMULATED = 64
 
 FIRST_LOAD, LEAST_RATE = 8.0, 1e-3
 """The clients or requests per second that a search for the highest load starts with, and the lowest rate."""
 
-ENDLESS = 1e15
-"""Tokens of a cache that is never full."""
+UNLIMITED_TOKENS = 1e15
+"""Size of an unlimited cache in tokens."""
 
-NAMES = (
+FIGURE_NAMES = (
     *(name for name in RATES if not name.endswith("per_device")),
     *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
 )
 
 Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
-"""What determines the simulation of a kind of instance: its count, its lanes and its costs."""
+"""The inputs that determine the simulation of a kind of instance: its count, its lanes and its costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates and their kinds of instances: settings, split, memory and costs of iterations."""
+    """Candidates and their kinds of instances, with settings, split, memory and costs of iterations."""
 
     kinds: InstanceKinds
     serve: ServeSpec
@@ -58,44 +58,44 @@ class Candidates:
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
-    """Return the figures of each candidate by name; NaN if its costs are unknown, as if the host computes layers.
+    """Return the metrics of each candidate by name; NaN if its costs are unknown or the host computes layers.
 
-    Equal candidates are simulated once. Of several load points one counts, as in a measurement.
+    Equal candidates are simulated once. One of several load points counts, as in a measurement.
     """
     loads = [SimulatedLoad.draw(load) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
-    known = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
+    has_costs = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     if context.settings.on_device is not None:
-        known &= context.settings.on_device >= 1.0
-    alike: dict[tuple[Key, ...], list[int]] = {}
+        has_costs &= context.settings.on_device >= 1.0
+    candidates_by_key: dict[tuple[Key, ...], list[int]] = {}
     for candidate, kinds in enumerate(members):
-        if known[kinds].all():
-            alike.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
-    table = {name: np.full(context.kinds.size, np.nan) for name in NAMES}
-    firsts = np.array([rows[0] for rows in alike.values()], dtype=np.int64)
+        if has_costs[kinds].all():
+            candidates_by_key.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
+    table = {name: np.full(context.kinds.size, np.nan) for name in FIGURE_NAMES}
+    representatives = np.array([rows[0] for rows in candidates_by_key.values()], dtype=np.int64)
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
-    most = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
-    few = firsts.size <= most
-    heaviest = max(loads, key=lambda load: load.flight(1))
-    bases = {} if few else _in_closed_form(context, heaviest)
-    chosen = firsts if few else _promising(context, bases, firsts, most)
-    wanted = set(chosen.tolist())
-    for keys, rows in alike.items():
-        if rows[0] in wanted:
+    limit = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
+    simulates_all = representatives.size <= limit
+    heaviest_load = max(loads, key=lambda load: load.flight(1))
+    closed_form = {} if simulates_all else _in_closed_form(context, heaviest_load)
+    simulated = representatives if simulates_all else _best_rows(context, closed_form, representatives, limit)
+    simulated_rows = set(simulated.tolist())
+    for keys, rows in candidates_by_key.items():
+        if rows[0] in simulated_rows:
             counts = [(row, count) for row, (count, _, _) in zip(members[rows[0]], keys, strict=True)]
             if context.serve.highest is None:
                 points = [_load_figures(context, load, counts) for load in loads]
             else:
                 points = _highest(context, loads[0], counts)
-            best = _best(points, context.serve.slo, context.objective)
-            for name in NAMES:
+            best = _select(points, context.serve.slo, context.objective)
+            for name in FIGURE_NAMES:
                 table[name][rows] = best[name]
-    if not few:
-        for name in NAMES:
-            ratio = float(np.nanmedian(table[name][chosen] / bases[name][chosen]))
-            rest = np.isnan(table[name])
-            rest[np.isnan(bases[name])] = False
-            table[name] = np.where(rest, bases[name] * ratio, table[name])
+    if not simulates_all:
+        for name in FIGURE_NAMES:
+            ratio = float(np.nanmedian(table[name][simulated] / closed_form[name][simulated]))
+            is_scaled = np.isnan(table[name])
+            is_scaled[np.isnan(closed_form[name])] = False
+            table[name] = np.where(is_scaled, closed_form[name] * ratio, table[name])
     return table
 
 
@@ -121,58 +121,58 @@ def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
-    rest = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
-    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + rest
+    other_costs = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
+    return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + other_costs
 
 
 def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
-    """Return the limits of one lane of a candidate, without those that the load cannot reach.
+    """Return the limits of one lane of a candidate, without limits that the load cannot reach.
 
-    A cache that is too small for one request is no limit here: the memory excludes the candidate, and its figures are
-    those with room.
+    A cache that is too small for one request counts as unlimited: the memory already excludes the candidate.
     """
     settings, stages = context.settings, float(context.split.pipeline[row])
     ranks, block = float(context.split.data[row]), float(settings.block_size[row])
     flight, longest = load.flight(int(context.split.instances[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
-    never_full = tokens >= flight * (longest + block) or tokens < longest + block
+    is_unlimited = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
         running=min(running, float(flight)),
-        cache_tokens=ENDLESS if never_full else tokens,
-        block=1.0 if never_full else block,
+        cache_tokens=UNLIMITED_TOKENS if is_unlimited else tokens,
+        block=1.0 if is_unlimited else block,
         ranks=ranks,
         stages=stages,
         shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
     )
 
 
-def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
-    """Return the load point that counts, chosen as in `flagcore.engines.serving.reading.read`."""
+def _select(points: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
+    """Return the metrics of the load point that `flagcore.engines.serving.reading.read` would choose."""
 
     def order(figures: Mapping[str, float]) -> tuple[float, float]:
-        over = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
-        return max(over, 1.0), seconds(objective, figures.get(figure_name(objective), figures["output_tokens_per_s"]))
+        excess = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
+        return max(excess, 1.0), seconds(objective, figures.get(figure_name(objective), figures["output_tokens_per_s"]))
 
-    return (min if is_rate(objective) else max)(each, key=order)
+    return (min if is_rate(objective) else max)(points, key=order)
 
 
 def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Return the mean seconds of a request by part. `figures` are those of the candidates.
+    """Return the mean seconds of a request by part, weighted by the counts of the kinds of instances.
 
-    Kinds of instances are weighted by their counts.
+    `figures` are the metrics of the candidates.
     """
     load, kinds = SimulatedLoad.draw(context.serve.loads[0]), context.kinds
     lanes = np.minimum(context.split.instances, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
-    found = parts(context.times, context.overheads, _closed_loop(context, load), e2e, rate / lanes * (e2e - ttft))
+    loop, running = _closed_loop(context, load), rate / lanes * (e2e - ttft)
+    seconds_by_part = parts(context.times, context.overheads, loop, e2e, running)
     count = kinds.total(np.ones(kinds.owner.size))
-    return {name: kinds.total(seconds) / count for name, seconds in found.items()}
+    return {name: kinds.total(seconds) / count for name, seconds in seconds_by_part.items()}
 
 
 def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
-    """Return a lane of each candidate with its mean share of the load."""
+    """Return the closed loop of one lane of each candidate with its mean share of the load."""
     split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     return ClosedLoop(
@@ -181,32 +181,32 @@ def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
         output=output,
         budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
         running=np.maximum(settings.max_running, 1.0) * split.data,
-        cache_tokens=np.where(tokens < load.longest, ENDLESS, tokens),
+        cache_tokens=np.where(tokens < load.longest, UNLIMITED_TOKENS, tokens),
         ranks=split.data,
         stages=split.pipeline,
     )
 
 
 def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
-    """Return the figures of a steady state, with means for percentiles."""
+    """Return the metrics of the steady state, with means in place of percentiles."""
     loop = _closed_loop(context, load)
-    found, lanes = steady(context.times, context.overheads, loop), context.split.instances
+    state, lanes = steady_state(context.times, context.overheads, loop), context.split.instances
     kinds, share = context.kinds, np.minimum(lanes, load.flight(1)) / lanes
-    rate = kinds.total(found.rate * share)
+    rate = kinds.total(state.rate * share)
 
     def mean(values: FloatArray) -> FloatArray:
-        """Return latencies by candidate: a faster kind answers more requests."""
-        return kinds.total(found.rate * share * values) / rate
+        """Return the mean latencies of candidates, weighted by the rates of their kinds of instances."""
+        return kinds.total(state.rate * share * values) / rate
 
-    ttft, tpot = mean(found.ttft), mean(found.tpot)
-    whole = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + load.means[1] * tpot}
-    return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
+    ttft, tpot = mean(state.ttft), mean(state.tpot)
+    latencies = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + load.means[1] * tpot}
+    return {name: latencies.get(name.partition(".")[0], rate) for name in FIGURE_NAMES}
 
 
-def _promising(context: Candidates, bases: Mapping[str, FloatArray], firsts: IntArray, most: int) -> IntArray:
-    """Return the rows whose objective is best in closed form."""
+def _best_rows(context: Candidates, figures: Mapping[str, FloatArray], rows: IntArray, limit: int) -> IntArray:
+    """Return the `limit` rows with the best objective in closed form."""
     name = figure_name(context.objective)
-    base = bases.get(name, bases["output_tokens_per_s"])[firsts]
+    base = figures.get(name, figures["output_tokens_per_s"])[rows]
     if name.endswith("per_device"):
-        base = base / context.kinds.total(context.settings.devices)[firsts]
-    return firsts[np.argsort(-base if name in RATES else base, kind="stable")[:most]]
+        base = base / context.kinds.total(context.settings.devices)[rows]
+    return rows[np.argsort(-base if name in RATES else base, kind="stable")[:limit]]

@@ -1,7 +1,7 @@
-"""FlagScale's hydra trees become specs, with a note on each key that is dropped or changed.
+"""Imports FlagScale's hydra trees as specs, with a note on each key that is dropped or changed.
 
 FlagScale is github.com/flagos-ai/FlagScale; the format is that of `flagscale/runner`, `flagscale/serve` and `examples`
-at its commit 16a2dd5b5c41 (2025-11-27). hydra is imported by the first call.
+at commit 16a2dd5b5c41 (2025-11-27). The first call imports hydra.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from flagcore.spec.plain_data import spec_error
 
 
 class FlagScale:
-    """Reads hydra trees and history.csv."""
+    """Imports hydra trees and history.csv files."""
 
     name, title = "flagscale", "FlagScale"
 
     def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
-        """Compose `name` in `directory` as FlagScale does, and translate it.
+        """Compose the config `name` in `directory` with hydra's `overrides` (`a.b=c`), and translate it.
 
-        `overrides` are hydra's (`a.b=c`). Relative paths inside start at the working directory, as for FlagScale.
-        Raises SpecError.
+        As in FlagScale, relative paths are relative to the working directory. Raises SpecError.
         """
         file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
         tree, unresolved = compose.compose(directory, name, overrides, file=file)
@@ -70,7 +69,7 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
 
 
 def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> SpecError:
-    """Return the error of a missing key, with the reason if hydra could not resolve it."""
+    """Return `error`, or for a key that hydra could not resolve an error with the reason."""
     for key, why in unresolved:
         if re.sub(r"\.(\d+)", r"[\1]", key) == error.key:
             return spec_error(error.key, f"cannot be resolved: {why}", fix=error.fix, file=error.file)

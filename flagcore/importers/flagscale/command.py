@@ -1,4 +1,4 @@
-"""What FlagScale's runner starts for a tree that trains: torchrun, the entrypoint, and the flattened arguments.
+"""Builds the command that FlagScale's runner starts for training: torchrun, the entrypoint, flattened arguments.
 
 Source: FlagScale 0.6 to 0.9, `flagscale/runner/runner_train.py` and `flagscale/runner/utils.py`.
 """
@@ -18,21 +18,21 @@ from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Source
 
 Entry = tuple[str, Any]
-"""A key of the tree and its value: one argument."""
+"""One argument: a key of the tree and its value."""
 SECTIONS = ("system", "model", "data")
 RUNNER, TASK = "experiment.runner", "experiment.task"
 FOLDERS = {
     "checkpoint": {"save": "checkpoints", "load": "checkpoints"},
     "logging": {"wandb_save_dir": "wandb", "tensorboard_dir": "tensorboard"},
 }
-"""Folders below exp_dir that FlagScale sets where a tree does not."""
+"""Default folders below exp_dir in FlagScale."""
 NOT_PASSED = ("log_dir", "details_dir", "scripts_dir", "pids_dir")
 PORT = 29500
-"""FlagScale takes a free port; over several nodes, all of them must know it."""
+"""The port of several nodes, which must all know it; FlagScale uses a random free port."""
 MISSING = "???"
-"""OmegaConf's value of a key that must be given: no trial starts with it."""
-PLACEHOLDER = re.compile(r"x{3,}(\s+x{3,})*|<[^<>]+>|\?{2,3}", re.IGNORECASE)
-"""Text of FlagScale's examples that stands for a value to give."""
+"""OmegaConf's value of a mandatory key without a value: no trial starts with it."""
+PLACEHOLDER_PATTERN = re.compile(r"x{3,}(\s+x{3,})*|<[^<>]+>|\?{2,3}", re.IGNORECASE)
+"""Placeholders in FlagScale's examples that the user must replace."""
 _KNOBS = {knob.name for knob in SPACE_KNOBS}
 _RUN_TRAIN = Path("flagscale", "runner", "runner_train.py")
 
@@ -40,73 +40,74 @@ _RUN_TRAIN = Path("flagscale", "runner", "runner_train.py")
 def take_entries(source: Source) -> list[Entry]:
     """Take the sections `system`, `model` and `data` of `train` as arguments, in FlagScale's order.
 
-    Of equal keys at the top of two sections the later value takes the earlier place.
+    If two sections have the same key at their top level, the later value gets the position of the earlier one.
     """
     exp_dir = source.at("experiment.exp_dir") or None
-    merged: dict[str, Entry] = {}
+    entries_by_name: dict[str, Entry] = {}
     for section in SECTIONS:
-        given = source.section(f"train.{section}")
+        section_values = source.section(f"train.{section}")
         if section == "system":
-            given = _with_folders(given, exp_dir)
+            section_values = _with_folders(section_values, exp_dir)
             if source.at(f"{RUNNER}.no_shared_fs") is True:
-                given["no_shared_fs"] = True
-        for name, value in given.items():
+                section_values["no_shared_fs"] = True
+        for name, value in section_values.items():
             key = f"train.{section}.{name}"
-            if name in merged:
-                before = merged[name]
-                source.note(before[0], f"dropped ({before[1]}): {key} is used")
-            merged[name] = (key, value)
-    return [entry for each in merged.values() for entry in _flattened(*each)]
+            if name in entries_by_name:
+                previous = entries_by_name[name]
+                source.note(previous[0], f"dropped ({previous[1]}): {key} is used")
+            entries_by_name[name] = (key, value)
+    return [entry for each in entries_by_name.values() for entry in _flatten(*each)]
 
 
 def _with_folders(system: Mapping[str, Any], exp_dir: object) -> dict[str, Any]:
-    made = dict(system)
+    result = dict(system)
     for section, folders in FOLDERS.items():
-        given = made.get(section)
-        if not isinstance(exp_dir, str) or not isinstance(given, (dict, type(None))):
+        values = result.get(section)
+        if not isinstance(exp_dir, str) or not isinstance(values, (dict, type(None))):
             continue
-        own = {name: given[name] for name in folders if given and isinstance(given.get(name), str)}
+        own = {name: values[name] for name in folders if values and isinstance(values.get(name), str)}
         paths = {name: os.path.join(exp_dir, folder) for name, folder in folders.items()} | own
-        made[section] = {**(given or {}), **{name: os.path.abspath(path) for name, path in paths.items()}}
-    return made
+        result[section] = {**(values or {}), **{name: os.path.abspath(path) for name, path in paths.items()}}
+    return result
 
 
-def _flattened(key: str, value: Any) -> Iterator[Entry]:
+def _flatten(key: str, value: Any) -> Iterator[Entry]:
     if key.rpartition(".")[2] in NOT_PASSED:
         return
     if isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _flattened(f"{key}.{name}", each)
+            yield from _flatten(f"{key}.{name}", each)
     else:
         yield key, value
 
 
-def words(entries: Iterable[Entry]) -> list[str]:
-    """Return arguments as FlagScale writes them: true is a switch, false nothing, a list several values, null None.
+def command_words(entries: Iterable[Entry]) -> list[str]:
+    """Return the command-line words of arguments in FlagScale's format.
 
-    A knob that is null is left out, as by FlagScale's tuner; a placeholder becomes MISSING.
+    True is a switch, false is omitted, a list is several values, and null is the word None. As in FlagScale's tuner,
+    knobs that are null are omitted. A placeholder becomes MISSING.
     """
-    found: list[str] = []
+    result: list[str] = []
     for key, value in entries:
         name = key.rpartition(".")[2].replace("-", "_")
         if value is False or (value is None and name in _KNOBS):
             continue
         values = value if isinstance(value, list) else [] if value is True else [value]
         values = [MISSING if is_placeholder(each) else each for each in values]
-        found += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return found
+        result += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return result
 
 
 def is_placeholder(value: object) -> bool:
-    """Return whether a value stands for one that is still to be given."""
-    return isinstance(value, str) and PLACEHOLDER.fullmatch(value.strip()) is not None
+    """Return whether a value is a placeholder that the user must replace."""
+    return isinstance(value, str) and PLACEHOLDER_PATTERN.fullmatch(value.strip()) is not None
 
 
 def take_command(source: Source, arguments: list[str], nodes: int, devices: int, host: str) -> dict[str, Any]:
-    """Take the keys of the runner and return what starts a job: `command`, and its `directory`.
+    """Take the keys of the runner, and return the `command` of a job and its `directory`.
 
-    `host` is the first node. Without FlagScale on this machine there is no directory, and trials cannot start. Sets
-    PYTHONPATH under experiment.envs.
+    `host` is the first node. If FlagScale is not on this machine, there is no directory, and trials cannot start. The
+    function sets PYTHONPATH under experiment.envs.
     """
     entrypoint = source.take(f"{TASK}.entrypoint")
     if not isinstance(entrypoint, str):
@@ -118,11 +119,11 @@ def take_command(source: Source, arguments: list[str], nodes: int, devices: int,
         source.note(f"{TASK}.entrypoint", f"FlagScale is not on this machine, so trials cannot start: {fix}", "train")
     else:
         source.put("experiment.envs", {"PYTHONPATH": _python_path(root)})
-    where = {"directory": str(root)} if root else {"engine_version": TABLES["engine_version"]}
-    before = source.take("experiment.cmds.before_start")
-    prefix = ["bash", "-c", f'{before}\nexec "$@"', "before_start"] if before else []
+    location = {"directory": str(root)} if root else {"engine_version": TABLES["engine_version"]}
+    before_start = source.take("experiment.cmds.before_start")
+    prefix = ["bash", "-c", f'{before_start}\nexec "$@"', "before_start"] if before_start else []
     command = [*prefix, *_torchrun(source, nodes, devices, host), entrypoint, *arguments]
-    return {"command": command, **where}
+    return {"command": command, **location}
 
 
 def _torchrun(source: Source, nodes: int, devices: int, host: str) -> list[str]:
@@ -150,30 +151,31 @@ def _torchrun(source: Source, nodes: int, devices: int, host: str) -> list[str]:
     if isinstance(log_dir, str):
         options["log_dir"] = os.path.join(os.path.abspath(log_dir), f"host_0_{host}")
     options |= {"redirects": take("redirects", 3), "tee": take("tee", 3)}
-    found = [str(launcher)]
+    result = [str(launcher)]
     for name, value in options.items():
         if value is not None and value is not False:
-            found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return found
+            result += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return result
 
 
 def find_root(file: str) -> Path | None:
-    """Return FlagScale's folder, or None.
+    """Return FlagScale's folder, None if it is not found.
 
-    It is the working directory, one above the tree, one of PYTHONPATH, or one of the packages of torchrun or flagcore.
+    The candidates are the working directory, the parents of the tree, the folders of PYTHONPATH, and the packages of
+    torchrun and of flagcore.
     """
-    listed = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    python_path = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     torchrun = shutil.which("torchrun")
     packages = sorted(Path(torchrun).parent.parent.glob("lib/python3*/site-packages")) if torchrun else []
-    installed = [folder for each in (*packages, *map(Path, sys.path)) for folder in (each / "flag_scale", each)]
-    for place in (Path.cwd(), *Path(file).resolve().parents, *listed, *installed):
-        if (place / _RUN_TRAIN).is_file():
-            return place.resolve()
+    package_folders = [folder for each in (*packages, *map(Path, sys.path)) for folder in (each / "flag_scale", each)]
+    for folder in (Path.cwd(), *Path(file).resolve().parents, *python_path, *package_folders):
+        if (folder / _RUN_TRAIN).is_file():
+            return folder.resolve()
     return None
 
 
 def _python_path(root: Path) -> str:
-    """Return PYTHONPATH as the runner exports it: FlagScale and Megatron-LM in its order, then the user's folders."""
+    """Return the PYTHONPATH that the runner exports: FlagScale, Megatron-LM, then the user's folders."""
     megatron = root / "third_party" / "Megatron-LM"
     if not megatron.is_dir() and (root / "megatron" / "megatron").is_dir():
         megatron = root / "megatron"  # FlagScale 0.6

@@ -1,4 +1,4 @@
-"""A hydra tree as plain data, composed by hydra itself."""
+"""Composes a hydra tree with hydra, and returns it as plain data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flagcore.errors import SpecError
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
 
-_MUST_BE = re.compile(r"\$\{([\w.]+):\?\?\??\}")
-"""FlagScale's notation for the value of another key that must be given."""
-_RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
+_MANDATORY_PATTERN = re.compile(r"\$\{([\w.]+):\?\?\??\}")
+"""FlagScale's notation for a reference to a mandatory key."""
+_RAISED_PATTERN = re.compile(r"^\w+ raised while resolving interpolation: ")
 _TOP_FILE = "give the folder that has the tree's top file"
 _SUGGESTIONS = 12
 _OVERRIDE_FIXES: dict[str, str] = TABLES["override_fixes"]
@@ -22,9 +22,9 @@ Unresolved = list[tuple[str, str]]
 
 
 def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) -> tuple[dict[str, Any], Unresolved]:
-    """Return the tree with its interpolations resolved, and the keys, with reasons, where that was not possible.
+    """Return the tree with resolved interpolations, and the keys that cannot be resolved, with reasons.
 
-    Settings of hydra itself in the top file and the overrides are under `hydra`. Raises SpecError, also for an override
+    The key `hydra` has hydra's own settings in the top file and the overrides. Raises SpecError, also for an override
     of the action other than auto_tune.
     """
     try:
@@ -50,41 +50,41 @@ def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) 
         with initialize_config_dir(str(directory.resolve()), version_base=None, job_name="flagcore"):
             composition = composed(name, overrides=_without_action(overrides, file))
         raw = OmegaConf.to_container(composition, resolve=False)
-        own = OmegaConf.to_container(OmegaConf.load(directory / f"{name}.yaml"), resolve=False)
+        top_file = OmegaConf.to_container(OmegaConf.load(directory / f"{name}.yaml"), resolve=False)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
         raise _compose_error(error, directory, name, overrides, file) from None
     assert isinstance(raw, dict)
-    if hydra_settings := _of_hydra(own, overrides):
+    if hydra_settings := _hydra_settings(top_file, overrides):
         raw["hydra"] = hydra_settings
     unresolved: Unresolved = []
     tree = OmegaConf.create(_plain_references(raw))
     assert isinstance(tree, DictConfig)
-    return plain(_resolved(tree, (), unresolved, file), file=file), unresolved
+    return plain(_resolve(tree, (), unresolved, file), file=file), unresolved
 
 
 def _without_action(overrides: Sequence[str], file: str) -> list[str]:
-    """Return the overrides but for the action, which must be auto_tune. Raises SpecError for another one."""
+    """Return the overrides without the action. Raises SpecError for an action other than auto_tune."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parser, others = OverridesParser.create(), []
-    for each, found in zip(overrides, parser.parse_overrides(list(overrides)), strict=True):
-        if found.key_or_group != "action" or found.is_delete():
-            others.append(each)
-        elif found.is_sweep_override() or found.value() != "auto_tune":
+    parser, remaining = OverridesParser.create(), []
+    for each, parsed in zip(overrides, parser.parse_overrides(list(overrides)), strict=True):
+        if parsed.key_or_group != "action" or parsed.is_delete():
+            remaining.append(each)
+        elif parsed.is_sweep_override() or parsed.value() != "auto_tune":
             fix, value = "use action=auto_tune, or leave it out", each.partition("=")[2]
             raise spec_error("action", "is not supported", value=value, fix=fix, file=file)
-    return others
+    return remaining
 
 
-def _of_hydra(own: object, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of hydra itself: the section of that name in the top file, and overrides of it."""
-    section = own.get("hydra") if isinstance(own, dict) else None
-    found = dict(section) if isinstance(section, dict) else {}
+def _hydra_settings(top_file: object, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return hydra's own settings in the top file and in the overrides."""
+    section = top_file.get("hydra") if isinstance(top_file, dict) else None
+    result = dict(section) if isinstance(section, dict) else {}
     for each in overrides:
         key, _, value = each.lstrip("+~").partition("=")
         if key.startswith(("hydra.", "hydra/")):
-            found[key[len("hydra.") :]] = value or "gone"
-    return found
+            result[key[len("hydra.") :]] = value or "gone"
+    return result
 
 
 def _plain_references(value: Any) -> Any:
@@ -92,10 +92,10 @@ def _plain_references(value: Any) -> Any:
         return {str(key): _plain_references(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_plain_references(each) for each in value]
-    return _MUST_BE.sub(r"${\1}", value) if isinstance(value, str) else value
+    return _MANDATORY_PATTERN.sub(r"${\1}", value) if isinstance(value, str) else value
 
 
-def _resolved(node: Any, path: tuple[str, ...], unresolved: Unresolved, file: str) -> Any:
+def _resolve(node: Any, path: tuple[str, ...], unresolved: Unresolved, file: str) -> Any:
     from omegaconf import DictConfig, ListConfig
     from omegaconf.errors import OmegaConfBaseException
 
@@ -106,19 +106,19 @@ def _resolved(node: Any, path: tuple[str, ...], unresolved: Unresolved, file: st
     if node._is_none():
         return None
     keys = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
-    made: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for key in keys:
-        at = (*path, str(key))
+        key_path = (*path, str(key))
         try:
-            made[key] = _resolved(node[key], at, unresolved, file)
+            values[key] = _resolve(node[key], key_path, unresolved, file)
         except OmegaConfBaseException as error:
-            message = _RAISED.sub("", str(error).splitlines()[0]).strip('"')
-            unresolved.append((".".join(at), message))
-    return made if isinstance(node, DictConfig) else list(made.values())
+            message = _RAISED_PATTERN.sub("", str(error).splitlines()[0]).strip('"')
+            unresolved.append((".".join(key_path), message))
+    return values if isinstance(node, DictConfig) else list(values.values())
 
 
 def _compose_error(error: Exception, directory: Path, name: str, overrides: Sequence[str], file: str) -> SpecError:
-    """Return an error of hydra or OmegaConf with the file and line, the override or the key that it is about."""
+    """Convert an error of hydra or OmegaConf to a SpecError with its line, override or key."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from yaml import MarkedYAMLError
 
@@ -130,19 +130,19 @@ def _compose_error(error: Exception, directory: Path, name: str, overrides: Sequ
         problem, fix = "contains itself, by an anchor or by defaults that name one another", "remove the cycle"
         return spec_error("the tree", problem, fix=fix, file=file)
     if isinstance(error, MissingConfigException):
-        missing = error.missing_cfg_file or ""
-        if missing in ("", name):
+        missing_file = error.missing_cfg_file or ""
+        if missing_file in ("", name):
             fix = _suggestion(sorted(path.stem for path in directory.glob("*.yaml")), name) or _TOP_FILE
             return spec_error("--config-name", f"is not a file in {directory}", value=name, fix=fix)
-        group, _, last = str(missing).rpartition("/")
+        group, _, last = str(missing_file).rpartition("/")
         fix = _suggestion(sorted(error.options or ()), last) or f"create the folder {group}, or remove it from defaults"
-        return spec_error("defaults", f"needs {missing}.yaml, which does not exist", fix=fix, file=file)
+        return spec_error("defaults", f"needs {missing_file}.yaml, which does not exist", fix=fix, file=file)
     message = next(_lines(error), type(error).__name__)
     if isinstance(error, OverrideParseException):
         message = "" if "LexerNoViableAlt" in message else f": {message}"
         fix = "write key=value, with quotes if needed: key='a b', and an index as serve.0"
         return spec_error("the override", f"is invalid{message}", value=error.override, fix=fix, file=file)
-    if override := next((each for each in overrides if _names(str(error), each)), None):
+    if override := next((each for each in overrides if _is_about(str(error), each)), None):
         fixes = [fix for start, fix in _OVERRIDE_FIXES.items() if message.startswith(start)]
         fix = "".join(fixes).format(override=override.lstrip("+")) or "fix it, or leave it out"
         return spec_error("the override", f"is invalid: {message}", value=override, fix=fix, file=file)
@@ -162,13 +162,13 @@ def _yaml_error(error: Any, directory: Path, file: str) -> SpecError:
     return spec_error(key, problem, fix="fix the line, or the one before it", file=str(path))
 
 
-def _suggestion(names: Sequence[str], near: str) -> str:
-    found = get_close_matches(near, names, n=3) or names[:_SUGGESTIONS]
-    return f"use {', '.join(found)}" if found else ""
+def _suggestion(names: Sequence[str], name: str) -> str:
+    matches = get_close_matches(name, names, n=3) or names[:_SUGGESTIONS]
+    return f"use {', '.join(matches)}" if matches else ""
 
 
-def _names(message: str, override: str) -> bool:
-    """Return whether a message of hydra's is about an override."""
+def _is_about(message: str, override: str) -> bool:
+    """Return whether hydra's error message is about an override."""
     key = override.lstrip("+~").partition("=")[0]
     group = "Config group override" in message and "." not in key
     return override in message or f"'{key}'" in message or group
@@ -181,7 +181,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """Yield the lines of an error without hydra's links and markers."""
+    """Yield the lines of an error message without hydra's links and markers."""
     for line in str(error).splitlines():
         if line.strip("^ ") and not line.strip().startswith(("See http", "full_key:", "object_type")):
             yield " ".join(line.split()).rstrip(".")

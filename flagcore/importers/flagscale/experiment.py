@@ -1,4 +1,4 @@
-"""The sections that trees for training and for serving share: machines, environment, budgets."""
+"""Translates the sections that trees for training and serving share: machines, environment, budgets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flagcore.spec.plain_data import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
 _STARTS = "flagcore starts trials itself"
-DROPPED: dict[str, str] = TABLES["dropped"]
+DROPPED_KEYS: dict[str, str] = TABLES["dropped"]
 RUNNER_KEYS: tuple[str, ...] = tuple(TABLES["dropped_of_runner"])
 
 
 def check_experiment(source: Source) -> None:
-    """Note a missing section `auto_tuner`, and what happens to the action."""
+    """Add notes about a missing section `auto_tuner` and about the action."""
     if not source.left["experiment"].get("auto_tuner"):
         text = "is missing: every knob is auto, with FlagScale's own time limits"
         source.note(_TUNER, text, "auto_tuner")
@@ -30,49 +30,50 @@ def check_experiment(source: Source) -> None:
 
 
 def drop_launcher_keys(source: Source) -> None:
-    """Drop the keys that only FlagScale's own launcher needs, with the reason."""
-    for key, why in DROPPED.items():
+    """Drop the keys that only FlagScale's own launcher needs, with notes."""
+    for key, why in DROPPED_KEYS.items():
         source.drop(key, why)
     for key in RUNNER_KEYS:
         source.drop(f"{_RUNNER}.{key}", _STARTS)
 
 
 def cluster(source: Source) -> tuple[dict[str, Any], int, int, str]:
-    """Return the section `cluster` without memory, nodes, devices per node, and the first host. Raises SpecError.
+    """Return the section `cluster` without memory, the nodes, the devices per node, and the first host.
 
-    Of the slots of the host file, `nproc_per_node` and the visible devices FlagScale uses the least.
+    As in FlagScale, the devices are the minimum of the slots in the host file, `nproc_per_node` and the visible
+    devices. Raises SpecError.
     """
     key, default = f"{_RUNNER}.nproc_per_node", 8
-    some, given = (source.at(each) not in ({}, None) for each in (f"{_RUNNER}.nnodes", key))
+    has_nodes, has_devices = (source.at(each) not in ({}, None) for each in (f"{_RUNNER}.nnodes", key))
     nodes, devices = _first_number(source, f"{_RUNNER}.nnodes", 1), _first_number(source, key, default)
-    if not given:
+    if not has_devices:
         source.note(key, f"is missing: {default}, FlagScale's default", "cluster")
-    name, visible = _visible(source)
+    name, visible = _visible_devices(source)
     if 0 < visible <= devices:
         text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
         source.note(key, text, "cluster")
-        devices, given = visible, True
+        devices, has_devices = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
-    found: dict[str, Any] = {"chip": "auto"}
-    hosts = _hosts(source, Path(str(hostfile)), nodes if some else None) if hostfile else None
-    first = "localhost"
+    section: dict[str, Any] = {"chip": "auto"}
+    hosts = _hosts(source, Path(str(hostfile)), nodes if has_nodes else None) if hostfile else None
+    first_host = "localhost"
     if hosts:
         path, names, slots = hosts
-        nodes, first = len(names), names[0] if len(names) > 1 else first
-    if hosts and slots and given and devices < slots:
+        nodes, first_host = len(names), names[0] if len(names) > 1 else first_host
+    if hosts and slots and has_devices and devices < slots:
         text = f"dropped: it has {slots} slots a host, of which nproc_per_node or what is visible leaves {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
     elif hosts:
-        both = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
+        keys = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
         text = "hosts and slots are those of the file; several are reached by ssh; set cluster.chip for its device type"
-        source.note(both, text, "cluster")
-        found |= {"hostfile": path, **({} if slots else {"devices_per_node": devices})}
-        return found, nodes, slots or devices, first
-    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices, first
+        source.note(keys, text, "cluster")
+        section |= {"hostfile": path, **({} if slots else {"devices_per_node": devices})}
+        return section, nodes, slots or devices, first_host
+    return {**section, "nodes": nodes, "devices_per_node": devices}, nodes, devices, first_host
 
 
-def _visible(source: Source) -> tuple[str, int]:
-    """Return the first variable of visible devices, and how many it names; 0 if there is none."""
+def _visible_devices(source: Source) -> tuple[str, int]:
+    """Return the first variable of visible devices and their number, 0 if there is none."""
     envs = source.at("experiment.envs")
     for name, value in envs.items() if isinstance(envs, dict) else ():
         if name.endswith("_VISIBLE_DEVICES"):
@@ -82,60 +83,60 @@ def _visible(source: Source) -> tuple[str, int]:
 
 
 def environment(source: Source, *, own_devices: bool) -> dict[str, str | int]:
-    """Return the section `envs`. `own_devices` is whether trials choose their devices themselves."""
-    given, envs = source.section("experiment.envs"), dict[str, Any]()
-    for key, value in given.items():
-        where = f"experiment.envs.{key}"
+    """Return the section `envs`. With `own_devices` trials choose their devices, so device variables are dropped."""
+    variables, envs = source.section("experiment.envs"), dict[str, Any]()
+    for key, value in variables.items():
+        path = f"experiment.envs.{key}"
         if isinstance(value, (dict, list)):
-            source.note(where, "dropped: all nodes and devices of a trial have the same variables", "envs")
+            source.note(path, "dropped: all nodes and devices of a trial have the same variables", "envs")
         elif key.endswith("_VISIBLE_DEVICES") and own_devices:
-            source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
+            source.note(path, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
         elif value is not None or not own_devices:
             envs[key] = value if isinstance(value, str) or type(value) is int else str(value)
     return envs
 
 
 TIME_LIMITS = {"train": 300, "serve": 3000}
-"""FlagScale's own limits of one trial, in seconds."""
+"""FlagScale's default time limits of one trial, in seconds."""
 
 
 def control(source: Source, kind: str) -> dict[str, Any]:
-    """Return the section `auto_tuner.control` of a spec that trains or serves."""
-    at = f"{_TUNER}.control"
-    found: dict[str, Any] = {}
+    """Return the section `auto_tuner.control` of a spec of `kind` train or serve."""
+    section_key = f"{_TUNER}.control"
+    section: dict[str, Any] = {}
     text = f"is not set: instead of FlagScale's {TIME_LIMITS[kind]} s the limit of a trial follows its prediction"
-    if (limit := source.take(f"{at}.max_time_per_task")) is not None:
-        found["max_time_per_task"] = limit
+    if (limit := source.take(f"{section_key}.max_time_per_task")) is not None:
+        section["max_time_per_task"] = limit
         text = "holds for all trials; FlagScale gives the first one twice the time"
-    source.note(f"{at}.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
-    if (most := source.take(f"{at}.max_time")) is not None:
-        found["max_time"] = most
-    run_best = source.take(f"{at}.run_best")
+    source.note(f"{section_key}.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
+    if (max_time := source.take(f"{section_key}.max_time")) is not None:
+        section["max_time"] = max_time
+    run_best = source.take(f"{section_key}.run_best")
     if not isinstance(run_best, (bool, type(None))):
-        source.report(f"{at}.run_best", "must be true or false", value=run_best)
-    found["run_best"] = bool(run_best)
+        source.report(f"{section_key}.run_best", "must be true or false", value=run_best)
+    section["run_best"] = bool(run_best)
     if run_best is None:
         text = "unless this is false FlagScale runs the best at the end; in flagcore set it to true, or use `flag run`"
-        source.note(f"{at}.run_best", text, "auto_tuner.control.run_best")
+        source.note(f"{section_key}.run_best", text, "auto_tuner.control.run_best")
     text = "FlagScale tries all that is not pruned; flagcore at most auto_tuner.control.max_trials, 20 by default"
-    source.note(f"{at}", text, "auto_tuner.control")
-    return found
+    source.note(f"{section_key}", text, "auto_tuner.control")
+    return section
 
 
 def _first_number(source: Source, key: str, default: int) -> int:
-    """Return a number, or the first of a text such as `1:2`."""
-    given = source.take(key, default)
-    first = str(given).partition(":")[0]
-    if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
-        source.report(key, "must be a whole number from 1", value=given, fix=f"use {default}")
+    """Return the number at `key`, or the first number of a text such as `1:2`."""
+    value = source.take(key, default)
+    first = str(value).partition(":")[0]
+    if isinstance(value, bool) or not first.isdecimal() or int(first) < 1:
+        source.report(key, "must be a whole number from 1", value=value, fix=f"use {default}")
         return default
-    if first != str(given):
-        source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
+    if first != str(value):
+        source.note(key, f"of {value} the first number counts, as for FlagScale", "cluster")
     return int(first)
 
 
 def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, tuple[str, ...], int | None] | None:
-    """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
+    """Return the absolute path of the host file, its hosts and its slots; None if it does not have `nodes` hosts."""
     from flagcore.spec.convert import UNEQUAL, read_hosts
 
     key, text = f"{_RUNNER}.hostfile", ""

@@ -1,4 +1,4 @@
-"""What a tree becomes: a spec with notes, as commented YAML, and errors of the spec with the keys of the tree."""
+"""The result of an import: a spec with notes, its commented YAML, and errors with the keys of the tree."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 from flagcore.contracts import ImportNote
 from flagcore.errors import SpecError, join_errors
-from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES, TABLES
+from flagcore.importers.flagscale.engines import COMMON_ARGUMENTS, KNOB_NAMES, KNOBS_BY_ARGUMENT, TABLES
 from flagcore.importers.flagscale.source import flag_name
 from flagcore.spec.data_file import dump_yaml
 from flagcore.spec.plain_data import spec_error
 
-_MOVED: dict[str, str] = TABLES["keys_of_spec"]
-_RENAMED: dict[str, list[str]] = TABLES["names_of_spec"]
-_PLACE = re.compile(r"(\[\d+\])+$")
+_MOVED_KEYS: dict[str, str] = TABLES["keys_of_spec"]
+_RENAMED_KEYS: dict[str, list[str]] = TABLES["names_of_spec"]
+_INDEX_PATTERN = re.compile(r"(\[\d+\])+$")
 WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The data of a spec, with absolute paths, and notes on keys that are dropped or mean something else.
+    """The data of a spec with absolute paths, and notes on keys that are dropped or changed.
 
     `tree` is the composed tree, `file` its top file.
     """
@@ -35,88 +35,88 @@ class Imported:
     file: str = ""
 
     def translate_error(self, error: SpecError) -> SpecError:
-        return join_errors([self._renamed(each) for each in error.problems])
+        return join_errors([self._with_tree_key(each) for each in error.problems])
 
     def as_yaml(self) -> str:
-        """Return the spec as YAML, each note above its key or above the nearest section that exists."""
-        at_key: dict[str, list[ImportNote]] = {}
+        """Return the spec as YAML, with each note above its key or above the closest existing section."""
+        notes_by_key: dict[str, list[ImportNote]] = {}
         for note in self.notes:
-            at = note.at
-            while at and not _has(self.data, at):
-                at = at.rpartition(".")[0]
-            at_key.setdefault(at, []).append(note)
-        return "\n".join([*_comments(at_key.get("", []), 0), *_lines(self.data, "", at_key)]) + "\n"
+            key = note.at
+            while key and not _has_key(self.data, key):
+                key = key.rpartition(".")[0]
+            notes_by_key.setdefault(key, []).append(note)
+        return "\n".join([*_comments(notes_by_key.get("", []), 0), *_lines(self.data, "", notes_by_key)]) + "\n"
 
-    def _renamed(self, error: SpecError) -> SpecError:
+    def _with_tree_key(self, error: SpecError) -> SpecError:
         key = self._key_of_argument(str(error.value)) if error.key == "train.command" else _key_of(self.tree, error.key)
         if error.file not in ("", self.file) or key == error.key:
             return error
         return spec_error(key, error.problem, value=error.value, fix=error.fix, file=self.file)
 
     def _key_of_argument(self, words: str) -> str:
-        """Return the key of a flag with its values, or of the program. Keys without a value are only in notes."""
+        """Return the key of a flag or of the program in the tree. Only notes have keys without a value."""
         if not words.startswith("--"):
             return "experiment.task.entrypoint"
         name = flag_name(words.split()[0].lstrip("-"))
         keys = [*(note.key for note in self.notes), *_leaves(self.tree)]
-        there = [key for key in keys if key.startswith("train.") and flag_name(key) == name]
-        return there[-1] if there else "train.command"
+        matches = [key for key in keys if key.startswith("train.") and flag_name(key) == name]
+        return matches[-1] if matches else "train.command"
 
 
 def _key_of(tree: Mapping[str, Any], key: str) -> str:
-    if key in _MOVED and (key != "model" or tree.get("serve")):
-        return _MOVED[key]
+    if key in _MOVED_KEYS and (key != "model" or tree.get("serve")):
+        return _MOVED_KEYS[key]
     if re.match(r"envs\b", key):
         return f"experiment.{key}"
-    bare = _PLACE.sub("", key)
-    if bare.startswith(("auto_tuner.space.", "auto_tuner.control.")):
-        above = f"experiment.{'.'.join(bare.split('.')[:2])}"
-    elif bare.startswith(("auto_tuner.baseline.", "train.", "model.")):
-        above = "train"
-    elif bare.startswith("serve."):
-        above = "serve[0].profile" if bare.startswith("serve.profile.") else "serve"
+    without_index = _INDEX_PATTERN.sub("", key)
+    if without_index.startswith(("auto_tuner.space.", "auto_tuner.control.")):
+        section = f"experiment.{'.'.join(without_index.split('.')[:2])}"
+    elif without_index.startswith(("auto_tuner.baseline.", "train.", "model.")):
+        section = "train"
+    elif without_index.startswith("serve."):
+        section = "serve[0].profile" if without_index.startswith("serve.profile.") else "serve"
     else:
         return key
-    names = _names(bare.rpartition(".")[2])
-    there = [path for path in _leaves(tree) if path.startswith(above) and path.rpartition(".")[2] in names]
-    return f"{there[-1]}{key[len(bare) :]}" if there else key
+    names = _names(without_index.rpartition(".")[2])
+    matches = [path for path in _leaves(tree) if path.startswith(section) and path.rpartition(".")[2] in names]
+    return f"{matches[-1]}{key[len(without_index) :]}" if matches else key
 
 
 def _names(name: str) -> set[str]:
-    """Return the names of a knob or flag in a tree, with hyphens or underscores."""
-    words = {name, *_RENAMED.get(name, ())}
-    for table in (AS_KNOBS, KNOB_NAMES, *COMMON.values()):
-        words |= {theirs for theirs, ours in table.items() if ours in words}
+    """Return all names of a knob or flag in trees, with hyphens and with underscores."""
+    words = {name, *_RENAMED_KEYS.get(name, ())}
+    for table in (KNOBS_BY_ARGUMENT, KNOB_NAMES, *COMMON_ARGUMENTS.values()):
+        words |= {tree_name for tree_name, own_name in table.items() if own_name in words}
     return words | {each.replace("_", "-") for each in words}
 
 
-def _leaves(data: Any, at: str = "") -> Iterator[str]:
+def _leaves(data: Any, path: str = "") -> Iterator[str]:
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from _leaves(value, f"{at}.{key}" if at else str(key))
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
     elif isinstance(data, list) and any(isinstance(each, Mapping) for each in data):
         for number, value in enumerate(data):
-            yield from _leaves(value, f"{at}[{number}]")
+            yield from _leaves(value, f"{path}[{number}]")
     else:
-        yield at
+        yield path
 
 
-def _has(data: Any, at: str) -> bool:
-    for part in at.split("."):
+def _has_key(data: Any, path: str) -> bool:
+    for part in path.split("."):
         if not isinstance(data, Mapping) or part not in data:
             return False
         data = data[part]
     return True
 
 
-def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[ImportNote]]) -> Iterator[str]:
-    depth = at.count(".") + 1 if at else 0
+def _lines(data: Mapping[str, Any], path: str, notes_by_key: Mapping[str, list[ImportNote]]) -> Iterator[str]:
+    depth = path.count(".") + 1 if path else 0
     for key, value in data.items():
-        here = f"{at}.{key}" if at else key
-        yield from _comments(at_key.get(here, []), depth)
+        key_path = f"{path}.{key}" if path else key
+        yield from _comments(notes_by_key.get(key_path, []), depth)
         if isinstance(value, Mapping) and value:
             yield f"{'  ' * depth}{key}:"
-            yield from _lines(value, here, at_key)
+            yield from _lines(value, key_path, notes_by_key)
         else:
             flow = isinstance(value, list)
             text = dump_yaml({key: value}, default_flow_style=None if flow else False, width=math.inf)

@@ -1,4 +1,4 @@
-"""Megatron's flags for precision and attention; predictions take all other settings from the command."""
+"""Translates Megatron's flags for precision and attention; predictions read all other settings from the command."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
 def options(flags: Flags) -> dict[str, Any]:
-    """Return the keys of `train` that a command does not say."""
-    found: dict[str, Any] = {"precision": _precision(flags)}
-    fused, backend = flags.get("use_flash_attn", flags.get("use_flash_attention")), flags.get("attention_backend")
-    if backend in ("unfused", "local") or (fused is False and flags.get("transformer_impl") == "local"):
-        found["attention"] = "unfused"
-    elif backend in ("flash", "fused") or (backend is None and fused):
-        found["attention"] = "flash"
+    """Return the keys of `train` that a spec needs in addition to the command."""
+    result: dict[str, Any] = {"precision": _precision(flags)}
+    has_flash, backend = flags.get("use_flash_attn", flags.get("use_flash_attention")), flags.get("attention_backend")
+    if backend in ("unfused", "local") or (has_flash is False and flags.get("transformer_impl") == "local"):
+        result["attention"] = "unfused"
+    elif backend in ("flash", "fused") or (backend is None and has_flash):
+        result["attention"] = "flash"
     for key in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
         if (layers := flags.get(key)) is not None:
             flags.note(key, f"{layers} applies to all candidates: only pipelines that it fits are tried", "train")
     for name in flags.names():
         if why := next((why for part, why in TABLES["not_predicted"].items() if part in name), ""):
             flags.note(name, f"not in the predictions: {why}", "train")
-    settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # Megatron's own
+    settings: dict[str, Any] = {name: 0.1 for name in _DROPOUTS if not flags.has(name)}  # Megatron's default
     if flags.get("peft_type") is not None:
         settings["trainable"] = "adapters"
     if settings:
-        found["settings"] = settings
-    return found
+        result["settings"] = settings
+    return result
 
 
 def _precision(flags: Flags) -> str:
-    wide = "fp32"
+    precision = "fp32"
     for name in ("fp16", "bf16"):
         value = flags.get(name)
         if not isinstance(value, (bool, type(None))):
             flags.source.report(flags.key(name), "must be true or false", value=value)
-        wide = name if value else wide
-    narrow, recipe = flags.get("fp8", flags.get("fp8_format")), flags.get("fp8_recipe")
-    if not narrow:
-        return wide
+        precision = name if value else precision
+    fp8_format, recipe = flags.get("fp8", flags.get("fp8_format")), flags.get("fp8_recipe")
+    if not fp8_format:
+        return precision
     if recipe not in (None, "mxfp8"):
         flags.note("fp8_recipe", f"{recipe}: all recipes but mxfp8 are predicted alike", "train.precision")
     return "mxfp8" if recipe == "mxfp8" else "fp8"

@@ -1,9 +1,9 @@
-"""FlagScale's training tuner as it behaves: the order of its grid and its 31 history rules.
+"""Reproduces FlagScale's training tuner: the order of its grid and its 31 history rules.
 
-Follows `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`search/searcher.py`, `search/algorithm.py`,
-`prune/history.py`, `utils.py`; 2025). A rule is a set of axes: a candidate is skipped if another one ran out of memory
-that needs no more memory on each axis and is equal otherwise. Three rules also copy the result of the other candidate.
-Two rules deviate from the pattern, as in FlagScale.
+Source: `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`search/searcher.py`, `search/algorithm.py`,
+`prune/history.py`, `utils.py`; 2025). A rule is a set of axes. It skips a candidate if another one ran out of memory
+that needs at most as much memory on each axis and is equal otherwise. Three rules also copy the result of the other
+candidate. Two rules deviate from the pattern, as in FlagScale.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Values: TypeAlias = "Mapping[str, Any]"
-"""Knob values by name, as FlagScale writes them: flags are True or False, what does not apply is None."""
+"""Knob values by name in FlagScale's format: switches are True or False, knobs without effect are None."""
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"
@@ -22,28 +22,28 @@ MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_op
 VIRTUAL, RECOMPUTE = "num_layers_per_virtual_pipeline_stage", "use_recompute"
 METHOD, GRANULARITY, LAYERS = "recompute_method", "recompute_granularity", "recompute_num_layers"
 NESTING = (DP, TP, PP, CP, EP, DIST_OPT, SP, MBS, VIRTUAL, RECOMPUTE, METHOD, GRANULARITY, LAYERS)
-"""The loops of the grid, outermost first. Candidates are compared by these thirteen knobs."""
+"""The loops of the grid, outermost first. Rules compare candidates by these thirteen knobs."""
 
 SIZES, FLAGS = (DP, TP, PP, CP, EP, MBS), (DIST_OPT, SP, RECOMPUTE)
 
-LISTED: Mapping[str, tuple[Any, ...]] = {
+VALUE_ORDER: Mapping[str, tuple[Any, ...]] = {
     DIST_OPT: (True, False),
     SP: (True, False),
     RECOMPUTE: (True, False),
     METHOD: ("uniform", "block"),
     GRANULARITY: ("full", "selective"),
 }
-"""The order of values of a knob on auto; numbers ascend."""
+"""The order of values of a knob with `auto`; numbers ascend."""
 
 
-def in_order(knob: str, values: set[Any]) -> list[Any]:
+def sort_values(knob: str, values: set[Any]) -> list[Any]:
     """Return the values of a knob in the order of the grid, without None."""
-    given = values - {None}
-    return sorted(given, key=LISTED[knob].index) if knob in LISTED else sorted(given)
+    known = values - {None}
+    return sorted(known, key=VALUE_ORDER[knob].index) if knob in VALUE_ORDER else sorted(known)
 
 
 def ranks(knob: str, order: Sequence[Any]) -> dict[Any, int]:
-    """Return the place of each value in its list. Selective recompute, which has no method, counts as the first one."""
+    """Return the index of each value in its list. Selective recompute has no method and counts as the first method."""
     return {None: 0 if knob == METHOD else -1, **{value: rank for rank, value in enumerate(order)}}
 
 
@@ -62,7 +62,7 @@ def _more_micro_batch(new: Values, old: Values) -> bool:
 
 
 def _less_recompute(new: Values, old: Values) -> bool:
-    """Return whether the new one recomputes less: not at all, or no more layers by block; or neither recomputes."""
+    """Return whether `new` recomputes at most as much as `old`: nothing, or at most as many layers by block."""
     if bool(new[RECOMPUTE]) != bool(old[RECOMPUTE]):
         return not new[RECOMPUTE]
     if not new[RECOMPUTE]:
@@ -78,7 +78,7 @@ def _no_sequence_parallel(new: Values, old: Values) -> bool:
 
 
 def _less_tensor_parallel(new: Values, old: Values) -> bool:
-    """Return whether the new one moves tensor to pipeline parallelism, their product the same."""
+    """Return whether `new` has less tensor and more pipeline parallelism with the same product."""
     return new[TP] * new[PP] == old[TP] * old[PP] and bool(new[TP] < old[TP])
 
 
@@ -93,16 +93,16 @@ AXES: Mapping[str, tuple[tuple[str, ...], Callable[[Values, Values], bool]]] = {
     "tp_pp": ((TP, PP), _less_tensor_parallel),
     "distopt": ((DIST_OPT,), _no_distributed_optimizer),
 }
-"""The knobs of each axis, and whether a candidate needs at least as much memory on them."""
+"""The knobs of each axis, and a function that returns whether a candidate needs at least as much memory on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryRule:
-    """A set of axes. Two candidates may differ in the knobs `compared`; `also` is a condition on the older one."""
+    """A set of axes. Two candidates may differ in the knobs `compared`; `condition` must hold for the older one."""
 
     axes: tuple[str, ...]
     compared: frozenset[str] = field(default=frozenset())
-    also: Callable[[Values], bool] = lambda old: True
+    condition: Callable[[Values], bool] = lambda old: True
 
     @property
     def name(self) -> str:
@@ -113,12 +113,12 @@ class HistoryRule:
         return tuple(value for knob, value in values.items() if knob not in self.compared)
 
     def prunes(self, new: Entry, old: Entry) -> bool:
-        """Return whether `old` prunes `new`, and write into `new` the result that FlagScale then copies."""
-        if self.axes in _WITH_RESULTS:
-            verdict = _WITH_RESULTS[self.axes](new.values, old)
+        """Return whether `old` prunes `new`, and set the result of `new` that FlagScale copies."""
+        if self.axes in _COPYING_RULES:
+            verdict = _COPYING_RULES[self.axes](new.values, old)
         else:
-            more = all(AXES[name][1](new.values, old.values) for name in self.axes)
-            verdict = "memory" if more and old.out_of_memory and self.also(old.values) else None
+            needs_more = all(AXES[name][1](new.values, old.values) for name in self.axes)
+            verdict = "memory" if needs_more and old.out_of_memory and self.condition(old.values) else None
         if verdict == "memory":
             new.out_of_memory, new.performance = True, None
         elif verdict == "performance":
@@ -127,34 +127,38 @@ class HistoryRule:
 
 
 def _by_micro_batch(new: Values, old: Entry) -> str | None:
-    """A smaller micro batch than one that ran gets its result; a larger one than one out of memory is pruned."""
+    """Copy the result of a larger micro-batch that ran; prune larger micro-batches than one out of memory."""
     if old.values[MBS] > new[MBS] and old.performance:
         return "performance"
     return "memory" if _more_micro_batch(new, old.values) and old.out_of_memory else None
 
 
 def _by_recompute(new: Values, old: Entry) -> str | None:
-    """More recompute than one that ran gets its result; less (uniform: more layers) than an OOM is pruned."""
-    then, both = old.values, new[RECOMPUTE] and old.values[RECOMPUTE]
-    if new[RECOMPUTE] and not then[RECOMPUTE] and old.performance:
+    """Copy the result of less recompute that ran; prune less recompute than one out of memory."""
+    previous, both_recompute = old.values, new[RECOMPUTE] and old.values[RECOMPUTE]
+    if new[RECOMPUTE] and not previous[RECOMPUTE] and old.performance:
         return "performance"
-    same_method = both and new[METHOD] == then[METHOD] and new[METHOD] is not None
-    if same_method and old.performance and new[LAYERS] > then[LAYERS]:
+    same_method = both_recompute and new[METHOD] == previous[METHOD] and new[METHOD] is not None
+    if same_method and old.performance and new[LAYERS] > previous[LAYERS]:
         return "performance"
-    if not new[RECOMPUTE] and then[RECOMPUTE] and old.out_of_memory:
+    if not new[RECOMPUTE] and previous[RECOMPUTE] and old.out_of_memory:
         return "memory"
-    worse = new[LAYERS] > then[LAYERS] if new[METHOD] == "uniform" else bool(same_method) and new[LAYERS] < then[LAYERS]
-    return "memory" if same_method and worse and old.out_of_memory else None
+    needs_more = (
+        new[LAYERS] > previous[LAYERS]
+        if new[METHOD] == "uniform"
+        else bool(same_method) and new[LAYERS] < previous[LAYERS]
+    )
+    return "memory" if same_method and needs_more and old.out_of_memory else None
 
 
 def _by_sequence_parallel(new: Values, old: Entry) -> str | None:
-    """Without sequence parallelism a candidate gets the result that it has with it, out of memory included."""
+    """Copy the result with sequence parallelism to the candidate without it, including out of memory."""
     if not _no_sequence_parallel(new, old.values):
         return None
     return "performance" if old.performance else "memory" if old.out_of_memory else None
 
 
-_WITH_RESULTS: Mapping[tuple[str, ...], Callable[[Values, Entry], str | None]] = {
+_COPYING_RULES: Mapping[tuple[str, ...], Callable[[Values, Entry], str | None]] = {
     ("mbs",): _by_micro_batch,
     ("recompute",): _by_recompute,
     ("sp",): _by_sequence_parallel,
@@ -165,14 +169,15 @@ tp_pp recompute; tp_pp mbs sp; tp_pp mbs recompute; tp_pp recompute sp; tp_pp mb
 distopt recompute; distopt sp; distopt tp_pp; distopt mbs recompute; distopt mbs sp; distopt mbs tp_pp;
 distopt recompute sp; distopt recompute tp_pp; distopt sp tp_pp; distopt mbs recompute sp; distopt mbs recompute tp_pp;
 distopt mbs sp tp_pp; distopt recompute sp tp_pp; distopt mbs recompute sp tp_pp"""
-"""The rules in the order in which they are asked: every set of the five axes but the empty one."""
+"""The rules in their order: all non-empty sets of the five axes."""
 
 
 def _rule(axes: tuple[str, ...]) -> HistoryRule:
     compared = frozenset(knob for name in axes for knob in AXES[name][0])
     if axes == ("tp_pp", "mbs"):  # also requires that the older candidate has sequence parallelism
         return HistoryRule(axes, compared, lambda old: bool(old[SP]))
-    if axes == ("distopt", "mbs", "recompute", "sp"):  # requires equal and different sequence parallelism: never true
+    # requires equal and different sequence parallelism, so it never applies
+    if axes == ("distopt", "mbs", "recompute", "sp"):
         return HistoryRule(axes, compared - {SP})
     return HistoryRule(axes, compared)
 
@@ -181,7 +186,7 @@ RULES = tuple(_rule(tuple(names.split())) for names in _NAMES.split(";"))
 
 
 class History:
-    """The candidates so far, run or skipped, and the rules over them."""
+    """The candidates so far, run or skipped, and the rules for new ones."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -189,12 +194,12 @@ class History:
 
     def add(self, entry: Entry) -> None:
         self.entries.append(entry)
-        for place, rule in enumerate(RULES):
-            self._by_key[place, rule.key(entry.values)].append(entry)
+        for index, rule in enumerate(RULES):
+            self._by_key[index, rule.key(entry.values)].append(entry)
 
     def rule(self, new: Entry) -> str | None:
-        """Return the first rule that prunes `new`, and write the copied result into `new`; None if no rule does."""
-        for place, rule in enumerate(RULES):
-            if any(rule.prunes(new, old) for old in self._by_key[place, rule.key(new.values)]):
+        """Return the first rule that prunes `new` and copy its result into `new`; None if no rule does."""
+        for index, rule in enumerate(RULES):
+            if any(rule.prunes(new, old) for old in self._by_key[index, rule.key(new.values)]):
                 return rule.name
         return None

@@ -1,4 +1,4 @@
-"""The model in Megatron's flags, with Megatron's defaults, becomes an inline shape."""
+"""Translates the model in Megatron's flags, with Megatron's defaults, to an inline shape."""
 
 from __future__ import annotations
 
@@ -13,88 +13,90 @@ from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Flags
 
 OTHER_LAYERS: tuple[str, ...] = tuple(TABLES["other_layers"])
-"""Prefixes of flags of layers other than attention and feed-forward networks."""
+"""Prefixes of flags for layers other than attention and feed-forward networks."""
 MAX_PATTERN = 10_000
-"""The longest text, list and factor of an expression for a pattern of layers."""
+"""Maximum text length, list length and factor in an expression for a pattern of layers."""
 
 
 def shape(flags: Flags) -> dict[str, Any]:
-    """Return the section `model`. Raises SpecError where a size is missing or a pattern of layers is not supported."""
+    """Return the section `model`. Raises SpecError for a missing size or an unsupported pattern of layers."""
     vocabulary = _vocabulary(flags)
-    found: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.get(key)) is not None}
-    wrong = []
+    section: dict[str, Any] = {key: value for key in TABLES["model_flags"] if (value := flags.get(key)) is not None}
+    problems = []
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
-        if key not in found:
-            wrong.append(flags.source.error(f"train.model.{key}", "is missing", fix="give it"))
-        elif not isinstance(found[key], int):
-            wrong.append(flags.source.error(f"train.model.{key}", "must be a number", value=found[key]))
-    if wrong:
-        raise join_errors(wrong)
-    found["vocab_size"] = vocabulary
-    gated = bool(flags.get("swiglu"))
-    found["gated_linear_unit"] = gated
-    found["ffn_hidden_size"] = _width(flags, found["hidden_size"], gated)
-    found["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
-    found |= _attention(flags) | _experts(flags, found["num_layers"])
+        if key not in section:
+            problems.append(flags.source.error(f"train.model.{key}", "is missing", fix="give it"))
+        elif not isinstance(section[key], int):
+            problems.append(flags.source.error(f"train.model.{key}", "must be a number", value=section[key]))
+    if problems:
+        raise join_errors(problems)
+    section["vocab_size"] = vocabulary
+    is_gated = bool(flags.get("swiglu"))
+    section["gated_linear_unit"] = is_gated
+    section["ffn_hidden_size"] = _width(flags, section["hidden_size"], is_gated)
+    section["untie_embeddings_and_output_weights"] = bool(flags.get("untie_embeddings_and_output_weights"))
+    section |= _attention(flags) | _experts(flags, section["num_layers"])
     _note_other_layers(flags)
-    return found
+    return section
 
 
 def _vocabulary(flags: Flags) -> Any:
-    found, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
-    if found is None:
+    size, fix = flags.get("vocab_size"), "give the number of tokens, also as an override: {}=32000"
+    if size is None:
         key = "train.data.tokenizer.vocab_size"
         flags.source.report(key, "is missing", fix=fix.format(f"+{key}"))
-    elif is_placeholder(found):
+    elif is_placeholder(size):
         key = flags.key("vocab_size")
-        flags.source.report(key, "is a placeholder", value=found, fix=fix.format(key))
-    return found
+        flags.source.report(key, "is a placeholder", value=size, fix=fix.format(key))
+    return size
 
 
 def _attention(flags: Flags) -> dict[str, Any]:
-    """Return the query groups, the biases of queries, keys and values, and the sizes of latent attention."""
-    found: dict[str, Any] = {}
-    groups, grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
-    latent = bool(flags.get("multi_latent_attention"))
-    if grouped and latent:
-        flags.note("group_query_attention", f"not used ({grouped}): latent attention has no query groups", "model")
-    elif grouped:
-        found["num_query_groups"] = groups or 1
-    if groups is not None and (latent or not grouped):
+    """Return the query groups, the QKV biases, and the sizes of latent attention."""
+    section: dict[str, Any] = {}
+    groups, is_grouped = flags.get("num_query_groups"), flags.get("group_query_attention")
+    is_latent = bool(flags.get("multi_latent_attention"))
+    if is_grouped and is_latent:
+        flags.note("group_query_attention", f"not used ({is_grouped}): latent attention has no query groups", "model")
+    elif is_grouped:
+        section["num_query_groups"] = groups or 1
+    if groups is not None and (is_latent or not is_grouped):
         flags.note("num_query_groups", "not used: without group_query_attention every head has its own keys", "model")
-    biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
+    has_biases = not flags.get("disable_bias_linear") and flags.get("add_bias_linear", True)
     text = "linear layers have no biases except those of add_qkv_bias"
-    if biases:
+    if has_biases:
         text = "is not set: linear layers have biases, of which only those of queries, keys and values are modelled"
     flags.note("disable_bias_linear", text, "model")
-    if (flags.get("add_qkv_bias") or biases) and not latent:
-        found["add_qkv_bias"] = True
+    if (flags.get("add_qkv_bias") or has_biases) and not is_latent:
+        section["add_qkv_bias"] = True
     elif flags.get("add_qkv_bias"):
         flags.note("add_qkv_bias", "not in the predictions: latent attention has no such biases", "model")
-    if latent:
+    if is_latent:
         sizes = {key: flags.get(key, own) for key, own in TABLES["latent_sizes"].items()}
         rank = flags.get("q_lora_rank")
-        found |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
-    return found
+        section |= {"multi_latent_attention": True, **sizes, **({} if rank is None else {"q_lora_rank": rank})}
+    return section
 
 
 def _note_other_layers(flags: Flags) -> None:
     """Note layers of the model that flagcore's shapes cannot describe."""
-    on = [name for name in flags.names() if flags.get(name) not in (False, 0)]
+    enabled = [name for name in flags.names() if flags.get(name) not in (False, 0)]
     texts = ((("freeze_",), "training all weights"), (OTHER_LAYERS, "a plain decoder with attention"))
-    for prefixes, what in texts:
-        if keys := [flags.key(name) for name in on if name.startswith(prefixes)]:
-            flags.source.note(", ".join(keys), f"predictions are those of {what}", "model")
+    for prefixes, model in texts:
+        if keys := [flags.key(name) for name in enabled if name.startswith(prefixes)]:
+            flags.source.note(", ".join(keys), f"predictions are those of {model}", "model")
 
 
 def _width(flags: Flags, hidden: int, gated: bool) -> Any:
-    """Return the width of the feed-forward network: as given, or as FlagScale's Megatron computes it."""
-    given, multiple, factor = (flags.get(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier"))
-    if given is not None:
+    """Return the width of the feed-forward network; the default is that of FlagScale's Megatron."""
+    width_given, multiple, factor = (
+        flags.get(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier")
+    )
+    if width_given is not None:
         for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
             if value is not None:
                 flags.note(key, f"not used ({value}): ffn_hidden_size is given", "model.ffn_hidden_size")
-        return given
+        return width_given
     if not gated:
         return 4 * hidden
     numbers = [each for each in (multiple, factor) if each is not None]
@@ -117,46 +119,46 @@ def _experts(flags: Flags, layers: int) -> dict[str, Any]:
     experts, frequency = flags.get("num_experts", flags.get("num_moe_experts")), flags.get("moe_layer_freq", 1)
     if experts is None:
         return {}
-    given = {key: value for key in TABLES["expert_flags"] if (value := flags.get(key)) is not None}
-    found = {"num_moe_experts": experts, "moe_router_topk": 2, **given}
+    sizes = {key: value for key in TABLES["expert_flags"] if (value := flags.get(key)) is not None}
+    section = {"num_moe_experts": experts, "moe_router_topk": 2, **sizes}
     dense = _dense_layers(frequency, layers)
     if dense is None:
         key, problem = flags.key("moe_layer_freq"), "must be dense layers first, then MoE layers"
         flags.source.report(key, problem, value=frequency, fix="use e.g. [0]+[1]*26")
-    return {**found, "moe_first_dense_layers": dense} if dense else found
+    return {**section, "moe_first_dense_layers": dense} if dense else section
 
 
 def _dense_layers(frequency: object, layers: int) -> int | None:
-    """Return how many layers come before those with experts; None for any other pattern."""
+    """Return the number of dense layers before the MoE layers, None for another pattern."""
     pattern = _pattern(frequency, layers)
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     return dense if pattern == [0] * dense + [1] * (layers - dense) and dense < layers else None
 
 
 def _pattern(frequency: object, layers: int) -> list[Any]:
-    """Return 1 for each layer with experts and 0 for others, as Megatron's `moe_freq_type`; empty if it is invalid."""
+    """Return 1 for each MoE layer and 0 for others, as Megatron's `moe_freq_type` does; empty if it is invalid."""
     value: Any = frequency
     if isinstance(frequency, str) and len(frequency) <= MAX_PATTERN:
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            value = _evaluated(ast.parse(frequency.strip(), mode="eval").body)
+            value = _evaluate(ast.parse(frequency.strip(), mode="eval").body)
     if type(value) is int and value > 0:
         return [0 if layer % value else 1 for layer in range(layers)]
     return value if isinstance(value, list) else []
 
 
-def _evaluated(node: ast.expr) -> Any:
-    """Return a whole number, or a list made of lists by `+` and `*`. Raises ValueError for anything else."""
+def _evaluate(node: ast.expr) -> Any:
+    """Evaluate an integer, or an expression of lists with `+` and `*`. Raises ValueError for anything else."""
     match node:
         case ast.Constant(value=int(number)) if number <= MAX_PATTERN:
             return number
         case ast.List(elts=items):
-            return [_evaluated(each) for each in items]
+            return [_evaluate(each) for each in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            one, two = _evaluated(left), _evaluated(right)
-            if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= MAX_PATTERN:
-                return one + two
+            head, tail = _evaluate(left), _evaluate(right)
+            if isinstance(head, list) and isinstance(tail, list) and len(head) + len(tail) <= MAX_PATTERN:
+                return head + tail
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            factors = (_evaluated(left), _evaluated(right))
+            factors = (_evaluate(left), _evaluate(right))
             size = math.prod(len(each) if isinstance(each, list) else each for each in factors)
             if not all(isinstance(each, list) for each in factors) and size <= MAX_PATTERN:
                 return factors[0] * factors[1]

@@ -1,4 +1,4 @@
-"""A tree for training: the sections `train.system`, `train.model` and `train.data` hold Megatron's flags."""
+"""Translates a tree for training: `train.system`, `train.model` and `train.data` have Megatron's flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.split import SPLIT
-from flagcore.importers.flagscale.command import MISSING, is_placeholder, take_command, take_entries, words
+from flagcore.importers.flagscale.command import MISSING, command_words, is_placeholder, take_command, take_entries
 from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.experiment import cluster, control
 from flagcore.importers.flagscale.options import options
@@ -21,9 +21,9 @@ _MIB = 1 << 20
 
 
 def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the data of a spec that trains. Raises SpecError where something that it needs is missing.
+    """Return the data of a spec for training. Raises SpecError for missing keys.
 
-    Keys of `train` that are `unresolved` are in the command without their values, so that no trial starts.
+    `unresolved` keys of `train` have a placeholder in the command, so that no trial starts.
     """
     entries = take_entries(source)
     flags = Flags(source, entries)
@@ -35,7 +35,7 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
             source.report(f"train.model.{key}", "is missing", fix="give it")
     model = shape(flags)
     baseline = _baseline(flags, bool(model.get("num_moe_experts")))
-    arguments = words([*entries, *((key, MISSING) for key in unresolved)])
+    arguments = command_words([*entries, *((key, MISSING) for key in unresolved)])
     for key, value in entries:
         if is_placeholder(value):
             source.note(key, f"{value!r} is a placeholder: give the value, or trials cannot start", "train")
@@ -44,31 +44,31 @@ def training(source: Source, unresolved: Sequence[str] = ()) -> dict[str, Any]:
         text = "of the job itself; trials write into --run-dir"
         source.note("experiment.exp_dir", f"checkpoints and logs {text}", "train.command")
     train = {"engine": "megatron", **sizes, **options(flags), **command}
-    tuner = _tuner(source, baseline, _why_not_runnable(baseline, train, model, nodes * devices))
+    tuner = _tuner(source, baseline, _baseline_problem(baseline, train, model, nodes * devices))
     if nodes > 1 and "hostfile" in machines and not source.at("experiment.runner.per_node_task"):
         tuner["launcher"] = "ssh"
-    _memory(source, machines)
+    _set_memory(source, machines)
     return {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
 
 
 def _tuner(source: Source, baseline: dict[str, Any], problem: str) -> dict[str, Any]:
-    """Return the section `auto_tuner`, without a baseline that has a problem."""
+    """Return the section `auto_tuner`; it has no baseline if there is a `problem` with it."""
     space = _space(source, [knob.name for knob in SPACE_KNOBS if knob.name != SPLIT])
-    found: dict[str, Any] = {"space": {**space, SPLIT: None}}  # FlagScale splits layers evenly
+    section: dict[str, Any] = {"space": {**space, SPLIT: None}}  # FlagScale splits layers evenly
     if problem:
         text = f"cannot run: {problem}; the rule of thumb is the baseline instead"
         source.note("train.system", text, "auto_tuner")
     else:
-        found["baseline"] = baseline
+        section["baseline"] = baseline
     steps = source.take(f"{_TUNER}.control.train_iters", 5)
-    found |= {"control": {"train_iters": steps, **control(source, "train")}, "objective": _objective(source)}
-    why = "the default strategy is learned, which stops when little can be gained; grid tries all"
-    source.drop(f"{_TUNER}.algo", why, "auto_tuner")
-    return found
+    section |= {"control": {"train_iters": steps, **control(source, "train")}, "objective": _objective(source)}
+    reason = "the default strategy is learned, which stops when little can be gained; grid tries all"
+    source.drop(f"{_TUNER}.algo", reason, "auto_tuner")
+    return section
 
 
 def _check_supported(source: Source, flags: Flags) -> None:
-    """Raise SpecError for a job that would become another one."""
+    """Raise SpecError for a job that flagcore cannot represent."""
     key, backend = "experiment.task.backend", source.take("experiment.task.backend")
     if backend not in (None, "megatron"):
         problem, fix = "trains a model without Megatron's flags", "use a tree of the backend megatron"
@@ -80,101 +80,101 @@ def _check_supported(source: Source, flags: Flags) -> None:
 
 
 def _baseline(flags: Flags, has_experts: bool) -> dict[str, Any]:
-    """Return the tree's own configuration; what it leaves out is off or 1, as in a baseline."""
-    found = {key: value for key in _SIZES if (value := flags.get(key)) not in (None, 0)}
-    if not has_experts and (experts := found.pop("expert_model_parallel_size", None)) is not None:
+    """Return the tree's own configuration as a baseline; missing knobs are off or 1."""
+    baseline = {key: value for key in _SIZES if (value := flags.get(key)) not in (None, 0)}
+    if not has_experts and (experts := baseline.pop("expert_model_parallel_size", None)) is not None:
         flags.note(
             "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
         )
-    found["micro_batch_size"] = flags.get("micro_batch_size", 1)
-    found["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
+    baseline["micro_batch_size"] = flags.get("micro_batch_size", 1)
+    baseline["use_distributed_optimizer"] = bool(flags.get("use_distributed_optimizer"))
     if sequence := flags.get("sequence_parallel"):
-        if found.get("tensor_model_parallel_size", 1) == 1:
+        if baseline.get("tensor_model_parallel_size", 1) == 1:
             text = "off in the baseline: it needs tensor parallelism"
             flags.note("sequence_parallel", text, "auto_tuner.baseline")
         else:
-            found["sequence_parallel"] = True
+            baseline["sequence_parallel"] = True
     elif sequence is not None:
-        found["sequence_parallel"] = False
-    found |= _recompute(flags)
-    for name in (*found, *_RECOMPUTE):
+        baseline["sequence_parallel"] = False
+    baseline |= _recompute(flags)
+    for name in (*baseline, *_RECOMPUTE):
         if name != "micro_batch_size" and flags.has(name) and not flags.key(name).startswith("train.system."):
             text = "FlagScale's tuner cannot change it outside of train.system; candidates replace it"
             flags.note(name, text, "auto_tuner.baseline")
     flags.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
-    return found
+    return baseline
 
 
 def _recompute(flags: Flags) -> dict[str, Any]:
-    """Return the knobs of recomputation. Block recomputation of no layer is none."""
-    given = {name: value for name in _RECOMPUTE if (value := flags.get(name)) is not None}
-    if _RECOMPUTE[0] not in given:
+    """Return the knobs of recompute. Block recompute of 0 layers is off."""
+    knobs = {name: value for name in _RECOMPUTE if (value := flags.get(name)) is not None}
+    if _RECOMPUTE[0] not in knobs:
         return {"use_recompute": False}
-    if given.get("recompute_num_layers") == 0:
-        if given.get("recompute_method") == "block":
+    if knobs.get("recompute_num_layers") == 0:
+        if knobs.get("recompute_method") == "block":
             flags.note("recompute_num_layers", "0: nothing is recomputed", "auto_tuner.baseline")
             return {"use_recompute": False}
         flags.note("recompute_num_layers", "dropped (0): it must be at least 1", "auto_tuner.baseline")
-        del given["recompute_num_layers"]
-    return {"use_recompute": True, **given}
+        del knobs["recompute_num_layers"]
+    return {"use_recompute": True, **knobs}
 
 
-def _why_not_runnable(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
-    """Return why a tree's own sizes do not fit its devices, batch and layers; empty if they do."""
+def _baseline_problem(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
+    """Return why a tree's own sizes do not fit its devices, batch or layers; empty if they fit."""
     tensor, stages, context = (baseline.get(key, 1) for key in _SIZES[:3])
     shape = (model["num_layers"], model["num_attention_heads"])
     numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
     if not all(type(each) is int and each > 0 for each in numbers):
-        return ""  # the spec's own rules report it
+        return ""  # the rules of the spec report it
     if devices % (tensor * stages * context):
         return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
     if model["num_attention_heads"] % tensor:
         return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
-    experts, over = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
-    if type(experts) is int and type(over) is int and over > 0 and experts % over:
-        return f"EP {over} does not divide {experts} experts"
-    at_once = devices // (tensor * stages * context) * baseline["micro_batch_size"]
-    if train["global_batch_size"] % at_once:
-        return f"{at_once} samples at once do not divide a global batch of {train['global_batch_size']}"
-    split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
-    if model["num_layers"] % stages and not split:
+    experts, expert_size = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
+    if type(experts) is int and type(expert_size) is int and expert_size > 0 and experts % expert_size:
+        return f"EP {expert_size} does not divide {experts} experts"
+    samples = devices // (tensor * stages * context) * baseline["micro_batch_size"]
+    if train["global_batch_size"] % samples:
+        return f"{samples} samples at once do not divide a global batch of {train['global_batch_size']}"
+    has_split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
+    if model["num_layers"] % stages and not has_split:
         return f"{model['num_layers']} layers do not divide over {stages} stages"
     return ""
 
 
-def _space(source: Source, known: Any) -> dict[str, Any]:
-    given, found = source.section(f"{_TUNER}.space"), dict[str, Any]()
-    for key, value in given.items():
-        where = f"{_TUNER}.space.{key}"
+def _space(source: Source, knob_names: Any) -> dict[str, Any]:
+    tree_space, space = source.section(f"{_TUNER}.space"), dict[str, Any]()
+    for key, value in tree_space.items():
+        tree_key = f"{_TUNER}.space.{key}"
         if key == "recompute_num_layers" and isinstance(value, list) and 0 in value:
             value = [each for each in value if each != 0]
             text = "0 is dropped: use_recompute is what switches it off"
-            source.note(where, text, f"auto_tuner.space.{key}")
-        if key in known and value not in (None, []):
-            found[key] = value
+            source.note(tree_key, text, f"auto_tuner.space.{key}")
+        if key in knob_names and value not in (None, []):
+            space[key] = value
         elif key.startswith("hetero_"):
             text = "dropped: it is for stages of different sizes (enable_hetero)"
-            source.note(where, text, "auto_tuner.space")
+            source.note(tree_key, text, "auto_tuner.space")
         elif "_per_stage" in key:
-            source.note(where, "dropped: all stages recompute alike", "auto_tuner.space")
-        elif key not in known:
-            source.note(where, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
-    virtual = found.get(_SIZES[4])
+            source.note(tree_key, "dropped: all stages recompute alike", "auto_tuner.space")
+        elif key not in knob_names:
+            source.note(tree_key, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
+    virtual = space.get(_SIZES[4])
     if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
         text = "FlagScale tries only pipelines of more than two stages; flagcore also shorter ones, without it"
         source.note(f"{_TUNER}.space.{_SIZES[4]}", text, f"auto_tuner.space.{_SIZES[4]}")
-    absent = [key for key in known if key not in found]
-    if absent:
-        text = f"missing keys are auto, as in FlagScale: {', '.join(absent)}"
+    missing = [key for key in knob_names if key not in space]
+    if missing:
+        text = f"missing keys are auto, as in FlagScale: {', '.join(missing)}"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
-    if any(value == "auto" for value in found.values()) or absent:
+    if any(value == "auto" for value in space.values()) or missing:
         text = "auto is every legal value; FlagScale's also has illegal ones"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
-    return found
+    return space
 
 
 def _objective(source: Source) -> str:
-    """Return the objective: with one batch size and number of devices, times and rates give the same order."""
+    """Return the objective; for a fixed batch size and number of devices, times and rates have the same order."""
     name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
     at = "auto_tuner.objective"
     if name is not None:
@@ -185,30 +185,34 @@ def _objective(source: Source) -> str:
     return "step_time_s"
 
 
-def _memory(source: Source, machines: dict[str, Any]) -> None:
-    at = f"{_TUNER}.memory_model"
-    given = source.section(at)
-    size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
-    name = given.pop("model_name", None)
-    low, high = share if isinstance(share, list) and _shares(share) else (0.2, 0.8)
+def _set_memory(source: Source, machines: dict[str, Any]) -> None:
+    section_key = f"{_TUNER}.memory_model"
+    section = source.section(section_key)
+    size, share = section.pop("gpu_memory", None), section.pop("gpu_utilization", None)
+    name = section.pop("model_name", None)
+    low_share, high_share = share if isinstance(share, list) and _is_share_pair(share) else (0.2, 0.8)
     if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
-        source.report(f"{at}.gpu_memory", "must be a number above 0, of MB", value=size, fix="use 80000 for 80 GB")
+        source.report(
+            f"{section_key}.gpu_memory", "must be a number above 0, of MB", value=size, fix="use 80000 for 80 GB"
+        )
         size = None
-    if share is not None and not _shares(share):
+    if share is not None and not _is_share_pair(share):
         problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
-        source.report(f"{at}.gpu_utilization", problem, value=share, fix=fix)
+        source.report(f"{section_key}.gpu_utilization", problem, value=share, fix=fix)
     if size is not None:
-        machines["memory_per_device"] = int(size * high) * _MIB
-        text = f"{size} MB x {high}: the limit of a trial; FlagScale's lower bound {low} for pruning is not used"
-        source.note(f"{at}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
+        machines["memory_per_device"] = int(size * high_share) * _MIB
+        text = f"{size} MB x {high_share}: the limit of a trial; FlagScale's lower bound {low_share} is not used"
+        source.note(f"{section_key}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
     elif share is not None:
-        source.note(f"{at}.gpu_utilization", "dropped: gpu_memory is missing, so all memory may be used", "cluster")
+        source.note(
+            f"{section_key}.gpu_utilization", "dropped: gpu_memory is missing, so all memory may be used", "cluster"
+        )
     if name is not None:
-        source.note(f"{at}.model_name", f"dropped ({name}): flagcore has its own memory model", "cluster")
-    for key, _ in leaves(given):
-        source.note(f"{at}{key}", "dropped: unknown to flagcore", "cluster")
+        source.note(f"{section_key}.model_name", f"dropped ({name}): flagcore has its own memory model", "cluster")
+    for key, _ in leaves(section):
+        source.note(f"{section_key}{key}", "dropped: unknown to flagcore", "cluster")
 
 
-def _shares(given: object) -> bool:
-    numbers = [each for each in given if type(each) in (int, float)] if isinstance(given, list) else []
-    return len(numbers) == 2 == len(given) and 0.0 <= numbers[0] < numbers[1] <= 1.0  # type: ignore[arg-type]
+def _is_share_pair(value: object) -> bool:
+    numbers = [each for each in value if type(each) in (int, float)] if isinstance(value, list) else []
+    return len(numbers) == 2 == len(value) and 0.0 <= numbers[0] < numbers[1] <= 1.0  # type: ignore[arg-type]

@@ -46,8 +46,8 @@ def topology_of(group: NodeGroup) -> Topology:
                 name="network",
                 devices=group.devices,
                 bytes_per_second=math.nan if chip.nic_bytes_per_second is None else chip.nic_bytes_per_second.value,
-                latency_seconds=NETWORK_LATENCY_SECONDS,
-                hop_seconds=NETWORK_HOP_SECONDS,
+                latency_seconds=chip.nic_latency_seconds or NETWORK_LATENCY_SECONDS,
+                hop_seconds=chip.nic_latency_seconds or NETWORK_HOP_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
                 compute_share=NETWORK_COMPUTE_SHARE,
             )

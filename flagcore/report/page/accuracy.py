@@ -15,31 +15,31 @@ from flagcore.report.page.run import RunData, configuration, name_of, number, se
 
 def accuracy(run: RunData) -> Section | None:
     """Return the errors of predictions; None if no trial is both predicted and measured."""
-    pairs = [(trial, both) for trial in run.trials if (both := _both(run, trial)) is not None]
+    pairs = [(trial, both) for trial in run.trials if (both := _measured_and_predicted(run, trial)) is not None]
     if not pairs:
         return None
     blocks = (_scatter(run, pairs), learning(run))
     return Section(anchor="accuracy", title=_("Predicted against measured"), blocks=tuple(filter(None, blocks)))
 
 
-def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """Return the measured figure of a trial, and the predicted one with its interval."""
+def _measured_and_predicted(run: RunData, trial: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """Return the measured figure of a trial, and the predicted figure with its interval."""
     key = "objective" if run.serves else "step_time_s"
-    predicted = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]
+    prediction = [number(lookup(trial["predicted"], f"{key}.{name}")) for name in ("value", "low", "high")]
     seconds = seconds_of(trial) if trial["measured"] else None
-    if seconds is None or None in predicted:
+    if seconds is None or None in prediction:
         return None
-    return (objective_value(run.objective, seconds) if run.serves else seconds, *(each or 0.0 for each in predicted))
+    return (objective_value(run.objective, seconds) if run.serves else seconds, *(each or 0.0 for each in prediction))
 
 
 def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...]]]) -> Chart:
     unit = run.unit if run.serves else _("s/step")
     rows = []
     for trial, (measured, value, low, high) in pairs:
-        inside = low <= measured <= high
+        is_inside = low <= measured <= high
         figures = [cell(each) for each in (measured, value, low, high)]
         over = percent(measured / value - 1.0 if value else None, signed=True)
-        verdict = _("inside") if inside else _("outside")
+        verdict = _("inside") if is_inside else _("outside")
         rows.append([trial_cell(run, trial), configuration(run, trial), *figures, over, verdict])
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     data = table(
@@ -49,7 +49,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
         sortable=True,
     )
     values = [each for _, both in pairs for each in both]
-    ends = [min(values), max(values)]
+    value_range = [min(values), max(values)]
     x, y = [both[0] for _, both in pairs], [both[1] for _, both in pairs]
     errors = {
         "type": "data",
@@ -65,7 +65,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
         title=_("Predicted against measured"),
         summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(rows)),
         traces=(
-            line(_("predicted = measured"), 2, ends, ends),
+            line(_("predicted = measured"), 2, value_range, value_range),
             points(
                 _("trial, with 80% interval"),
                 0,
@@ -103,8 +103,8 @@ def learning(run: RunData) -> Chart | None:
         figures = [objective_value(run.objective, each) for each in seconds] if run.serves else seconds
         shares = [percent(each - 1.0, signed=True) for each in (before, after)]
         rows.append([cell(trial["number"]), *map(cell, figures), *shares])
-    what = run.unit if run.serves else _("step s")
-    headings = [_("trial"), f"~{what}", _("~learned"), what, _("error"), _("after learning")]
+    heading = run.unit if run.serves else _("step s")
+    headings = [_("trial"), f"~{heading}", _("~learned"), heading, _("error"), _("after learning")]
     numbers = [str(trial["number"]) for trial, _, _ in pairs]
     return Chart(
         title=_("Learning during the run"),

@@ -1,4 +1,4 @@
-"""The sections of a report page in their order, and its last ones: environment and facts of chips."""
+"""The sections of a report page in order, including environment and facts of chips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flagcore.report.page.trials import trials
 
 def page(run: RunData) -> Page:
     """Return the page of a run; empty sections are omitted."""
-    made = (
+    sections = (
         summary(run),
         funnel(run),
         progress(run),
@@ -47,7 +47,7 @@ def page(run: RunData) -> Page:
             how=_(NAMES["trials_made"][run.fidelity]),
             objective=run.unit,
         ),
-        sections=tuple(section for section in made if section is not None),
+        sections=tuple(section for section in sections if section is not None),
     )
 
 
@@ -83,7 +83,9 @@ def chips(run: RunData) -> Section:
     """Return the facts of the chips behind the predictions, each with its source."""
     blocks: list[Block] = []
     if run.insight.get("kernels_guessed"):
-        text = _("The kernels of this chip are not measured: times are predicted from its peaks, with wider intervals.")
+        text = _(
+            "The kernels of this chip were not measured: times are predicted from its peak rates, with wider intervals."
+        )
         blocks.append(Text(text, warning=True))
     for chip in run.insight.get("chips") or []:
         rows = [_fact(fact) for fact in chip["facts"]]
@@ -102,7 +104,7 @@ def chips(run: RunData) -> Section:
         if chip.get("notes"):
             blocks.append(Text(str(chip["notes"])))
     if not blocks:
-        blocks.append(Text(_("This run has no facts of the chip.")))
+        blocks.append(Text(_("This run has no facts about the chip.")))
     return Section(anchor="chips", title=_("Chip facts and sources"), blocks=tuple(blocks))
 
 

@@ -29,7 +29,7 @@ class Table:
 
     @property
     def figures(self) -> tuple[bool, ...]:
-        """Whether each column has only numbers and empty cells."""
+        """For each column: whether it has only numbers and empty cells."""
         return tuple(any(row[place].value is not None for row in self.rows) for place in range(len(self.headings)))
 
 
@@ -69,7 +69,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collapsed:
-    """Blocks that are hidden below a line of text until it is clicked."""
+    """Blocks that are hidden until a click on a line of text."""
 
     anchor: str
     title: str
@@ -106,13 +106,13 @@ def cell(value: Any, text: str | None = None) -> Cell:
 
 
 def highlighted(value: float | None, mark: str = "~") -> Cell:
-    """Return a number as a cell after a mark: `~` is predicted or partly modelled; `-` for None."""
-    made = cell(value)
-    return made if value is None else Cell(mark + made.text, made.value)
+    """Return a number with a mark before it as a cell: `~` is predicted or partly modelled; `-` for None."""
+    highlighted_cell = cell(value)
+    return highlighted_cell if value is None else Cell(mark + highlighted_cell.text, highlighted_cell.value)
 
 
 def percent(share: float | None, mark: str = "", *, signed: bool = False) -> Cell:
-    """Return a share as a cell in percent after a mark; `-` for None."""
+    """Return a share in percent with a mark before it as a cell; `-` for None."""
     return Cell("-") if share is None else Cell(mark + (f"{share:+.1%}" if signed else f"{share:.1%}"), share)
 
 

@@ -18,14 +18,14 @@ COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
 SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-open", "cross", "hexagon-open")
 MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
-"""Margins in pixels; axes add room for their labels."""
+"""Margins in pixels; axes add space for their labels."""
 LOG_FROM = 8.0
-"""The ratio of the largest to the least value from which an axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 PADDING = 0.05
-"""The share by which an axis extends beyond its values: a limit line at its end would look like the frame."""
+"""The share by which an axis extends beyond its values. Otherwise a limit line at its end would look like the frame."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22}
-"""The keys of a trace or layout that hold text, and the columns after which it is wrapped."""
+"""Keys of a trace or layout that contain text, and the width at which it is wrapped."""
 
 
 def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
 def limit_line(name: str, x: float) -> dict[str, Any]:
     """Return a vertical line at `x` for the `shapes` of a layout, with a legend entry."""
     style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
-    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
-    return {"type": "line", "name": name, "showlegend": True, "line": style, **ends}
+    coordinates = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "line", "name": name, "showlegend": True, "line": style, **coordinates}
 
 
 def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
@@ -70,18 +70,18 @@ def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
 
 
 def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:
-    """Return a layout for horizontal bars, the first at the top, with a height for so many rows."""
+    """Return a layout for horizontal bars, the first at the top, with a height for the number of rows."""
     yaxis: Mapping[str, Any] = {"autorange": "reversed", "type": "category", **more.pop("yaxis", {})}
     return layout(x, "", height=130 + each * max(rows, 2), yaxis=yaxis, **more)
 
 
 def spread_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis for positive values that span more than a factor of `LOG_FROM`, else an empty one."""
+    """Return a logarithmic axis for positive values that span more than a factor of `LOG_FROM`, else an empty dict."""
     if not values or min(values) <= 0 or max(values) <= LOG_FROM * min(values):
         return {}
-    ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
-    few = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
-    ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in few]
+    exponents = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    multiples = (1,) if exponents[1] - exponents[0] > 3 else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(exponents[0], exponents[1] + 1) for digit in multiples]
     return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
 
 

@@ -1,7 +1,7 @@
 """A page as one HTML file that opens offline: style, script and plotly's library are inline.
 
 All data of a run is escaped: text by jinja2, data of charts so that it cannot close its script element. A content
-security policy forbids to load anything, and to run any other script.
+security policy blocks network access and all other scripts.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def _policy(scripts: list[str]) -> str:
 
 
 def _inside_script(text: str) -> str:
-    """Return JSON that cannot end the script element around it, nor begin a comment in it."""
+    """Return JSON that cannot end the enclosing script element or start a comment."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

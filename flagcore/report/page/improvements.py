@@ -1,4 +1,4 @@
-"""The bottleneck of the best configuration, and the knobs that would help."""
+"""The bottleneck of the best configuration, and changes that reduce it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flagcore.report.page.run import Record, RunData, number
 from flagcore.report.text import knob_of, state_name, value_text, values_text
 
 MAX_CHANGES = 8
-"""The most changes to list."""
+"""Maximum number of listed changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The bottleneck of a candidate: its name, the key of its figure in a prediction, and the heading of a column."""
+    """The bottleneck of a candidate: its name, the key of its figure in a prediction, and its column heading."""
 
     name: str
     key: str
@@ -28,7 +28,7 @@ class _Limit:
 
 
 def improvements(run: RunData) -> Section | None:
-    """Return the bottleneck of the best and changes that reduce it; None without a best or its predicted time."""
+    """Return the bottleneck of the best and changes that reduce it; None without a best or a predicted time."""
     if run.best is None or lookup(run.best["predicted"], "step_time_s.value") is None:
         return None
     limit, knobs = _limit(run.best["predicted"]), run.insight.get("knobs") or []
@@ -49,12 +49,12 @@ def _limit(predicted: Record) -> _Limit:
 
 
 def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
-    predicted = best["predicted"]
+    prediction = best["predicted"]
     if not limit.name:
         return _("Predicted: {value} {unit}.", value=shown(run.predicted(best)), unit=run.unit)
-    figure, step = float(lookup(predicted, limit.key) or 0.0), float(predicted["step_time_s"]["value"])
+    figure, step = float(lookup(prediction, limit.key) or 0.0), float(prediction["step_time_s"]["value"])
     if limit.name == "memory":
-        capacity = shown(predicted["memory"]["capacity_gib"])
+        capacity = shown(prediction["memory"]["capacity_gib"])
         return _(
             "Bottleneck: memory, ~{used} of {capacity} GiB in use (predicted).", used=shown(figure), capacity=capacity
         )
@@ -70,32 +70,32 @@ def _bottleneck(run: RunData, best: Record, limit: _Limit) -> str:
 def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
     """Return the faster candidates that reduce the bottleneck and differ from the best in one knob."""
     step, own = (float(lookup(best["predicted"], key) or 0.0) for key in ("step_time_s.value", limit.key))
-    near = {
+    nearest = {
         _key(value["nearest"]["candidate"]): value["nearest"]
         for knob in run.insight.get("knobs") or []
         for value in knob["values"]
         if value["value"] != knob["best"]
     }
-    less = [
+    faster = [
         each
-        for each in near.values()
+        for each in nearest.values()
         if _changes_one_knob(each, run)
         and each["predicted"]["step_time_s"]["value"] < step
         and (number(lookup(each["predicted"], limit.key)) or own) < own
     ]
-    less.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
-    if not less:
+    faster.sort(key=lambda each: (each["predicted"]["step_time_s"]["value"], lookup(each["predicted"], limit.key)))
+    if not faster:
         return Text(_("No change of one knob is predicted to be faster and to fit."))
-    ran = {_key(trial["candidate"]): trial for trial in run.trials}
+    trials = {_key(trial["candidate"]): trial for trial in run.trials}
     rows = []
-    for each in less[:MAX_CHANGES]:
+    for each in faster[:MAX_CHANGES]:
         changed = [f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in each["differs"].items()]
         predicted, seconds = each["predicted"], float(each["predicted"]["step_time_s"]["value"])
         figures = [cell(number(lookup(predicted, limit.key)))] if limit.name else []
         figures.append(cell(lookup(predicted, "objective.value") if run.serves else seconds))
         figures.append(percent(seconds / step - 1.0, signed=True))
         used = cell(number(lookup(predicted, "memory.device_used_gib")))
-        rows.append([", ".join(changed), *figures, used, _ran(run, ran.get(_key(each["candidate"])))])
+        rows.append([", ".join(changed), *figures, used, _measured_text(run, trials.get(_key(each["candidate"])))])
     own_heading = [limit.heading] if limit.name else []
     seconds_heading = f"~{run.unit}" if run.serves else _("~step s")
     return table(
@@ -114,17 +114,17 @@ def _changes(run: RunData, best: Record, limit: _Limit) -> Block:
 
 
 def _changes_one_knob(change: Record, run: RunData) -> bool:
-    """Return whether a candidate differs in one knob, and in others only where they detail that one."""
-    differs = change["differs"]
-    return sum(knob_of(knob, run.knobs).part_of not in differs for knob in differs) == 1
+    """Return whether a candidate differs in one knob only, or also in knobs that detail this knob."""
+    changed_knobs = change["differs"]
+    return sum(knob_of(knob, run.knobs).part_of not in changed_knobs for knob in changed_knobs) == 1
 
 
-def _ran(run: RunData, trial: Record | None) -> Cell:
+def _measured_text(run: RunData, trial: Record | None) -> Cell:
     if trial is None:
         return Cell(_("untried"))
-    measured = run.figure(trial)
-    text = shown(measured) if measured is not None else state_name(trial["state"])
-    return Cell(f"{text} ({_('trial')} {trial['number']})", measured, f"#trial-{trial['number']}")
+    measurement = run.figure(trial)
+    text = shown(measurement) if measurement is not None else state_name(trial["state"])
+    return Cell(f"{text} ({_('trial')} {trial['number']})", measurement, f"#trial-{trial['number']}")
 
 
 def _key(candidate: Record) -> str:
@@ -132,9 +132,9 @@ def _key(candidate: Record) -> str:
 
 
 def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
-    """Return, for each value of each knob, how much slower the fastest predicted candidate with it is."""
-    least = min(_seconds(value) for knob in knobs for value in knob["values"])
-    spans = [(knob, [_seconds(value) / least - 1.0 for value in knob["values"]]) for knob in knobs]
+    """Return, for each value of each knob, the slowdown of the fastest predicted candidate with this value."""
+    fastest_s = min(_seconds(value) for knob in knobs for value in knob["values"])
+    spans = [(knob, [_seconds(value) / fastest_s - 1.0 for value in knob["values"]]) for knob in knobs]
     spans.sort(key=lambda span: -max(span[1]))
     rows: list[list[Any]] = []
     marks: dict[bool, list[tuple[str, float, str]]] = {True: [], False: []}
@@ -150,9 +150,11 @@ def _sensitivity(run: RunData, knobs: Sequence[Record]) -> Chart:
     figure = f"~{run.unit}" if run.serves else _("~step s")
     headings = [_("knob"), _("value"), _("best"), _("~slower by"), figure, _("candidates that fit"), _("fastest")]
     ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
-    every = [*marks[True], *marks[False]]
-    hover = {"text": [text for *_, text in every], "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
-    values = points(_("value of the knob"), 0, [over for _, over, _ in every], [name for name, *_ in every], **hover)
+    all_marks = [*marks[True], *marks[False]]
+    hover = {"text": [text for *_, text in all_marks], "hovertemplate": "%{text}: %{x:+.1%}<extra></extra>"}
+    values = points(
+        _("value of the knob"), 0, [over for _, over, _ in all_marks], [name for name, *_ in all_marks], **hover
+    )
     best = points(_("value of the best"), 1, [over for _, over, _ in marks[True]], [name for name, *_ in marks[True]])
     return Chart(
         title=_("Influence of each knob (predicted)"),
@@ -178,7 +180,7 @@ def _seconds(value: Record) -> float:
 
 
 def _ranges(run: RunData, spans: Sequence[tuple[Record, Sequence[float]]]) -> dict[str, Any]:
-    """Return a line per knob from its least to its largest figure."""
+    """Return a line per knob from its smallest to its largest figure."""
     x = [each for _, slower in spans for each in (min(slower), max(slower), None)]
     names = [knob_of(str(knob["knob"]), run.knobs).title for knob, _ in spans]
     y = [each for name in names for each in (name, name, None)]

@@ -1,5 +1,8 @@
-"""The data of a report that is not in result.json. It needs the predictions of the whole space, which are available at
-the end of a run, but not later, on another machine, or with other plugins."""
+"""The data of a report that is not in result.json.
+
+It needs the predictions of the whole space. They are available at the end of a run, but not on another machine or with
+other plugins.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,14 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     """Return the memory of the first device of each pipeline stage, by component if the workload has them."""
     platform, task = problem.platform, problem.platform.task
     columns = problem.space.columns(np.array([row]))
-    as_set = engine_task(task, effects_of_row(task, columns))
-    found = []
+    task_as_set = engine_task(task, effects_of_row(task, columns))
+    stages = []
     if not isinstance(workload, Prober):
         return []
-    for stage, first in enumerate(workload.stage_ranks(as_set, columns)):
-        parts = memory_components(workload, as_set, columns, np.array([stage]), platform.costs)
-        rank = workload.rank(as_set, columns, first, platform.costs)
-        found.append(
+    for stage, first in enumerate(workload.stage_ranks(task_as_set, columns)):
+        parts = memory_components(workload, task_as_set, columns, np.array([stage]), platform.costs)
+        rank = workload.rank(task_as_set, columns, first, platform.costs)
+        stages.append(
             {
                 "stage": stage,
                 "rank": rank.rank,
@@ -64,7 +67,7 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
                 "components": {name: in_gib(part) for name, part in components_of_row(parts, 0).items()},
             }
         )
-    return found
+    return stages
 
 
 def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str, list[str]]:
@@ -117,7 +120,7 @@ CHUNK = 1 << 16
 
 @dataclass(slots=True)
 class _Value:
-    """The fastest row with a value of a knob, and the fastest of those that differ least from the best."""
+    """The fastest row with a value of a knob, and the fastest of the rows that are nearest to the best."""
 
     count: int = 0
     fastest: tuple[float, int] = (np.inf, -1)
@@ -125,46 +128,49 @@ class _Value:
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
-    """Return for each knob with several values what each value costs, among candidates predicted to fit.
+    """Return two candidates for each value of each knob with several values, among candidates that are predicted to
+    fit.
 
-    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of those in which the fewest
-    knobs differ from row `best`. Candidates without a predicted time are ignored.
+    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of the candidates that differ
+    from row `best` in the fewest knobs. Candidates without a predicted time are ignored.
     """
     space, own = problem.space, {knob: int(code[0]) for knob, code in problem.space.columns(np.array([best])).items()}
     knobs: dict[str, dict[int, _Value]] = {knob: {} for knob in own}
     for rows in space.chunks(CHUNK):
         columns = space.columns(rows)
         seconds = problem.predictions.step_time_s[rows]
-        usable = np.flatnonzero(np.isfinite(seconds) & problem.predictions.fits[rows])
-        if not usable.size:
+        usable_rows = np.flatnonzero(np.isfinite(seconds) & problem.predictions.fits[rows])
+        if not usable_rows.size:
             continue
-        seconds = seconds[usable]
-        columns = {knob: codes[usable] for knob, codes in columns.items()}
+        seconds = seconds[usable_rows]
+        columns = {knob: codes[usable_rows] for knob, codes in columns.items()}
         distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
         for knob, codes in columns.items():
-            _update(knobs[knob], codes, seconds, distance, rows.start + usable)
-    found = []
+            _update_entry(knobs[knob], codes, seconds, distance, rows.start + usable_rows)
+    by_knob = []
     for axis in space.axes:
         values = knobs[axis.knob]
         if len(values) > 1:
-            listed = []
+            records = []
             for code in sorted(values):
                 places = {"fastest": values[code].fastest[-1], "nearest": values[code].nearest[-1]}
                 candidates = {name: _candidate(problem, row, best) for name, row in places.items()}
-                listed.append({"value": axis.decode(code), "candidates": values[code].count, **candidates})
-            found.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
-    return found
+                records.append({"value": axis.decode(code), "candidates": values[code].count, **candidates})
+            by_knob.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": records})
+    return by_knob
 
 
-def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
+def _update_entry(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
     for code in np.unique(codes).tolist():
         places = np.flatnonzero(codes == code)
         fastest = places[np.argmin(seconds[places])]
-        near = places[np.lexsort((seconds[places], distance[places]))[0]]
-        found = values.setdefault(code, _Value())
-        found.count += int(places.size)
-        found.fastest = min(found.fastest, (float(seconds[fastest]), int(rows[fastest])))
-        found.nearest = min(found.nearest, (int(distance[near]), float(seconds[near]), int(rows[near])))
+        nearest_row = places[np.lexsort((seconds[places], distance[places]))[0]]
+        entry = values.setdefault(code, _Value())
+        entry.count += int(places.size)
+        entry.fastest = min(entry.fastest, (float(seconds[fastest]), int(rows[fastest])))
+        entry.nearest = min(
+            entry.nearest, (int(distance[nearest_row]), float(seconds[nearest_row]), int(rows[nearest_row]))
+        )
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:

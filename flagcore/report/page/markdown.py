@@ -36,7 +36,7 @@ def _block(block: Block) -> Iterator[str]:
     elif isinstance(block, Facts):
         yield "\n".join(f"- {_text(name)}: **{_text(cell.text)}**" for name, cell in block.items)
     elif isinstance(block, Code):
-        yield from (_text(block.caption) + ":", _fenced(block.text))
+        yield from (_text(block.caption) + ":", _code_block(block.text))
     elif isinstance(block, Table):
         yield from (_text(block.caption) + ":", _table(block))
     elif isinstance(block, Chart):
@@ -60,7 +60,7 @@ def _text(text: str) -> str:
     return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;")
 
 
-def _fenced(text: str) -> str:
+def _code_block(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
@@ -72,8 +72,12 @@ def result_text(result: Record, knobs: Knobs) -> str:
     ending = stopped(run)
     parts = [text for block in summary(run).blocks if block not in ending for text in _plain_text(block)]
     if run.all_trials:
-        failed = [trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best]
-        reasons = [_("trial {number}: {reason}", number=trial["number"], reason=trial["reason"]) for trial in failed]
+        failed_trials = [
+            trial for trial in run.all_trials if trial["reason"] and trial["state"] != "stopped" and run.best
+        ]
+        reasons = [
+            _("trial {number}: {reason}", number=trial["number"], reason=trial["reason"]) for trial in failed_trials
+        ]
         parts.append("\n".join([_plain_table(trial_table(run)), *reasons]))
     parts += [text for block in (front_table(run), learning(run)) for text in _plain_text(block)]
     parts.append("\n".join([funnel(Counts(**result["counts"]), run.fidelity), *repeats_text(lost_repeats(result))]))

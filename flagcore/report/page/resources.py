@@ -17,23 +17,23 @@ from flagcore.report.page.run import Record, RunData, number
 
 LEVELS = NAMES["memory_levels"]
 MEASURED_LEVELS = {"reserved_gib": "peak_reserved_gib"}
-"""The key of a level in a measurement, where it is another."""
+"""Keys of levels that have another name in a measurement."""
 GIB = 2**30
 
 
 def memory(run: RunData) -> Section | None:
-    """Return the memory of a device of each stage of the best; None without a best."""
+    """Return the memory of one device per stage of the best; None without a best."""
     if run.best is None:
         return None
-    predicted = run.best["predicted"].get("memory") or {}
+    prediction = run.best["predicted"].get("memory") or {}
     stages = run.insight.get("stages") or []
     blocks: list[Block] = []
     if any(stage["components"] for stage in stages):
-        blocks += [_by_component(run, stages, predicted), _components(stages, run.labels)]
-    blocks.append(_levels(run.best, stages, predicted))
-    if run.serves and predicted:
+        blocks += [_by_component(run, stages, prediction), _components(stages, run.labels)]
+    blocks.append(_levels(run.best, stages, prediction))
+    if run.serves and prediction:
         parts = [
-            [_(text), cell(predicted[name])] for name, text in NAMES["serving_memory"].items() if name in predicted
+            [_(text), cell(prediction[name])] for name, text in NAMES["serving_memory"].items() if name in prediction
         ]
         blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], parts))
     return Section(anchor="memory", title=_("Memory of the best configuration"), blocks=tuple(blocks))
@@ -45,10 +45,12 @@ def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> 
         bars(run.labels.components.get(part, part), place, [_size(stage, part) for stage in stages], names, width=0.5)
         for place, part in enumerate(_parts(stages, run.labels))
     ]
-    measured = _measured_by_stage(run, len(stages))
+    measured_by_stage = _measured_by_stage(run, len(stages))
     for place, (level, text) in enumerate(LEVELS.items()):
         traces.append(points(f"~{_(text)}", place + 4, [stage[level] for stage in stages], names))
-        there = [(figures[level], name) for figures, name in zip(measured, names, strict=True) if level in figures]
+        there = [
+            (figures[level], name) for figures, name in zip(measured_by_stage, names, strict=True) if level in figures
+        ]
         if there:
             trace = points(_("{level}, measured", level=_(text)), place, *zip(*there, strict=True))
             look = {"size": 12, "symbol": ("star", "hash", "bowtie")[place]}
@@ -63,7 +65,7 @@ def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> 
         traces=tuple(traces),
         layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
         | {"height": 320 + 46 * len(stages)},
-        table=_by_stage(stages, measured, run.labels),
+        table=_by_stage(stages, measured_by_stage, run.labels),
     )
 
 
@@ -77,7 +79,9 @@ def _by_stage(stages: Sequence[Record], measured: Sequence[Mapping[str, float]],
     headings = [_("stage"), *(f"~{labels.components.get(part, part)}" for part in parts)]
     headings += [f"~{_(text)}" for text in LEVELS.values()]
     headings += [_("{level}, measured", level=_(text)) for text in LEVELS.values()]
-    caption = _("GiB per device of each stage. Components need not coexist, so they may not add up to the peak")
+    caption = _(
+        "GiB per device of each stage. Components may exist at different times, so their sum may differ from the peak"
+    )
     return table(caption, headings, rows)
 
 
@@ -93,23 +97,23 @@ def _components(stages: Sequence[Record], labels: Labels) -> Table:
 
 
 def _levels(best: Record, stages: Sequence[Record], predicted: Record) -> Block:
-    """Return the memory of the fullest device: allocated, reserved, in use, capacity."""
+    """Return the memory of the device with the highest use: allocated, reserved, in use, capacity."""
     if not predicted:
-        return Text(_("There is no prediction of memory."))
-    measured = best["measured"] or {}
+        return Text(_("The memory was not predicted."))
+    measurement = best["measured"] or {}
     levels = {**LEVELS, "capacity_gib": N_("capacity")}
     rows = [
-        [_(text), cell(predicted.get(level)), cell(measured.get(MEASURED_LEVELS.get(level, level)))]
+        [_(text), cell(predicted.get(level)), cell(measurement.get(MEASURED_LEVELS.get(level, level)))]
         for level, text in levels.items()
     ]
-    caption = _("Fullest device, GiB")
+    caption = _("Device with the highest memory, GiB")
     if len(stages) > 1:
-        caption = _("Fullest device (stage {number}), GiB", number=predicted["worst_stage"])
+        caption = _("Device with the highest memory (stage {number}), GiB", number=predicted["worst_stage"])
     return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
-    """Return the largest measured figures of the ranks of each stage; ranks are in the order of stages."""
+    """Return the maximum of the measured figures over the ranks of each stage; ranks are in the order of stages."""
     found: list[dict[str, float]] = [{} for _ in range(count)]
     ranks = run.metrics(run.best).get("ranks") if run.best and run.best["measured"] else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:
@@ -137,14 +141,14 @@ def step_time(run: RunData) -> Section | None:
     trials = {_(name): trial for name, trial in (("best", run.best), ("baseline", run.baseline)) if trial}
     if run.best and run.baseline and run.best["candidate"] == run.baseline["candidate"]:
         del trials[_("baseline")]
-    predicted = {name: trial for name, trial in trials.items() if trial["predicted"].get("time")}
-    if not predicted:
+    predicted_trials = {name: trial for name, trial in trials.items() if trial["predicted"].get("time")}
+    if not predicted_trials:
         return None
-    blocks: list[Block] = [_step_parts(predicted)]
-    measured = [[name, *figures] for name, trial in trials.items() if (figures := _measured(run, trial))]
-    if measured:
+    blocks: list[Block] = [_step_parts(predicted_trials)]
+    measured_rows = [[name, *figures] for name, trial in trials.items() if (figures := _measured_parts(run, trial))]
+    if measured_rows:
         headings = [_("trial"), *(_(text) for text in run.labels.measured_parts.values()), _("step s")]
-        blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured))
+        blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured_rows))
     return Section(anchor="step", title=_("Step time"), blocks=tuple(blocks))
 
 
@@ -169,14 +173,14 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
         traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
     title = _("Parts of the step time (predicted)")
     first, time = next(iter(times.items()))
-    most = max(time, key=lambda part: float(time[part]))
+    largest_part = max(time, key=lambda part: float(time[part]))
     return Chart(
         title=title,
         summary=_(
             "{name}: {part} takes {share:.1%} of a step of ~{seconds} s.",
             name=first.capitalize(),
-            part=_(part_name(most)),
-            share=time[most] / (totals[first] or 1.0),
+            part=_(part_name(largest_part)),
+            share=time[largest_part] / (totals[first] or 1.0),
             seconds=shown(totals[first]),
         ),
         traces=tuple(traces),
@@ -185,15 +189,16 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
     )
 
 
-def _measured(run: RunData, trial: Record) -> list[Any]:
-    """Return the medians of the measured parts of a step, over the steps after warm-up; empty without them."""
+def _measured_parts(run: RunData, trial: Record) -> list[Any]:
+    """Return the medians of the measured parts of a step after the warm-up; empty without a measurement."""
     count, steps = lookup(trial, "measured.step_time_s.n"), run.metrics(trial).get("steps")
     if not count or not isinstance(steps, list) or trial["fidelity"] != "run" or not run.labels.measured_parts:
         return []
-    counted = [step for step in steps if isinstance(step, Mapping)][-count:]
+    counted_steps = [step for step in steps if isinstance(step, Mapping)][-count:]
     figures = [
-        [each for step in counted if (each := number(step.get(key))) is not None] for key in run.labels.measured_parts
+        [each for step in counted_steps if (each := number(step.get(key))) is not None]
+        for key in run.labels.measured_parts
     ]
-    if not counted or any(len(values) < len(counted) for values in figures):
+    if not counted_steps or any(len(values) < len(counted_steps) for values in figures):
         return []
     return [*(cell(median(values)) for values in figures), cell(lookup(trial, "measured.step_time_s.median"))]

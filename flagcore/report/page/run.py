@@ -24,9 +24,9 @@ from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
-"""The most lines, and bytes, of the end of a log."""
+"""Maximum number of lines, and of bytes, of the end of a log."""
 MAX_FILE = 1 << 20
-"""The most bytes of a file that is shown."""
+"""Maximum size of a displayed file in bytes."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 Record = Mapping[str, Any]
@@ -36,9 +36,9 @@ Record = Mapping[str, Any]
 class RunData:
     """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
 
-    `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings
-    that come first. `secrets` are values that must not be shown. `knobs` are those of the task,
-    `labels` those of its engine.
+    `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings at
+    the top of the page. `secrets` are values that must not be shown. `knobs` are those of the task, `labels` those of
+    its engine.
     """
 
     result: Record
@@ -52,7 +52,7 @@ class RunData:
 
     @classmethod
     def redacted(cls, result: Record, insight: Record, secrets: Sequence[str], **rest: Any) -> RunData:
-        """Return a run with its secrets removed: pages are shared."""
+        """Return a run without its secrets, because users share reports."""
         data = {"result": redact_data(result, secrets), "insight": redact_data(insight, secrets)}
         return cls(**data, secrets=tuple(secrets), **rest)
 
@@ -99,8 +99,8 @@ class RunData:
     @property
     def all_trials(self) -> Sequence[Record]:
         """Probes, trials and repeats in their order."""
-        every = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
-        return sorted(every, key=lambda trial: int(trial["number"]))
+        all_records = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
+        return sorted(all_records, key=lambda trial: int(trial["number"]))
 
     @property
     def limits(self) -> Mapping[str, float]:
@@ -122,25 +122,27 @@ class RunData:
 
     def runs(self, trial: Record) -> list[Record]:
         """Return a trial and its repeats."""
-        same = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
-        return [trial, *(each for each in same if each["number"] != trial["number"])]
+        same_candidate = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
+        return [trial, *(each for each in same_candidate if each["number"] != trial["number"])]
 
     def broken_limits(self, trial: Record) -> str:
-        """Return the limits that a trial, or else its repeats, exceeded; empty without any."""
-        found = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
-        if own := found.pop(trial["number"]):
+        """Return the limits that a trial, or else its repeats, exceeded; empty if none."""
+        by_trial = {each["number"]: "; ".join(lookup(each, "measured.broken") or ()) for each in self.runs(trial)}
+        if own := by_trial.pop(trial["number"]):
             return own
-        again = [_("trial {number}: {reason}", number=number, reason=why) for number, why in found.items() if why]
-        return _("exceeded when repeated ({runs})", runs=", ".join(again)) if again else ""
+        repeat_texts = [
+            _("trial {number}: {reason}", number=number, reason=why) for number, why in by_trial.items() if why
+        ]
+        return _("exceeded when repeated ({runs})", runs=", ".join(repeat_texts)) if repeat_texts else ""
 
     @property
     def nearest(self) -> Record | None:
-        """The trial nearest to the limits if none is within them: by the median of its runs, of two the worse."""
+        """The trial nearest to the limits if none meets them, by the median of its runs (of two runs, the worse)."""
         if self.best is not None or not self.limits:
             return None
         ranked = []
         for trial in self.trials:
-            missed = [
+            missed_limits = [
                 max(
                     (number(lookup(each["measured"], f"figures.{name}")) or inf) / most
                     for name, most in self.limits.items()
@@ -148,8 +150,8 @@ class RunData:
                 for each in self.runs(trial)
                 if each["measured"]
             ]
-            if trial["measured"] and missed:
-                ranked.append((median_high(missed), int(trial["number"]), trial))
+            if trial["measured"] and missed_limits:
+                ranked.append((median_high(missed_limits), int(trial["number"]), trial))
         return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     def trial_folder(self, trial: Record) -> Path:
@@ -171,8 +173,8 @@ class RunData:
             files = [file for file in files if file.resolve().is_relative_to(whole)]
         except (OSError, RuntimeError):
             return []
-        ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
-        return [(name, text) for name, text in ends if text.strip()]
+        log_ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
+        return [(name, text) for name, text in log_ends if text.strip()]
 
 
 def number(value: Any) -> float | None:
@@ -201,7 +203,7 @@ def configuration(run: RunData, trial: Record) -> str:
 
 
 def seconds_of(trial: Record) -> float | None:
-    """Return the measured step time of a trial, of an estimate the predicted one."""
+    """Return the measured step time of a trial; for an estimate, the predicted step time."""
     key = "predicted.step_time_s.value" if trial["state"] == "predicted" else "measured.step_time_s.median"
     return number(lookup(trial, key))
 
@@ -232,7 +234,7 @@ def tail(file: Path) -> str:
 
 
 def text_file(file: Path, secrets: Collection[str] = ()) -> str:
-    """Return a text file without `secrets` and what looks like one; empty if it is missing or too large."""
+    """Return a text file without `secrets` and texts in the form of secrets; empty if it is missing or too large."""
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
@@ -241,7 +243,7 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
 
 
 def json_file(file: Path) -> Record:
-    """Return the object in a JSON file, an empty one if it cannot be read."""
+    """Return the object in a JSON file; empty if it cannot be read."""
     try:
         data = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):

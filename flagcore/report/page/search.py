@@ -1,4 +1,4 @@
-"""How the rules reduced the search space, and the course of the search."""
+"""The reduction of the search space by rules, and the progress of the search."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flagcore.report.text import Removed, funnel_stages, lost_repeats, repeats_t
 
 
 def progress(run: RunData) -> Section | None:
-    """Return the best so far over time; None if nothing ran."""
+    """Return the best so far over time; None without trials."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
-    course = _course(run)
+    course = _read_progress(run)
     data = table(
         _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
         [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
@@ -45,7 +45,7 @@ def progress(run: RunData) -> Section | None:
 
 
 @dataclass
-class _Course:
+class _Progress:
     """Trials in their order: table rows, measured points by kind, failures, and the best so far, over seconds."""
 
     rows: list[list[Any]] = field(default_factory=list)
@@ -55,8 +55,8 @@ class _Course:
     spent_s: float = 0.0
 
 
-def _course(run: RunData) -> _Course:
-    course, best = _Course(), None
+def _read_progress(run: RunData) -> _Progress:
+    course, best = _Progress(), None
     first = {trial["number"] for trial in run.trials}
     for trial in run.all_trials:
         course.spent_s += float(trial["duration_s"])
@@ -84,7 +84,7 @@ def _course(run: RunData) -> _Course:
     return course
 
 
-def _progress_traces(course: _Course) -> Iterator[dict[str, Any]]:
+def _progress_traces(course: _Progress) -> Iterator[dict[str, Any]]:
     best = line(_("best so far (first runs)"), 0, *zip(*course.steps, strict=True))
     best["line"] |= {"shape": "hv"}
     yield best
@@ -94,9 +94,9 @@ def _progress_traces(course: _Course) -> Iterator[dict[str, Any]]:
             x, y, numbers = zip(*of_kind, strict=True)
             yield points(names[kind], series, x, y, text=list(numbers))
     if course.failed:
-        low = min(y for of_kind in course.ran.values() for _, y, _ in of_kind)
+        lowest = min(y for of_kind in course.ran.values() for _, y, _ in of_kind)
         seconds, numbers = zip(*course.failed, strict=True)
-        yield points(_("not measured"), 4, seconds, [low] * len(seconds), text=list(numbers))
+        yield points(_("not measured"), 4, seconds, [lowest] * len(seconds), text=list(numbers))
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
@@ -131,22 +131,22 @@ def _chart(
             [*end, ""],
         ],
     )
-    drawn = [(name, count) for _, name, count in removed if count]
-    names = [start[0], *(name for name, _ in drawn), end[0]]
-    counts = [count for _, count in drawn]
-    left = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
+    visible_bars = [(name, count) for _, name, count in removed if count]
+    names = [start[0], *(name for name, _ in visible_bars), end[0]]
+    counts = [count for _, count in visible_bars]
+    offsets = [start[1] - sum(counts[:place]) for place in range(len(counts) + 1)]
     text = [f"{start[1]:,}", *(f"-{count:,}" for count in counts), f"{end[1]:,}"]
     labels = {"text": text, "textposition": "outside", "cliponaxis": False}
     lines = max(label(name).count("<br>") + 1 for name in names)
     summary = f"{start[0]}: {start[1]:,}; {end[0]}: {end[1]:,}."
-    if drawn:
-        name, count = max(drawn, key=lambda each: each[1])
+    if visible_bars:
+        name, count = max(visible_bars, key=lambda each: each[1])
         summary += " " + _('Largest group removed: "{name}", {count:,}.', name=name, count=count)
     return Chart(
         title=title,
         summary=summary,
         traces=(
-            bars(_("left"), 0, [*left, end[1]], names),
+            bars(_("left"), 0, [*offsets, end[1]], names),
             bars(_("removed"), 1, [0, *counts, 0], names, **labels),
         ),
         layout=rows_layout(

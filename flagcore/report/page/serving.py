@@ -29,9 +29,9 @@ def serving(run: RunData) -> Section | None:
         return None
     limits = limits_text(run.limits)
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
-    unlimited = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
-    for latency in (*run.limits, *unlimited):
-        blocks += _against(run, latency, run.limits.get(latency))
+    unlimited_names = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
+    for latency in (*run.limits, *unlimited_names):
+        blocks += _latency_traces(run, latency, run.limits.get(latency))
     return Section(anchor="serving", title=_("Throughput and latency"), blocks=(*blocks, *_distributions(run)))
 
 
@@ -50,8 +50,8 @@ _Point = tuple[Record, Record, float, float]
 """A trial, one of its load points, the latency and the rate."""
 
 
-def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
-    """Yield output tokens per second against a latency, a marker per load point."""
+def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator[Block]:
+    """Yield traces of output tokens per second against a latency, with one marker per load point."""
     measured: list[_Point] = [
         (trial, point, x, y)
         for trial in run.trials
@@ -125,9 +125,9 @@ def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A trial of the best or of the baseline, or a repeat of it (`again`).
+    """A trial of the best or the baseline, or a repeat (`again`).
 
-    `values` are ascending quantiles of a latency in seconds, a list for each time the load ran.
+    `values` are ascending quantiles of a latency in seconds, one list per repetition of the load.
     """
 
     who: str
@@ -139,7 +139,7 @@ class _Run:
 
 def _distributions(run: RunData) -> Iterator[Block]:
     """Yield the distribution of each latency, or its statistics if quantiles are missing."""
-    explained = False
+    has_legend = False
     for latency in LATENCIES:
         statistics = _statistics(run, latency)
         if not statistics.rows:
@@ -148,23 +148,25 @@ def _distributions(run: RunData) -> Iterator[Block]:
         if runs:
             yield _distribution(latency, runs, run.limits, statistics)
             continue
-        if not explained:
+        if not has_legend:
             yield Text(_("No distributions: the latencies of single requests of this run are not saved."))
-        explained = True
+        has_legend = True
         yield statistics
 
 
 def _trials(run: RunData) -> Iterator[tuple[str, bool, Record]]:
-    """Yield the best, or else the trial nearest to the limits, and the baseline, each followed by its repeats."""
+    """Yield the best (or else the trial nearest to the limits) and the baseline, each followed by its repeats."""
     first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
     for who, trial in (first, (_("baseline"), run.baseline)):
-        again = trial is not first[1] and first[1] is not None and trial and trial["candidate"] == first[1]["candidate"]
-        if trial and trial["measured"] and not again:
+        is_other_trial = (
+            trial is not first[1] and first[1] is not None and trial and trial["candidate"] == first[1]["candidate"]
+        )
+        if trial and trial["measured"] and not is_other_trial:
             yield from ((who, each is not trial, each) for each in run.runs(trial) if each["measured"])
 
 
 def _runs(run: RunData, latency: str) -> Iterator[_Run]:
-    """Yield the saved quantiles of the load point that decided for the best."""
+    """Yield the saved quantiles of the load point by which the best was rated."""
     place = _deciding_point(run.best or run.nearest)
     for who, again, trial in _trials(run):
         if place < len(points_of(trial)):
@@ -173,21 +175,21 @@ def _runs(run: RunData, latency: str) -> Iterator[_Run]:
 
 
 def _deciding_point(best: Record | None) -> int:
-    """Return the index of the load point whose figures are those of the measurement."""
+    """Return the index of the load point with the figures of the measurement."""
     figures = lookup(best or {}, "measured.figures") or {}
     keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
-    same = (all(point.get(key) == figures.get(key) for key in keys) for point in (points_of(best) if best else ()))
-    return next((place for place, is_same in enumerate(same) if is_same), 0)
+    matches = (all(point.get(key) == figures.get(key) for key in keys) for point in (points_of(best) if best else ()))
+    return next((place for place, is_same in enumerate(matches) if is_same), 0)
 
 
 def _quantiles(run: RunData, trial: Record, place: int, latency: str) -> Iterator[tuple[float, ...]]:
     """Yield the valid quantiles in the metrics.json of a trial."""
     try:
         repeats = run.metrics(trial)["points"][place]["repeats"]
-        found = [repeat["quantiles"][latency] for repeat in repeats]
+        quantiles = [repeat["quantiles"][latency] for repeat in repeats]
     except (LookupError, TypeError):
         return
-    for values in found:
+    for values in quantiles:
         if not isinstance(values, list) or not values or not all(isinstance(each, (int, float)) for each in values):
             continue
         if all(math.isfinite(each) and each >= 0 for each in values) and all(a <= b for a, b in pairwise(values)):
@@ -195,13 +197,15 @@ def _quantiles(run: RunData, trial: Record, place: int, latency: str) -> Iterato
 
 
 def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
-    short = SHORT_LATENCIES[latency]
+    short_name = SHORT_LATENCIES[latency]
     own_limits = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
-        same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
-        if same:
-            trace = line(_legend(same), series, *_curves([values for each in same for values in each.values]))
+        same_group = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
+        if same_group:
+            trace = line(
+                _legend(same_group), series, *_curve_points([values for each in same_group for values in each.values])
+            )
             trace["line"] |= {"width": 1.5 if again else 3}
             traces.append(trace)
     for series, each in enumerate(one for one in runs if not one.again):
@@ -215,11 +219,11 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
     load = load_text(runs[0].point)
     return Chart(
-        title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
+        title=_("Distribution of {latency} over requests", latency=short_name) + (f", {load}" if load else ""),
         summary=" ".join(_summary(latency, each, own_limits) for each in runs if not each.again),
         traces=tuple(traces),
         layout=layout(
-            f"{short}, s",
+            f"{short_name}, s",
             _("share of requests"),
             xaxis=clear_axis([*values, *own_limits.values()]),
             yaxis={"tickformat": ".0%", "range": [0, 1.02]},
@@ -235,14 +239,14 @@ def _legend(runs: Sequence[_Run]) -> str:
     return ", ".join([runs[0].who, *([_("repeat")] if runs[0].again else []), f"{_('trial')} {numbers}"])
 
 
-def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
+def _curve_points(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
     """Return lines of latency and share of requests, with a gap between two lines."""
     x: list[float | None] = []
     y: list[float | None] = []
     for values in several:
-        both = [values[0], values[0]] if len(values) == 1 else list(values)
-        x += [*both, None]
-        y += [*(float(share) for share in np.linspace(0.0, 1.0, len(both))), None]
+        quantile_values = [values[0], values[0]] if len(values) == 1 else list(values)
+        x += [*quantile_values, None]
+        y += [*(float(share) for share in np.linspace(0.0, 1.0, len(quantile_values))), None]
     return x[:-1], y[:-1]
 
 
@@ -269,9 +273,11 @@ def _statistics(run: RunData, latency: str) -> Table:
             figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
                 parts = [who, _("repeat") if again else "", load_text(point)]
-                answered = number(point.get("answered"))
+                answered_count = number(point.get("answered"))
                 name = ", ".join(filter(None, parts))
-                rows.append([name, trial_cell(run, trial), cell(answered and int(answered)), *map(cell, figures)])
+                rows.append(
+                    [name, trial_cell(run, trial), cell(answered_count and int(answered_count)), *map(cell, figures)]
+                )
     return table(
         _("{latency} of requests, s; median over repeats of a load point", latency=SHORT_LATENCIES[latency]),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],

@@ -1,4 +1,4 @@
-"""The summary: the best configuration, its speedup and uncertainty, and how to start it."""
+"""The summary: the best configuration, its speedup with the uncertainty, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from flagcore.report.text import (
 )
 
 MAX_RIVALS = 5
-"""The most candidates to list that do not differ significantly from the best."""
+"""Maximum number of listed candidates that do not differ significantly from the best."""
 
 
 def summary(run: RunData) -> Section:
-    """Return the first section."""
+    """Return the section of the summary."""
     blocks: list[Block] = [Text(note, warning=True) for note in run.notes]
     best = run.best
     if best is None:
         blocks += [Text(no_best(run) + ".", warning=True), *_failures(run)]
     else:
-        blocks += [Facts(tuple(_facts(run, best))), *_doubts(run, best), *_commands(run)]
+        blocks += [Facts(tuple(_facts(run, best))), *_uncertainty_notes(run, best), *_commands(run)]
     if "engines" in run.result:
         blocks.append(_engines(run))
     for line, numbers in (run.result.get("slow_devices") or {}).items():
         trials = ", ".join(map(str, numbers))
         blocks.append(
-            Text(_("Slow device, which delays all others: {line} (trial {trials}).", line=line, trials=trials))
+            Text(_("Slow device, which delays all other devices: {line} (trial {trials}).", line=line, trials=trials))
         )
     blocks += [Text(_("Note: {note}.", note=note)) for note in run.result.get("notes") or ()]
     return Section(anchor="summary", title=_("Summary"), blocks=(*blocks, *stopped(run)))
 
 
 def stopped(run: RunData) -> list[Text]:
-    """Return why the run stopped; nothing while it is in progress."""
+    """Return why the run stopped; empty while it is in progress."""
     because = stop_reason(run.result)
     return [Text(_("Stopped: {reason}.", reason=because))] if because else []
 
@@ -96,7 +96,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
     yield _(NAMES["best"][run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
     measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
     figure = run.figure(best) if measured else run.predicted(best)
-    speed = at_load(objective_text(run, figure), _load_of(run, best))
+    speed = at_load(objective_text(run, figure), _load_of_best(run, best))
     yield _("Speed"), Cell(f"{mark}{speed}", figure)
     if run.serves and measured:
         yield _("Also measured"), Cell(figures_text(measured["figures"], run.objective))
@@ -117,8 +117,8 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
         yield _("80% interval"), Cell(_("{low} to {high}", low=low, high=high))
     for each in lookup(run.result, "noise.medians") or []:
         if each["trial"] == best["number"]:
-            middle = each[run.objective]
-            yield _("Median of its runs"), Cell(objective_text(run, middle), middle)
+            median = each[run.objective]
+            yield _("Median of its runs"), Cell(objective_text(run, median), median)
     used = measured.get("device_used_gib", lookup(best["predicted"], "memory.device_used_gib"))
     if used is not None:
         approximate = "" if "device_used_gib" in measured else "~"
@@ -128,7 +128,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
     if run.limits:
         yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
-            yield _("Without the limits"), Cell(_without_limits(run, best))
+            yield _("Without the limits"), Cell(_fastest_without_limits(run, best))
     source = f"{_(NAMES['trials_made'][run.fidelity])}, {_('trial')} {best['number']}"
     yield _("Source"), Cell(source, None, f"#trial-{best['number']}")
 
@@ -160,35 +160,35 @@ def _gain(run: RunData, best: Record) -> Cell:
         if baseline["measured"] and baseline["state"] != "stopped":
             return Cell(_("unknown: no whole steps of both were measured (baseline: {baseline})", baseline=values))
         does_not_fit = run.fidelity == ESTIMATE and lookup(baseline["predicted"], "memory.fits") is False
-        state = _("predicted not to fit") if does_not_fit else state_name(baseline["state"])
-        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state))
+        state_text = _("predicted not to fit") if does_not_fit else state_name(baseline["state"])
+        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=values, state=state_text))
     if best["candidate"] == baseline["candidate"]:
-        predicted = run.fidelity == ESTIMATE
+        is_predicted = run.fidelity == ESTIMATE
         text = _("this is the baseline: no candidate is predicted to be faster")
-        return Cell(text if predicted else _("this is the baseline: no trial was faster"), gain)
+        return Cell(text if is_predicted else _("this is the baseline: no trial was faster"), gain)
     return Cell(_("{gain} (baseline: {baseline})", gain=gain_cell(run, gain).text, baseline=values), gain)
 
 
-def _load_of(run: RunData, best: Record) -> str:
-    """Return the load of the figures of the best; empty for training, and if it has one load point."""
+def _load_of_best(run: RunData, best: Record) -> str:
+    """Return the load at which the best was rated; empty for training, and if it has one load point."""
     name, points = figure_name(run.objective), points_of(best)
-    own = lookup(best, f"measured.figures.{name}")
-    loads = [load_text(point) for point in points if lookup(point, name) == own]
+    best_figures = lookup(best, f"measured.figures.{name}")
+    loads = [load_text(point) for point in points if lookup(point, name) == best_figures]
     return loads[0] if len(points) > 1 and loads else ""
 
 
-def _without_limits(run: RunData, best: Record) -> str:
-    """Return the figures of the fastest load point of all trials, and the limits that it exceeded."""
+def _fastest_without_limits(run: RunData, best: Record) -> str:
+    """Return the figures of the fastest load point of all trials, and the limits that it exceeds."""
     name = figure_name(run.objective)
-    free = [
+    points_by_speed = [
         (seconds(run.objective, float(value)), trial, point)
         for trial in run.trials
         for point in points_of(trial)
         if (value := lookup(point, name))
     ]
-    own = float(lookup(best, "measured.step_time_s.median"))
-    step, trial, point = min(free, key=lambda each: each[0], default=(own, best, {}))
-    if own <= step:
+    best_s = float(lookup(best, "measured.step_time_s.median"))
+    step, trial, point = min(points_by_speed, key=lambda each: each[0], default=(best_s, best, {}))
+    if best_s <= step:
         return _("no trial was better")
     over = [
         f"{key} = {shown(lookup(point, key))} s" for key, most in run.limits.items() if (lookup(point, key) or 0) > most
@@ -202,7 +202,7 @@ def _without_limits(run: RunData, best: Record) -> str:
     )
 
 
-def _doubts(run: RunData, best: Record) -> Iterator[Block]:
+def _uncertainty_notes(run: RunData, best: Record) -> Iterator[Block]:
     noise, gains = run.result.get("noise") or {}, run.result.get("gains") or []
     if len(gains) > 1 and min(gains) <= 0 and best["candidate"] != (run.baseline or best)["candidate"]:
         text = _("The speedup is not significant: the machine was noisy, and the baseline was as fast in one round.")
@@ -214,8 +214,8 @@ def _doubts(run: RunData, best: Record) -> Iterator[Block]:
         if trial["number"] in numbers
     ]
     if rivals:
-        more = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
-        names = "; ".join([*rivals[:MAX_RIVALS], *more])
+        remainder = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
+        names = "; ".join([*rivals[:MAX_RIVALS], *remainder])
         yield Text(_("The best is not significantly faster than {trials}.", trials=names))
     for text in filter(None, (drift_text(noise), cold_start_text(noise))):
         yield Text(text, warning=True)

@@ -1,4 +1,4 @@
-"""The pipeline schedule as a timeline: which device runs which pass of which micro-batch, and when."""
+"""The pipeline schedule as a timeline: the passes of micro-batches on each device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flagcore.report.page.run import RunData
 
 KINDS = NAMES["passes"]
 MAX_PASSES = 4200
-"""The most passes in a timeline: more are indistinguishable, and slow in browsers."""
+"""Maximum number of passes in a timeline: more are indistinguishable, and slow in browsers."""
 MAX_SIMULATED = 50_000
-"""The most passes to simulate for the idle time of stages; a longer step is represented by the drawn part."""
+"""Maximum number of passes to simulate for the idle time of stages; the drawn part represents longer steps."""
 MAX_NUMBERED = 300
-"""The most passes that have an outline and the number of their micro-batch."""
+"""Maximum number of passes for outlines and numbers of micro-batches."""
 HIGH = 0.85
 """The height of a bar as a share of its row."""
 LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
@@ -41,16 +41,17 @@ def pipeline(run: RunData) -> Section | None:
 
 
 def fewest(passes: Passes, most: int) -> int | None:
-    """Return how many micro-batches show the start, the middle and the end of a step; None if that needs more than
-    `most` passes."""
+    """Return the number of micro-batches that show the start, the middle and the end of a step; None for more than
+    `most` passes.
+    """
     count = len(passes.forward_s)
     number = min(passes.microbatches, max(2 * count, 8))
     if passes.virtual > 1:
         number = min(passes.microbatches, -(-number // count) * count)
-    return number if _each(passes) * number <= most else None
+    return number if _passes_per_microbatch(passes) * number <= most else None
 
 
-def _each(passes: Passes) -> int:
+def _passes_per_microbatch(passes: Passes) -> int:
     """Return the largest number of passes of a micro-batch."""
     schedule = SCHEDULES[passes.schedule]
     parts = 1 if schedule.copies > 1 else schedule.parts or passes.virtual
@@ -73,18 +74,20 @@ def _blocks(passes: Passes) -> tuple[Block, ...]:
 
 def _timeline(passes: Passes, number: int) -> Chart:
     drawn, count = simulate(passes, number), len(passes.forward_s)
-    counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
-    played = simulate(passes, counted) if counted != number else drawn
-    step, paired = step_seconds(passes, played), any(each.lane for each in drawn)
-    seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
+    simulated_count = (
+        passes.microbatches if _passes_per_microbatch(passes) * passes.microbatches <= MAX_SIMULATED else number
+    )
+    simulation = simulate(passes, simulated_count) if simulated_count != number else drawn
+    step, paired = step_seconds(passes, simulation), any(each.lane for each in drawn)
+    by_kind = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
         _bars(passes, series, kind, of_kind, len(drawn), paired)
-        for series, (kind, of_kind) in enumerate(seen.items())
+        for series, (kind, of_kind) in enumerate(by_kind.items())
         if of_kind
     ]
-    data = _seconds(passes, counted, played, step)
+    data = _seconds(passes, simulated_count, simulation, step)
     idle = max(float(row[-1].value or 0.0) for row in data.rows)
-    summary = [*_idle(passes, counted, idle), *_durations(passes, counted, step)]
+    summary = [*_idle_text(passes, simulated_count, idle), *_durations(passes, simulated_count, step)]
     if number < passes.microbatches:
         summary.append(_("Shown: a step of {count} micro-batches.", count=number))
     if paired:
@@ -119,9 +122,9 @@ def _bars(
     )
     if paired:
         trace["offset"] = [0.0 if each.lane > 0 else -HIGH / 2.0 for each in of_kind]
-    numbered = among <= MAX_NUMBERED
-    trace["marker"] |= {"line": {"width": 1 if numbered else 0, "color": "#ffffff"}}
-    if numbered:
+    has_numbers = among <= MAX_NUMBERED
+    trace["marker"] |= {"line": {"width": 1 if has_numbers else 0, "color": "#ffffff"}}
+    if has_numbers:
         two_parts, count = _has_two_parts(passes), len(passes.forward_s)
         numbers = [f"{each.microbatch}{'′' * (two_parts and each.part >= count)}" for each in of_kind]
         trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
@@ -129,19 +132,19 @@ def _bars(
     return trace
 
 
-def _idle(passes: Passes, counted: int, idle: float) -> list[str]:
+def _idle_text(passes: Passes, counted: int, idle: float) -> list[str]:
     schedule = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
     count = len(passes.forward_s)
     parts = [_("Schedule: {name}", name=schedule)]
-    parts.append(_("{count} devices", count=count) if _mirrored(passes) else _("{count} stages", count=count))
-    if passes.virtual > 1 and not _mirrored(passes):
+    parts.append(_("{count} devices", count=count) if _is_mirrored(passes) else _("{count} stages", count=count))
+    if passes.virtual > 1 and not _is_mirrored(passes):
         parts.append(_("{count} virtual stages per device", count=passes.virtual))
     parts.append(_micro_batches(passes, counted))
     return [f"{', '.join(parts)}.", _("Largest idle time: {share:.1%}.", share=idle)]
 
 
 def _durations(passes: Passes, counted: int, step: float) -> list[str]:
-    """Return the simulated duration of a step, and that of the engine's formula."""
+    """Return the simulated duration of a step, and the duration by the engine's formula."""
     if counted < passes.microbatches:
         return []
     formula = shown(passes.predicted_s)
@@ -162,24 +165,24 @@ def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), 
         columns = {
             name: [(one + two) / 2.0 for one, two in zip(s, s[::-1], strict=True)] for name, s in columns.items()
         }
-    busy = [counted * (forward + backward) for forward, backward in zip(*list(columns.values())[:2], strict=True)]
+    busy_s = [counted * (forward + backward) for forward, backward in zip(*list(columns.values())[:2], strict=True)]
     if played:
-        busy = [0.0] * len(busy)
+        busy_s = [0.0] * len(busy_s)
         for each in played:
-            busy[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
-    columns[_("~busy, s")] = busy
+            busy_s[each.device] += each.end_s - each.start_s if each.lane <= 0 else 0.0
+    columns[_("~busy, s")] = busy_s
     if played:
-        columns[_("~idle, s")] = [step - each for each in busy]
+        columns[_("~idle, s")] = [step - each for each in busy_s]
     rows: list[list[Any]] = [[cell(r), *map(cell, row)] for r, row in enumerate(zip(*columns.values(), strict=True))]
     if played:
-        rows = [[*row, percent((step - each) / step)] for row, each in zip(rows, busy, strict=True)]
+        rows = [[*row, percent((step - each) / step)] for row, each in zip(rows, busy_s, strict=True)]
     return table(
         _(
             "Seconds per micro-batch, and busy over {micro_batches}; a message takes {seconds} s",
             micro_batches=_micro_batches(passes, counted),
             seconds=shown(passes.send_s),
         ),
-        [_("device") if _mirrored(passes) else _("stage"), *columns, *[_("~idle, %")] * bool(played)],
+        [_("device") if _is_mirrored(passes) else _("stage"), *columns, *[_("~idle, %")] * bool(played)],
         rows,
     )
 
@@ -190,13 +193,13 @@ def _micro_batches(passes: Passes, counted: int) -> str:
     return _("{count} micro-batches", count=counted)
 
 
-def _mirrored(passes: Passes) -> bool:
+def _is_mirrored(passes: Passes) -> bool:
     """Return whether two stages of the model share two devices, as in DualPipe: rows are devices, not stages."""
     return SCHEDULES[passes.schedule].copies > 1
 
 
 def _row(passes: Passes, device: int) -> str:
-    return _("device {number}", number=device) if _mirrored(passes) else _("stage {number}", number=device)
+    return _("device {number}", number=device) if _is_mirrored(passes) else _("stage {number}", number=device)
 
 
 def _has_two_parts(passes: Passes) -> bool:
@@ -210,6 +213,6 @@ def _hover(passes: Passes, one: ExecutedPass) -> str:
         "micro-batch {microbatch}, {kind}: part {part}, {row}",
         microbatch=one.microbatch,
         kind=_(KINDS[one.kind]),
-        part=one.part % len(passes.forward_s) if _mirrored(passes) else one.part,
+        part=one.part % len(passes.forward_s) if _is_mirrored(passes) else one.part,
         row=_row(passes, one.device),
     )

@@ -1,4 +1,4 @@
-"""A sortable table of every trial, and the end of its logs."""
+"""A sortable table of all trials, and the ends of their logs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s
 def trials(run: RunData) -> Section:
     """Return a table of all trials, and the details of each."""
     blocks: list[Block] = [trial_table(run, whole=True), *(_details(run, trial) for trial in run.all_trials)]
-    missing = Text(_("No trial has finished."))
-    return Section(anchor="trials", title=_("Trials"), blocks=tuple(blocks) if run.all_trials else (missing,))
+    no_trial = Text(_("No trial has finished."))
+    return Section(anchor="trials", title=_("Trials"), blocks=tuple(blocks) if run.all_trials else (no_trial,))
 
 
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
-    """Return a row per trial; the `whole` table has durations and reasons, and no empty columns."""
+    """Return a table with one row per trial; the `whole` table has durations and reasons, and omits empty columns."""
     if run.serves:
         figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
     else:
@@ -43,9 +43,9 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     headings = [_("trial"), _("configuration"), _("state"), *figures, *([_("duration s"), _("reason")] * whole)]
     rows = []
     for trial in run.all_trials:
-        state = state_name(trial["state"], trial["fidelity"])
-        row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(state)]
-        row += _served(run, trial) if run.serves else _trained(run, trial)
+        state_text = state_name(trial["state"], trial["fidelity"])
+        row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(state_text)]
+        row += _serving_row(run, trial) if run.serves else _training_row(run, trial)
         rows.append(row + [cell(number(trial["duration_s"]) or None), cell(trial["reason"])] * whole)
     used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
     return table(
@@ -56,7 +56,7 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
     )
 
 
-def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
+def _training_row(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     measured, predicted = trial["measured"] or {}, trial["predicted"]
     step, speed = measured.get("step_time_s", {}), measured.get("tokens_per_second_per_device")
     mark = "~" if trial["state"] == "predicted" or "modelled" in step else ""
@@ -73,12 +73,12 @@ def _trained(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     ]
 
 
-def _served(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
+def _serving_row(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     step, gain, value = lookup(trial, "measured.step_time_s") or {}, _gain(run, trial), cell(run.figure(trial))
     spread = step["spread"] / step["median"] if step.get("n", 0) > 1 else None
-    broken = " !" if lookup(trial, "measured.broken") else ""
+    mark = " !" if lookup(trial, "measured.broken") else ""
     return [
-        Cell(value.text + broken, value.value),
+        Cell(value.text + mark, value.value),
         percent(spread),
         highlighted(run.predicted(trial)),
         Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
@@ -98,14 +98,14 @@ def _details(run: RunData, trial: Mapping[str, Any]) -> Collapsed:
     blocks += [Code(_("End of {file}", file=name), text) for name, text in tails]
     if not tails and trial["state"] != "predicted":
         blocks.append(Text(_("Its logs are empty or were deleted.")))
-    state = state_name(trial["state"], trial["fidelity"])
-    title = f"{_('Trial')} {name_of(run, trial)}: {state}, {configuration(run, trial)}"
+    state_text = state_name(trial["state"], trial["fidelity"])
+    title = f"{_('Trial')} {name_of(run, trial)}: {state_text}, {configuration(run, trial)}"
     return Collapsed(anchor=f"trial-{trial['number']}", title=title, blocks=tuple(blocks))
 
 
 def _facts(trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
     believed = trial["predicted"].get("believed") or {}
-    ran = trial["state"] != "predicted"
+    has_run = trial["state"] != "predicted"
     facts = [
         (_("State"), Cell(state_name(trial["state"], trial["fidelity"]))),
         (_("Reason"), cell(trial["reason"])),
@@ -113,8 +113,8 @@ def _facts(trial: Mapping[str, Any]) -> list[tuple[str, Cell]]:
         (_("Expected step before the trial, s"), cell(number(lookup(believed, "step_time_s.value")))),
         (_("Expected probability to fit"), percent(number(believed.get("chance_to_fit")))),
         (_("Time limit"), cell(_limit(trial))),
-        (_("Shortened steps"), cell(_short(trial))),
-        (_("Log"), cell(trial["log"] if ran else None)),
+        (_("Shortened steps"), cell(_shortened_text(trial))),
+        (_("Log"), cell(trial["log"] if has_run else None)),
     ]
     return [(name, value) for name, value in facts if value.text != "-"]
 
@@ -124,17 +124,17 @@ def _limit(trial: Mapping[str, Any]) -> str | None:
     return limit and f"{duration_text(limit['seconds'])}: {limit['because']}"
 
 
-def _short(trial: Mapping[str, Any]) -> str | None:
-    short = trial.get("shortened")
-    if short and short.get("nodes"):
+def _shortened_text(trial: Mapping[str, Any]) -> str | None:
+    shortened = trial.get("shortened")
+    if shortened and shortened.get("nodes"):
         return _(
-            "on {nodes} of {of_nodes} nodes; x {scale} (80%: {low} to {high}) is a step on all, by the predictions",
-            nodes=short["nodes"],
-            of_nodes=short["of_nodes"],
-            **{name: shown(short[name]) for name in ("scale", "low", "high")},
+            "{nodes} of {of_nodes} nodes; predicted factor to a step on all: {scale} (80%: {low} to {high})",
+            nodes=shortened["nodes"],
+            of_nodes=shortened["of_nodes"],
+            **{name: shown(shortened[name]) for name in ("scale", "low", "high")},
         )
-    return short and _(
-        "{part} of {whole} samples; x {scale} (80%: {low} to {high}) is a whole step, by the predictions",
-        part=short["global_batch_size"],
-        **{name: shown(short[name]) for name in ("whole", "scale", "low", "high")},
+    return shortened and _(
+        "{part} of {whole} samples; predicted factor to a whole step: {scale} (80%: {low} to {high})",
+        part=shortened["global_batch_size"],
+        **{name: shown(shortened[name]) for name in ("whole", "scale", "low", "high")},
     )

@@ -1,4 +1,4 @@
-"""All that every plugin keeps to: one function a check, by subject. A check's name is true of a good plugin."""
+"""The checks of the kit, by subject: one function per check. The name of a check is true for a valid plugin."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from flagcore.testing.kit import Check
 
 def _checks(module: ModuleType) -> tuple[Check, ...]:
     """Return the checks of a module: the public functions that it defines, and those in its CHECKS."""
-    own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-    return (*(each for each in own if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
+    own_functions = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+    return (*(each for each in own_functions if hasattr(each, "__wrapped__")), *getattr(module, "CHECKS", ()))
 
 
 MODULES = (
@@ -34,4 +34,4 @@ MODULES = (
     *(trials, detection, shipped, packaging),
 )
 CHECKS: tuple[Check, ...] = tuple(check for each in MODULES for check in _checks(each))
-"""The kit, in the order in which it is run. The first checks whether the plugin loads."""
+"""The checks in order of execution. The first checks whether the plugin loads."""

@@ -12,7 +12,7 @@ from flagcore.testing.examples import FOREIGN_CHIP, questions
 from flagcore.testing.kit import Check, Problems, Subject, check
 
 
-@check("return None unless chip.vendor is yours")
+@check("return None for chips of other vendors")
 def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
     for hook, arguments in questions(FOREIGN_CHIP):
         try:
@@ -46,7 +46,7 @@ ARGUMENTS: Mapping[str, Callable[[Subject], Iterable[tuple[Any, ...]]]] = {
     "telemetry_is_valid": lambda plugin: [(Device(index=0, chip=chip.name),) for chip in plugin.own_chips()],
     "pruning_rules_are_valid": lambda plugin: [(task,) for task in plugin.tasks()],
 }
-"""The arguments with which each check asks its hook."""
+"""The arguments of the hook in each check."""
 
 
 def _made(name: str) -> Check:

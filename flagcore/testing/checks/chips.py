@@ -1,4 +1,4 @@
-"""Chips: their names, and each figure with a source."""
+"""Chips: names, and sources of figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chips_and_devices_are_valid(plugin: Subject) -> Problems:
     plugin.loaded.chips()
     plugin.loaded.devices()
     for problem in plugin.problems_of("flagcore_chips", "flagcore_devices"):
-        if "answers to" not in problem.message:
+        if "is already a name of" not in problem.message:
             yield problem
 
 
@@ -46,7 +46,7 @@ def measured_figures_have_dates(plugin: Subject) -> Problems:
 def chip_names_are_unique(plugin: Subject) -> Problems:
     plugin.own_chips()
     for problem in plugin.problems_of("flagcore_chips"):
-        if "answers to" in problem.message:
+        if "is already a name of" in problem.message:
             yield problem.message
 
 

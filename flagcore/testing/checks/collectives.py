@@ -1,4 +1,4 @@
-"""Topologies and collectives: the levels over which devices communicate, time, and the share of the compute."""
+"""Topologies and collectives: communication levels, times, and the share of compute that collectives use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OVER_LINK = 1.25
 @check("give what one device sends over each level; nic_bytes_per_second is its share in bytes")
 def outer_levels_are_not_faster(plugin: Subject) -> Problems:
     for group in plugin.groups():
-        own = plugin.loaded.topology(group)
-        if group.chip.link is None and own is None:
+        topology = plugin.loaded.topology(group)
+        if group.chip.link is None and topology is None:
             continue
-        inner, *others = (own or topology_of(group)).levels
+        inner, *others = (topology or topology_of(group)).levels
         for outer in others:  # one between may be slower: traffic to another node need not cross a host's bridge
             if outer.bytes_per_second > 1.001 * inner.bytes_per_second:
                 yield (
@@ -40,8 +40,8 @@ def outer_levels_are_not_faster(plugin: Subject) -> Problems:
 @check("give each level its own name; measured curves refer to it")
 def level_names_are_unique(plugin: Subject) -> Problems:
     for group in plugin.groups():
-        found = plugin.loaded.topology(group)
-        names = [level.name for level in found.levels] if found else []
+        topology = plugin.loaded.topology(group)
+        names = [level.name for level in topology.levels] if topology else []
         if len(set(names)) != len(names) or not all(names):
             yield f"flagcore_topology: the levels of {group.chip.name} are named {', '.join(names)}"
 
@@ -81,10 +81,10 @@ def collective_times_grow_with_payload(chip: Chip, costs: CollectiveCosts) -> Pr
 
 @check("check its last seconds and payload_bytes; leave out a disturbed point", each=_curves)
 def measured_bandwidth_does_not_fall(chip: Chip, table: CollectiveTable, curve: Curve, best: float) -> Problems:
-    last = _rates(curve)[-1]
-    if last < MINIMUM_SHARE * best:
+    last_rate = _rates(curve)[-1]
+    if last_rate < MINIMUM_SHARE * best:
         yield (
-            f"{chip.name}: the curve of {curve.kind} of {curve.ranks} falls from {best:.3g} to {last:.3g} bytes a "
+            f"{chip.name}: the curve of {curve.kind} of {curve.ranks} falls from {best:.3g} to {last_rate:.3g} bytes a "
             "second at its last point, from which larger payloads are extrapolated"
         )
 
@@ -108,8 +108,8 @@ def single_device_collectives_are_free(chip: Chip, costs: CollectiveCosts) -> Pr
 
 @check("give a share of the device's compute", each=_costs)
 def collectives_leave_compute_for_kernels(chip: Chip, costs: CollectiveCosts) -> Problems:
-    taken = costs.compute_share(2 * ONES, ONES)
-    if not ((taken >= 0) & (taken < 1)).all():
+    share = costs.compute_share(2 * ONES, ONES)
+    if not ((share >= 0) & (share < 1)).all():
         yield f"{chip.name}: compute_share is not 0 to 1"
 
 

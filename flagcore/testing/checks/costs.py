@@ -1,4 +1,4 @@
-"""Memory models, kernel times, and the files that these are from."""
+"""Memory models, kernel times, and their files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.testing.examples import group_of
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 
 LEAST_BYTES = 2**20
-"""Less is a figure in MiB or GiB."""
+"""Minimum number of bytes; a smaller figure is in MiB or GiB."""
 IDLE_SHARE = 0.25
 """Maximum share of a device's memory for context, libraries and collective buffers."""
 
@@ -60,10 +60,10 @@ def memory_model_is_in_bytes(chip: Chip, model: MemoryModel) -> Problems:
 def larger_micro_batches_need_more_memory(plugin: Subject) -> Problems:
     engine = workload("megatron")
     for task in plugin.tasks():
-        made = costs_of(task.cluster, plugin.loaded, "megatron")
+        costs = costs_of(task.cluster, plugin.loaded, "megatron")
         rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
         columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
-        if not (np.diff(engine.predict(task, columns, made).device_used_bytes) >= 0).all():
+        if not (np.diff(engine.predict(task, columns, costs).device_used_bytes) >= 0).all():
             yield f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory"
 
 
@@ -76,20 +76,20 @@ FILES = {"curve.yaml", "kernels.jsonl", "provenance.yaml", "serving.yaml", "coll
 def kernel_times_grow_with_size(chip: Chip, costs: KernelCosts) -> Problems:
     sizes = _powers_of_two(8, 14)
     ones = np.ones_like(sizes)
-    trained = AttentionShape(
+    training_shape = AttentionShape(
         batch=ones, heads=8 * ones, groups=8 * ones, queries=sizes, keys=sizes, head_dim=128 * ones
     )
-    decoded = replace(trained, batch=16 * ones, groups=ones, queries=ones)
+    decoded = replace(training_shape, batch=16 * ones, groups=ones, queries=ones)
     for method, seconds in (
         ("gemm_seconds", costs.gemm_seconds(sizes, sizes, sizes, "bf16")),
-        ("attention_seconds", costs.attention_seconds(trained, "bf16")),
+        ("attention_seconds", costs.attention_seconds(training_shape, "bf16")),
         ("attention_seconds of one query", costs.attention_seconds(decoded, "bf16")),
-        ("attention_backward_seconds", costs.attention_backward_seconds(trained, "bf16")),
+        ("attention_backward_seconds", costs.attention_backward_seconds(training_shape, "bf16")),
         ("memory_seconds", costs.memory_seconds(sizes**2)),
         ("host_copy_seconds", costs.host_copy_seconds(sizes**2)),
     ):
-        measured = np.asarray(seconds)[~np.isnan(seconds)]
-        if not ((measured > 0).all() and (np.diff(measured) >= 0).all()):
+        known_times = np.asarray(seconds)[~np.isnan(seconds)]
+        if not ((known_times > 0).all() and (np.diff(known_times) >= 0).all()):
             yield f"{chip.name}: {method} is not above 0, or falls as the sizes grow"
 
 

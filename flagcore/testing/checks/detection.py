@@ -1,5 +1,6 @@
-"""Detection of devices: with the tool, without it, with a broken one, and from transcripts. Fake tools are
-executables."""
+"""Detection of devices: with the tool, without it, with a broken tool, and from transcripts. Fake tools are
+executables.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +34,26 @@ BROKEN = {
 def detection_is_quick(plugin: Subject) -> Problems:
     plugin.implements("flagcore_devices")
     start = time.monotonic()
-    found = fakes.ask(plugin)
+    devices = fakes.ask(plugin)
     if time.monotonic() - start > SECONDS:
         yield Problem(f"flagcore_devices takes more than {SECONDS:.0f} s here", "give the tool a time limit")
-    if len({device.index for device in found}) != len(found):
+    if len({device.index for device in devices}) != len(devices):
         yield Problem("flagcore_devices returns two devices with one index", "leave out both")
 
 
 @check("return no devices, and raise nothing, if the tool or driver is missing")
 def missing_tool_lists_no_devices(plugin: Subject) -> Problems:
     _tools(plugin)
-    found = fakes.without_tools(plugin)
-    if any(plugin.loaded.find_chip(device.chip) is None for device in found):
-        yield f"flagcore_devices returns {found[0].chip!r} without the vendor's tool"
+    devices = fakes.without_tools(plugin)
+    if any(plugin.loaded.find_chip(device.chip) is None for device in devices):
+        yield f"flagcore_devices returns {devices[0].chip!r} without the vendor's tool"
 
 
 @check("use only lines in a known format; ignore the output of a failed tool")
 def broken_tool_lists_no_devices(plugin: Subject) -> Problems:
     for how, script in BROKEN.items():
         with fakes.with_short_timeouts({}, seconds=0.2 if how == ENDLESS else 10.0):
-            yield from _extra(plugin, script, f"if {_tools(plugin)[0]} {how}")
+            yield from _unexpected_devices(plugin, script, f"if {_tools(plugin)[0]} {how}")
 
 
 @check()
@@ -77,9 +78,9 @@ def hanging_tool_is_stopped(plugin: Subject) -> Problems:
 
 @check("check the title, the PCI vendor or the devices' names before using a table")
 def output_of_other_vendors_is_ignored(plugin: Subject) -> Problems:
-    foreign = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
-    for name, text in foreign.items():
-        yield from _extra(plugin, fakes.prints(text), f"which a tool of {name} printed")
+    foreign_texts = {"a vendor that does not exist": fakes.FOREIGN_TABLE, **_foreign_transcripts(plugin)}
+    for name, text in foreign_texts.items():
+        yield from _unexpected_devices(plugin, fakes.prints(text), f"which a tool of {name} printed")
 
 
 @check()
@@ -88,15 +89,15 @@ def visible_devices_are_respected(plugin: Subject) -> Problems:
     names = sorted(name for name in variables if name)
     if not names:
         raise Skip("no engine has visible_devices")
-    several = [each for each in plugin.listings if each.devices >= 2]
-    if not several:
+    multi_device = [each for each in plugin.listings if each.devices >= 2]
+    if not multi_device:
         raise Skip("no transcript lists two devices")
     for name in names:
         for setting, indices in (("1,0", [1, 0]), ("0", [0]), ("-1", [])):
-            found = fakes.devices(plugin, fakes.printing(several[0]), **{name: setting})
-            if [device.index for device in found] != indices:
+            devices = fakes.devices(plugin, fakes.printing(multi_device[0]), **{name: setting})
+            if [device.index for device in devices] != indices:
                 yield Problem(
-                    f"flagcore_devices returns the devices {[each.index for each in found]} with {name}={setting}",
+                    f"flagcore_devices returns the devices {[each.index for each in devices]} with {name}={setting}",
                     f"return visible(found, {name!r}) of flagcore.vendorkit.smi",
                 )
 
@@ -112,55 +113,55 @@ def vendor_selection_is_respected(plugin: Subject) -> Problems:
         raise Skip("no variable of trials selects the vendor")
     for name in names:
         for setting, seen in ((chip.vendor.upper(), True), ("another_vendor", False)):
-            found = fakes.devices(plugin, fakes.printing(plugin.listings[0]), **{name: setting})
-            if bool(found) is not seen:
+            devices = fakes.devices(plugin, fakes.printing(plugin.listings[0]), **{name: setting})
+            if bool(devices) is not seen:
                 yield Problem(
-                    f"flagcore_devices returns {len(found)} devices with {name}={setting}",
+                    f"flagcore_devices returns {len(devices)} devices with {name}={setting}",
                     f"return none if vendorkit.machine.other_vendor_selected({chip.vendor!r}, ({name!r},))",
                 )
 
 
 def _tools(plugin: Subject) -> tuple[str, ...]:
     plugin.implements("flagcore_devices")
-    found = fakes.tools_of(plugin)
-    if not found:
+    tools = fakes.tools_of(plugin)
+    if not tools:
         raise Skip("the plugin runs no tool for devices")
-    return found
+    return tools
 
 
-def _extra(plugin: Subject, script: str, when: str) -> Problems:
-    """Yield a device that is found where the tools run `script`, which prints nothing about this vendor's devices."""
-    own = fakes.without_tools(plugin)
-    found = fakes.devices(plugin, dict.fromkeys(_tools(plugin), script), when)
-    if more := [device for device in found if device not in own]:
+def _unexpected_devices(plugin: Subject, script: str, when: str) -> Problems:
+    """Yield each device that is found although the tools run `script`, which prints no devices of this vendor."""
+    own_devices = fakes.without_tools(plugin)
+    devices = fakes.devices(plugin, dict.fromkeys(_tools(plugin), script), when)
+    if more := [device for device in devices if device not in own_devices]:
         yield f"flagcore_devices returns {more[0].chip!r}, {when}"
 
 
 def _foreign_transcripts(plugin: Subject) -> dict[str, str]:
-    found = {}
+    foreign_texts = {}
     for other in plugin.others.plugins:
         hooks = next(iter(other.manager.get_plugins()), None)
         try:
             listings = Subject(name=other.name, hooks=hooks).listings
         except (Skip, OSError, SpecError):
             continue
-        found[f"{other.name} ({listings[0].name})"] = listings[0].text
-    return found
+        foreign_texts[f"{other.name} ({listings[0].name})"] = listings[0].text
+    return foreign_texts
 
 
 PIECES = 36
-"""Truncated and garbled variants of all transcripts together; each has at least six."""
+"""Number of truncated and garbled variants of all transcripts together; each transcript has at least six."""
 SLOW_SECONDS = 1.0
-"""A detection that takes this long is tried on fewer variants."""
+"""For a slower detection, fewer variants are tried."""
 
 
 @check()
 def transcripts_have_sources(plugin: Subject) -> Problems:
-    listed = {each.name for each in plugin.transcripts}
-    present = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
-    for name in sorted(present - listed):
+    listed_files = {each.name for each in plugin.transcripts}
+    present_files = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
+    for name in sorted(present_files - listed_files):
         yield Problem(f"{FOLDER / SOURCES} has no entry for {name}", "add where it was printed")
-    for name in sorted(listed - present):
+    for name in sorted(listed_files - present_files):
         yield Problem(f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry")
     for each in plugin.transcripts:
         if not each.source.strip():
@@ -170,78 +171,80 @@ def transcripts_have_sources(plugin: Subject) -> Problems:
 @check(f"correct the parser, or `lists` in {SOURCES}")
 def transcripts_are_parsed(plugin: Subject) -> Problems:
     for each in (each for each in plugin.transcripts if each.tool):
-        found = fakes.devices(plugin, fakes.printing(each))
+        devices = fakes.devices(plugin, fakes.printing(each))
         if each.devices == 0 and fakes.without_tools(plugin):
             continue  # this machine has its own devices
-        wanted = [listed for listed in each.lists for _ in range(listed.devices)]
-        if len(found) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, found, strict=True)):
-            yield f"{FOLDER / each.name}: flagcore_devices returns {_shown(found)}"
+        expected_devices = [listed for listed in each.lists for _ in range(listed.devices)]
+        if len(devices) != len(expected_devices) or not all(
+            one.matches(is_) for one, is_ in zip(expected_devices, devices, strict=True)
+        ):
+            yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(devices)}"
 
 
 @check("leave out a device with incomplete lines")
 def truncated_transcripts_add_no_devices(plugin: Subject) -> Problems:
-    for each, whole, pieces in _whole(plugin):
+    for each, whole, pieces in _whole_transcripts(plugin):
         lines = [match.end() for match in re.finditer("\n", each.text)]
-        ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
-        ends += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
-        expected = {(device.index, device.chip, device.memory_bytes) for device in whole}
-        texts = ((f"truncated after {end} characters", each.text[:end]) for end in ends)
-        for how, found in _tried(plugin, each, texts):
-            strange = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected]
-            if strange:
-                yield f"{how}: {_shown(strange)}"
+        cut_positions = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
+        cut_positions += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
+        expected_devices = {(device.index, device.chip, device.memory_bytes) for device in whole}
+        texts = ((f"truncated after {end} characters", each.text[:end]) for end in cut_positions)
+        for how, found in _devices_per_text(plugin, each, texts):
+            unexpected = [each for each in found if (each.index, each.chip, each.memory_bytes) not in expected_devices]
+            if unexpected:
+                yield f"{how}: {_device_text(unexpected)}"
                 break
 
 
 @check("leave out rows that share an index or have an unknown format")
 def garbled_transcripts_add_no_devices(plugin: Subject) -> Problems:
-    for each, whole, pieces in _whole(plugin):
-        texts = ((f"garbled ({seed})", _garbled(each.text, seed)) for seed in range(pieces))
-        for how, found in _tried(plugin, each, texts):
+    for each, whole, pieces in _whole_transcripts(plugin):
+        texts = ((f"garbled ({seed})", _garbled_texts(each.text, seed)) for seed in range(pieces))
+        for how, found in _devices_per_text(plugin, each, texts):
             if len(found) > len(whole) or len({device.index for device in found}) != len(found):
-                yield f"{how}: flagcore_devices returns {_shown(found)}"
+                yield f"{how}: flagcore_devices returns {_device_text(found)}"
                 break
 
 
 @check("add it to the aliases of its chip, or mark it other: true in sources.yaml")
 def transcript_names_match_one_chip(plugin: Subject) -> Problems:
     plugin.own_chips()
-    known = [(each, listed) for each in plugin.listings for listed in each.lists if not listed.other]
-    if not known:
+    matches = [(each, listed) for each in plugin.listings for listed in each.lists if not listed.other]
+    if not matches:
         raise Skip("the transcripts list only unknown chips")
-    for each, listed in known:
+    for each, listed in matches:
         count = sum(chip.has_name(listed.chip) for chip in plugin.chips)
         if count != 1:
             yield f"{FOLDER / each.name} lists {listed.chip!r}, a name of {count} chips"
 
 
-def _whole(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
+def _whole_transcripts(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
     """Yield each listing with its devices, those of this machine included, and the number of variants to try."""
     share = max(PIECES // len(plugin.listings), 6)
-    own = fakes.without_tools(plugin)
+    own_devices = fakes.without_tools(plugin)
     for each in plugin.listings:
         start = time.monotonic()
-        whole = fakes.devices(plugin, fakes.printing(each))
-        yield each, (*whole, *own), share if time.monotonic() - start < SLOW_SECONDS else 2
+        whole_output = fakes.devices(plugin, fakes.printing(each))
+        yield each, (*whole_output, *own_devices), share if time.monotonic() - start < SLOW_SECONDS else 2
 
 
-def _tried(
+def _devices_per_text(
     plugin: Subject, transcript: Transcript, texts: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[str, tuple[Device, ...]]]:
-    """Yield the devices that are found in each text, after words for the text. Raises BadPlugin."""
+    """Yield a description of each text, and the devices that are found in it. Raises BadPlugin."""
     for how, text in texts:
-        where = f"{FOLDER / transcript.name}, {how}"
-        yield where, fakes.devices(plugin, {transcript.tool: fakes.prints(text)}, where)
+        location = f"{FOLDER / transcript.name}, {how}"
+        yield location, fakes.devices(plugin, {transcript.tool: fakes.prints(text)}, location)
 
 
-def _garbled(text: str, seed: int) -> str:
+def _garbled_texts(text: str, seed: int) -> str:
     rng, garbled = random.Random(seed), bytearray(text.encode())
     for _ in range((1, 20, 400)[seed % 3]):
         garbled[rng.randrange(len(garbled))] = rng.randrange(1, 256)
     return garbled.decode("utf-8", "replace")
 
 
-def _shown(devices: Sequence[Device]) -> str:
+def _device_text(devices: Sequence[Device]) -> str:
     if not devices:
         return "no device"
     first = devices[0]

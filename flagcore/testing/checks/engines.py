@@ -1,4 +1,4 @@
-"""Engines: whether and how they run, which values do not work, and knobs that the plugin adds."""
+"""Engines: support, rejected values, and knobs of the plugin."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Supported = tuple[str, Chip, str, EngineSupport]
 
 
 def _supports(plugin: Subject) -> list[Supported]:
-    """Return each answer after the words that begin a message about it, the chip and the engine."""
+    """Return the start of messages, the chip, the engine and the answer for each chip and engine."""
     plugin.implements("flagcore_engine_support")
-    found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
-    answered = [
+    supports = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
+    answers = [
         (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
-        for chip, engine, answer in found
+        for chip, engine, answer in supports
         if not answer.reason.startswith("no plugin supports")
     ]
-    if not answered:
+    if not answers:
         raise Skip("the plugin supports no engine")
-    return answered
+    return answers
 
 
 @check("give torch's names: without both, nothing can run", each=_supports)
@@ -71,8 +71,8 @@ def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answ
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
 def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for axis in workload(engine).axes(task_on(chip)) if engine == "megatron" else ():
-        gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
-        if set(axis.values) <= gone:
+        refused_values = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
+        if set(axis.values) <= refused_values:
             yield f"{where}: every value of {axis.knob} is refused"
 
 
@@ -83,7 +83,7 @@ def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answ
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
-    """Return whether a knob, a key of the job or a setting of an engine can have these values."""
+    """Return whether these values are valid for a knob, a key of the job or a setting of an engine."""
     where, _, name = key.rpartition(".")
     if key == "precision":
         return set(values) <= set(PRECISIONS)
@@ -100,10 +100,10 @@ def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
 
 def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     plugin.implements("flagcore_knobs")
-    found = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
-    if not found:
+    knobs = [(*pair, knob) for pair in plugin.pairs() for knob in plugin.loaded.knobs(*pair)]
+    if not knobs:
         raise Skip("the plugin adds no knobs")
-    return found
+    return knobs
 
 
 @check("add a sentence for `flag explain`", each=_knobs)

@@ -34,7 +34,7 @@ def _variables(plugin: Subject) -> Iterator[tuple[Variable]]:
 @check("keep one, or restrict each by engines, chips or versions")
 def variables_are_listed_once(plugin: Subject) -> Problems:
     for chip, engine in plugin.pairs():
-        for name, times in Counter(each.name for each in _set_on(plugin, chip, engine)).items():
+        for name, times in Counter(each.name for each in _variables_on_chip(plugin, chip, engine)).items():
             if times > 1:
                 yield f"environment.yaml: {name} has {times} values for {engine}"
 
@@ -47,12 +47,12 @@ def system_variables_are_not_set(chip: Chip, engine: str, variables: Mapping[str
 
 @check("write the name that the software has for this vendor, and handle it in discover.py")
 def variables_do_not_select_another_vendor(plugin: Subject) -> Problems:
-    others = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
+    other_vendors = {name for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
     for chip, _, variables in _environments(plugin):
-        wrong = [name for name, value in variables.items() if value.casefold() in others - {chip.vendor}]
-        for name in dict.fromkeys([*wrong, *_hiding(plugin, variables)]):
-            why = "another vendor" if name in wrong else "its own devices are then not found"
-            yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {why}"
+        wrong_names = [name for name, value in variables.items() if value.casefold() in other_vendors - {chip.vendor}]
+        for name in dict.fromkeys([*wrong_names, *_device_variables(plugin, variables)]):
+            reason = "another vendor" if name in wrong_names else "its own devices are then not found"
+            yield f"flagcore_environment sets {name} = {variables[name]!r} on {chip.name} of {chip.vendor}: {reason}"
 
 
 @check("add it with value, meaning and source")
@@ -66,11 +66,11 @@ def variables_are_documented(plugin: Subject) -> Problems:
 @check("return the variables of environment.yaml there, as VendorPlugin does")
 def documented_variables_are_set(plugin: Subject) -> Problems:
     if plugin.failed("flagcore_environment"):
-        raise Skip("flagcore_environment gives no usable answer")
+        raise Skip("flagcore_environment has no valid answer")
     for chip, engine, variables in _environments(plugin):
-        for each in _set_on(plugin, chip, engine):
-            always = each.applies_to(None) and not each.condition and "{" not in str(each.value)
-            if always and each.name not in variables:
+        for each in _variables_on_chip(plugin, chip, engine):
+            is_unconditional = each.applies_to(None) and not each.condition and "{" not in str(each.value)
+            if is_unconditional and each.name not in variables:
                 yield f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not set"
 
 
@@ -78,9 +78,9 @@ def documented_variables_are_set(plugin: Subject) -> Problems:
 def variables_do_not_depend_on_the_shell(plugin: Subject) -> Problems:
     for chip, engine, variables in _environments(plugin):
         with mock.patch.dict(os.environ, dict.fromkeys(variables, "the user's own")), fakes.quiet():
-            again = plugin.loaded.environment(chip, engine)
-        for name in sorted(name for name in variables if again.get(name) != variables[name]):
-            yield f"flagcore_environment returns {again.get(name)!r} for {name} if the shell sets it"
+            second_answer = plugin.loaded.environment(chip, engine)
+        for name in sorted(name for name in variables if second_answer.get(name) != variables[name]):
+            yield f"flagcore_environment returns {second_answer.get(name)!r} for {name} if the shell sets it"
 
 
 @check("add variables for several nodes to those of one")
@@ -90,18 +90,18 @@ def several_nodes_keep_single_node_variables(plugin: Subject) -> Problems:
         (chip,) = (group.chip for group in task.cluster.groups)
         nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
         one = plugin.loaded.environment(chip, "megatron", None, task)
-        two = plugin.loaded.environment(chip, "megatron", None, replace(task, cluster=Cluster(groups=(nodes,))))
-        for name in sorted(set(one) - set(two)):
+        two_nodes = plugin.loaded.environment(chip, "megatron", None, replace(task, cluster=Cluster(groups=(nodes,))))
+        for name in sorted(set(one) - set(two_nodes)):
             yield f"flagcore_environment sets {name} on one node of {chip.name}, but not on two nodes"
 
 
 def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
-    """Return the names of another plugin's vendor; none if its devices are plain CPUs."""
-    plain = plugin.others.engine_support(chip, "megatron").device_type == "cpu"
-    return () if plain else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
+    """Return the names of another plugin's vendor; empty if its devices are plain CPUs."""
+    is_cpu = plugin.others.engine_support(chip, "megatron").device_type == "cpu"
+    return () if is_cpu else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
 
 
-def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
+def _device_variables(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
     """Return the variables that hide the devices of the plugin's own transcript."""
     try:
         tools = fakes.printing(plugin.listings[0])
@@ -116,10 +116,14 @@ def _hiding(plugin: Subject, variables: Mapping[str, str]) -> list[str]:
 
         return plugin.once(f"found with {sorted(more.items())}", ask)
 
-    suspects = {name: value for name, value in variables.items() if name not in USERS}
-    return [name for name in suspects if not found({name: suspects[name]})] if found({}) and not found(suspects) else []
+    device_variables = {name: value for name, value in variables.items() if name not in USERS}
+    return (
+        [name for name in device_variables if not found({name: device_variables[name]})]
+        if found({}) and not found(device_variables)
+        else []
+    )
 
 
-def _set_on(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
+def _variables_on_chip(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
     """Return the variables with a value for an engine on a chip."""
     return [each for each in applying(plugin.variables, chip, engine, None, kind_of(engine)) if each.value]

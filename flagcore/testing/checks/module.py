@@ -1,4 +1,4 @@
-"""The plugin itself: that it loads, what it imports, and that its answers are reproducible."""
+"""The module of the plugin: loading, imports, and reproducible answers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def imports_only_public_modules(plugin: Subject) -> Problems:
         for name, line in _imports(path):
             root, _, inner = name.partition(".")
             room = inner.partition(".")[0]
-            other = root.startswith("flagcore_") and root != plugin.package
-            if other or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
+            is_other_plugin = root.startswith("flagcore_") and root != plugin.package
+            if is_other_plugin or (root == "flagcore" and room and room not in PUBLIC_PACKAGES):
                 yield f"{path.name}:{line} imports {name}"
 
 
-@check("compute it from the arguments only")
+@check("compute the answer from the arguments only")
 def answers_are_reproducible(plugin: Subject) -> Problems:
     first, second = (
         _answers(plugin, loaded) for loaded in (plugin.loaded, LoadedPlugins.of({plugin.name: plugin.hooks}))
     )
     for hook, answer in first.items():
         if answer != second[hook]:
-            yield f"{hook} gives another answer the second time"
+            yield f"{hook} returns another answer on the second call"
 
 
 @check("use plain dicts and tuples")
@@ -60,7 +60,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
     chips = loaded.chips()
     pairs = [(chip, engine) for chip in plugin.chips for engine in plugin.engines]
     return {
-        "flagcore_chips": [_stable(chip) for chip in chips],
+        "flagcore_chips": [_stable_values(chip) for chip in chips],
         "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
         "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
         "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
@@ -68,8 +68,8 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
     }
 
 
-def _stable(chip: Chip) -> object:
-    """Return the values that must not change; figures, such as this machine's clock, may."""
+def _stable_values(chip: Chip) -> object:
+    """Return the values that must not change between calls. Figures, such as this machine's clock, may change."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, list(chip.figures)
 
 

@@ -18,7 +18,7 @@ FRAMEWORKS = {
     *("triton", "cupy", "vllm", "sglang", "megatron-core", "deepspeed", "transformer-engine", "flash-attn"),
     *("llama-cpp-python", "flagscale", "flag-gems", "mindspore", "paddlepaddle"),
 }
-"""Vendors ship their own builds of these; a dependency would replace them."""
+"""Packages of which vendors ship builds; a dependency would replace these builds."""
 DATA = {".yaml", ".jsonl", ".py", ".typed"}
 
 
@@ -106,5 +106,5 @@ def tests_run_the_conformance_kit(plugin: Subject) -> Problems:
 
 
 def _requirements(plugin: Subject) -> Iterator[Requirement]:
-    """Yield the dependencies. Raises InvalidRequirement, which names the text."""
+    """Yield the dependencies. Raises InvalidRequirement with the invalid text."""
     return (Requirement(text) for text in plugin.packaged.requires)

@@ -1,4 +1,4 @@
-"""Chips: whether peaks are dense, and figures plausible in base units and in one direction."""
+"""Chips: dense peaks, and plausible figures in base units and in one direction."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ RANGES = {
     "host_bytes_per_second": (1e8, 1e12),
     "nic_bytes_per_second": (1e8, 1e12),
 }
-"""Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s falls far outside.
-
-The lower ends leave room for one core of a small CPU; an accelerator is far above them.
+"""Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s is far outside. The lower bounds are
+for one core of a small CPU.
 """
 
 NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
-"""The narrower format is never slower, as it moves less."""
+"""Pairs of formats. The narrower format is never slower, because it moves fewer bytes."""
 
 OPERATIONS_PER_BYTE = (0.5, 2000.0)
-"""Operations per byte of memory traffic, from a core of a CPU to an accelerator with all of its matrix units."""
+"""Operations per byte of memory traffic, from a CPU core to an accelerator with all matrix units."""
 
 ALIKE = (0.6, 1.5)
 """Ratio of the bf16 peak to the fp16 peak: about 1, except for the few chips whose notes explain another one."""
@@ -60,8 +59,8 @@ def narrow_formats_are_not_slower(chip: Chip) -> Problems:
 @check("give both dense and of matrix units; if one really has half the rate, say 'half the rate' in notes", each=chips)
 def fp16_and_bf16_peaks_are_similar(chip: Chip) -> Problems:
     peaks = chip.dense_flops_per_second
-    explained = "emulated" in chip.notes or "half the rate" in chip.notes
-    if "bf16" in peaks and "fp16" in peaks and not explained:
+    has_explanation = "emulated" in chip.notes or "half the rate" in chip.notes
+    if "bf16" in peaks and "fp16" in peaks and not has_explanation:
         ratio = peaks["bf16"].value / peaks["fp16"].value
         if not ALIKE[0] <= ratio <= ALIKE[1]:
             yield f"{chip.name}: bf16 is {ratio:g} times fp16"
@@ -72,7 +71,7 @@ def peaks_match_memory_bandwidth(chip: Chip) -> Problems:
     rate, (low, high) = chip.memory_bandwidth_bytes_per_second, OPERATIONS_PER_BYTE
     for name, peak in chip.dense_flops_per_second.items():
         if rate and name in ("bf16", "fp16") and not low <= peak.value / rate.value <= high:
-            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic"
+            yield f"{chip.name}: {name} does {peak.value / rate.value:g} operations per byte of memory traffic"
 
 
 @check("give bytes, not bits, that one device sends in one direction", each=chips)
@@ -105,18 +104,19 @@ def link_domains_divide_nodes(chip: Chip) -> Problems:
 
 
 DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
-"""Half the bits are about twice the rate; four times are twice and sparsity. Integers need not follow."""
+"""Half the bits give about twice the rate; four times means sparsity. Integers may differ."""
 SPARSE = 3.8
 
 USUAL_OPERATIONS_PER_BYTE = 330.0
-"""Operations per byte of memory traffic in 16 bits. Few chips do more; most would if their peaks were doubled."""
+"""Operations per byte of memory traffic in 16 bits. Few chips exceed this, but most would with doubled (sparse) peaks.
+"""
 OVER_FP32 = 40.0
 """Maximum ratio of a 16-bit peak to fp32; 31 is the largest of a known chip."""
 SAME = (0.9, 1.25)
-"""8 bits are about twice 16 bits, or integers are slow; if as fast as 16 bits, one of the peaks is sparse."""
+"""8 bits are about twice as fast as 16 bits, or integers are slow. If both are equal, one of the peaks is sparse."""
 
 REACHED = 0.3
-"""Minimum share of a dense peak that large products reach; of a peak that was doubled they reach half as much."""
+"""Minimum share of a dense peak that large products reach. They reach half as much of a sparse peak."""
 
 DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
 """Words of a source or of the notes that confirm a dense peak."""
@@ -167,7 +167,7 @@ def _peak_problem(chip: Chip, name: str) -> str:
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value
     if rate and USUAL_OPERATIONS_PER_BYTE * rate.value < peak <= OPERATIONS_PER_BYTE[1] * rate.value:
-        return f"is {peak / rate.value:.0f} operations a byte of memory traffic, more than any known chip"
+        return f"is {peak / rate.value:.0f} operations per byte of memory traffic, more than any known chip"
     if "fp32" in peaks and peak > OVER_FP32 * peaks["fp32"].value:
         return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than any known chip"
     for narrow in ("fp8", "int8"):

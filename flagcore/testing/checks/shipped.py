@@ -14,11 +14,11 @@ from flagcore.vendorkit.scope import Scope, applying
 from flagcore.vendorkit.variables import read_variables
 
 MARK = "TODO"
-"""Marks a placeholder in files of `flag plugins new`."""
+"""Mark of a placeholder in files of `flag plugins new`."""
 
 
 def _entries(plugin: Subject) -> Iterator[tuple[Subject, str, Scope]]:
-    """Yield each entry of a file that may be restricted, after words for its place."""
+    """Yield the location and the content of each entry that may be restricted to chips or engines."""
     quirks = read_quirks(plugin.package)
     for section in fields(quirks):
         for place, each in enumerate(getattr(quirks, section.name)):
@@ -32,7 +32,7 @@ def entries_name_known_engines_and_chips(plugin: Subject, where: str, scope: Sco
     fix = f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml"
     unknown = {*scope.engines} - {*plugin.engines} | {*scope.chips} - {chip.name for chip in plugin.chips}
     for word in unknown:
-        yield Problem(f"{where} is for {word!r}, which is unknown", fix)
+        yield Problem(f"{where} is for the unknown {word!r}", fix)
 
 
 @check("return the entries of quirks.yaml there, as VendorPlugin does")
@@ -40,11 +40,11 @@ def quirks_are_used(plugin: Subject) -> Problems:
     if not plugin.quirks.refused:
         raise Skip("quirks.yaml refuses nothing")
     if plugin.failed("flagcore_engine_support"):
-        raise Skip("flagcore_engine_support gives no usable answer")
+        raise Skip("flagcore_engine_support has no valid answer")
     for chip, engine in plugin.pairs():
-        refused = plugin.loaded.engine_support(chip, engine).refused
+        refused_values = plugin.loaded.engine_support(chip, engine).refused
         for quirk in applying(plugin.quirks.refused, chip, engine, None, kind_of(engine)):
-            if quirk not in refused:
+            if quirk not in refused_values:
                 yield f"flagcore_engine_support: {chip.name} lacks {quirk.name} of quirks.yaml"
 
 
@@ -66,27 +66,27 @@ def maturity_names_known_chips(plugin: Subject) -> Problems:
 
 @check("list every chip there, under run_on_hardware, checked_on_transcripts or from_documents")
 def maturity_covers_all_chips(plugin: Subject) -> Problems:
-    covered = _chips_of(plugin, "facts of the chips")
+    covered_chips = _chips_of(plugin, "facts of the chips")
     for chip in plugin.own_chips():
-        if chip.name.casefold() not in covered:
+        if chip.name.casefold() not in covered_chips:
             yield f"maturity.yaml: {chip.name} is missing in 'facts of the chips'"
 
 
 @check("name each file of tests/smi once under checked_on_transcripts")
 def maturity_names_existing_transcripts(plugin: Subject) -> Problems:
-    named = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
-    for name in sorted({each.name for each in plugin.transcripts} ^ named):
-        where = "is missing, but maturity.yaml names it" if name in named else "is not named in maturity.yaml"
-        yield f"tests/smi/{name} {where}"
+    named_files = {name for claim in plugin.maturity.checked_on_transcripts for name in claim.files}
+    for name in sorted({each.name for each in plugin.transcripts} ^ named_files):
+        problem = "is missing, but maturity.yaml names it" if name in named_files else "is not named in maturity.yaml"
+        yield f"tests/smi/{name} {problem}"
 
 
 @check("add the kernel times there, with software and date")
 def measured_kernels_are_claimed(plugin: Subject) -> Problems:
     run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
-    measured = _folders_with(plugin, "provenance.yaml")
-    if not measured:
+    measured_folders = _folders_with(plugin, "provenance.yaml")
+    if not measured_folders:
         raise Skip("there are no measured kernels")
-    for name in sorted(measured - run):
+    for name in sorted(measured_folders - run):
         yield f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels"
 
 
@@ -99,8 +99,8 @@ def claimed_costs_are_shipped(plugin: Subject) -> Problems:
         ("kernel times", "curve.yaml or kernels.jsonl", _chips_of(plugin, "kernel times"), kernels),
     ):
         for name in sorted(claimed ^ shipped):
-            missing = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
-            yield f"maturity.yaml {missing}: costs/{name} and {file} disagree"
+            problem = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+            yield f"maturity.yaml {problem}: costs/{name} and {file} disagree"
 
 
 @check()
@@ -126,12 +126,12 @@ def _claims(plugin: Subject) -> tuple[Claim, ...]:
 
 
 def _chips_of(plugin: Subject, *words: str) -> set[str]:
-    """Return the chips of the claims with one of some words, in small letters as the folders of their costs."""
+    """Return the chips of the claims with one of these words, in lower case like the folders of costs."""
     claims = (claim for claim in _claims(plugin) if any(word in claim.what for word in words))
     return {name.casefold() for claim in claims for name in claim.chips}
 
 
 def _folders_with(plugin: Subject, file: str, without: str = "\0") -> set[str]:
-    """Return the folders of costs that have a file, one that does not contain the text `without`."""
+    """Return the folders of costs with a file that does not contain the text `without`."""
     files = plugin.package_folder.glob(f"costs/*/{file}")
     return {path.parent.name for path in files if without not in path.read_text("utf-8")}

@@ -16,11 +16,11 @@ from flagcore.testing.hook_runner import DRIVERS
 from flagcore.testing.kit import Problem, Problems, Subject, check
 
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
-"""Variables that the other process has."""
+"""Environment variables of the separate process."""
 IMPORT_SECONDS = 5.0
 """Time limit of the import, without flagcore's own imports."""
 SECONDS = 15.0
-"""Time limit of a hook; a command calls it once a chip."""
+"""Time limit of a hook. A command calls it once per chip."""
 TOTAL_SECONDS = 120.0
 """Time limit of all hooks together."""
 Record = dict[str, Any]
@@ -28,29 +28,29 @@ Record = dict[str, Any]
 
 @check("import it inside the hook that needs it, or run it in another process (vendorkit.machine)")
 def import_loads_no_framework(plugin: Subject) -> Problems:
-    what = f"{plugin.package}: import {plugin.hooks_module}"
-    for record in _imported(plugin):
+    import_text = f"{plugin.package}: import {plugin.hooks_module}"
+    for record in _import_record(plugin):
         if record["raised"]:
-            message = f"{what} fails in a new process: {record['raised']}"
+            message = f"{import_text} fails in a new process: {record['raised']}"
             yield Problem(message, "import everything that the module uses")
         if record["drivers"]:
-            yield f"{what} loads {', '.join(record['drivers'])}"
+            yield f"{import_text} loads {', '.join(record['drivers'])}"
         for path in map(Path, record["files"]):
-            for name, line in _at_import(ast.parse(path.read_text("utf-8")).body):
+            for name, line in _top_level_imports(ast.parse(path.read_text("utf-8")).body):
                 if name in DRIVERS and name not in record["drivers"]:  # it is not installed here
                     yield f"{path.name}:{line} imports {name} if it is installed"
 
 
 @check("change no state of the process; do slow work, start threads and log in the hook that needs it")
 def import_has_no_side_effects(plugin: Subject) -> Problems:
-    what = f"{plugin.package}: import {plugin.hooks_module}"
-    for record in _imported(plugin):
+    import_text = f"{plugin.package}: import {plugin.hooks_module}"
+    for record in _import_record(plugin):
         if record["printed"]:
-            yield f"{what} prints {record['printed'][:60]!r}"
+            yield f"{import_text} prints {record['printed'][:60]!r}"
         if not record["drivers"]:
             if record["seconds"] > IMPORT_SECONDS:
-                yield f"{what} takes {record['seconds']:.1f} s"
-            yield from (f"{what} changes the {each}" for each in record["changed"])
+                yield f"{import_text} takes {record['seconds']:.1f} s"
+            yield from (f"{import_text} changes the {each}" for each in record["changed"])
 
 
 @check(f"it must take less than {SECONDS:.0f} s: give every wait a time limit")
@@ -88,30 +88,33 @@ def hooks_write_no_files(plugin: Subject) -> Problems:
     yield from (f"a hook writes the file {name}" for name in plugin.memory["files"])
 
 
-def _imported(plugin: Subject) -> list[Record]:
-    """Return the record of the import; none if the import ended the process, which another check reports."""
+def _import_record(plugin: Subject) -> list[Record]:
+    """Return the record of the import; empty if the import ended the process, which another check reports."""
     return _records(plugin)[0][:1]
 
 
 def _records(plugin: Subject) -> tuple[list[Record], str]:
     """Return the side effects of the import and of each hook in another process, and the call that crashed or hung."""
-    return plugin.once("records", lambda: _asked(plugin))
+    return plugin.once("records", lambda: _call_hooks(plugin))
 
 
-def _asked(plugin: Subject) -> tuple[list[Record], str]:
+def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
     package = plugin.package_folder
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
         here, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
         for folder in (here, home, scratch):
             folder.mkdir()
-        before = _files(package)
-        printed = _run(plugin, here, {"HOME": str(home), "TMPDIR": str(scratch)})
-        left = [*_files(here), *(name for name in _files(home) if not name.startswith(".")), *_files(scratch)]
-        plugin.memory["files"] = [*left, *(f"{package.name}/{name}" for name in _files(package) - before)]
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
-    ended = bool(lines) and "ends" in lines[-1]
-    hanging = "" if ended else lines[-1].get("begins", "what follows") if lines else "its start"
-    return [line for line in lines if "hook" in line], hanging
+        files_before = _files(package)
+        output = _run(plugin, here, {"HOME": str(home), "TMPDIR": str(scratch)})
+        written_files = [*_files(here), *(name for name in _files(home) if not name.startswith(".")), *_files(scratch)]
+        plugin.memory["files"] = [
+            *written_files,
+            *(f"{package.name}/{name}" for name in _files(package) - files_before),
+        ]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
+    is_complete = bool(lines) and "ends" in lines[-1]
+    hanging_call = "" if is_complete else lines[-1].get("begins", "what follows") if lines else "its start"
+    return [line for line in lines if "hook" in line], hanging_call
 
 
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
@@ -119,27 +122,27 @@ def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
     argv = [sys.executable, "-B", "-m", "flagcore.testing.hook_runner", plugin.entry, paths]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv, env={**environment, **more}, cwd=folder, capture_output=True, timeout=TOTAL_SECONDS, check=False
         )
-        return done.stdout.decode("utf-8", "replace")
+        return completed.stdout.decode("utf-8", "replace")
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode("utf-8", "replace")
 
 
 def _files(folder: Path) -> set[str]:
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(folder).as_posix() for path in found}
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in files}
 
 
-def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    """Yield the packages that are imported with the module, with their lines."""
+def _top_level_imports(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Yield the packages that the module imports on load, with their lines."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0], node.lineno
         elif isinstance(node, ast.Try):
-            yield from _at_import([*node.body, *node.orelse, *node.finalbody])
+            yield from _top_level_imports([*node.body, *node.orelse, *node.finalbody])
         elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
-            yield from _at_import([*node.body, *node.orelse])
+            yield from _top_level_imports([*node.body, *node.orelse])

@@ -1,4 +1,4 @@
-"""Trials: telemetry, candidates that are not worth one, and changes to a launch."""
+"""Trials: telemetry, pruning rules, and changes to a launch."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "load_average": (0, 1e5),
     "throttled": (0, 1),
 }
-"""Range of each figure; a name ends in its unit."""
+"""Range of each figure; names end in the unit."""
 Sample = tuple[Device, Mapping[str, float]]
 
 
 def _samples(plugin: Subject) -> list[Sample]:
-    """Return a reading of each device of this machine, or else of the first transcript with known chips."""
+    """Return a reading of each device of this machine, or else of each device of the first transcript with known
+    chips.
+    """
     plugin.implements("flagcore_telemetry")
-    found = plugin.once("samples", lambda: _read(plugin))
-    if not found:
+    samples = plugin.once("samples", lambda: _read_sample(plugin))
+    if not samples:
         raise Skip("there is no device of a known chip, neither here nor in a transcript with its memory")
-    return found
+    return samples
 
 
-def _read(plugin: Subject) -> list[Sample]:
+def _read_sample(plugin: Subject) -> list[Sample]:
     def sample(device: Device) -> list[Sample]:
         reader = plugin.loaded.telemetry(device)
         return [(device, reader.sample())] if reader else []
@@ -66,12 +68,14 @@ def _read(plugin: Subject) -> list[Sample]:
 
 @check(each=_samples)
 def telemetry_names_are_known(device: Device, sample: Mapping[str, float]) -> Problems:
-    where = f"flagcore_telemetry of device {device.index}: "
+    location = f"flagcore_telemetry of device {device.index}: "
     for name, value in sample.items():
         if not any(name == prefix or name.startswith(f"{prefix}_") for prefix in RANGES):
-            yield Problem(f"{where}{name} is an unknown figure", f"the names are {', '.join(RANGES)}")
+            yield Problem(f"{location}{name} is an unknown figure", f"the names are {', '.join(RANGES)}")
         elif isinstance(value, bool) or not isinstance(value, (int, float)):
-            yield Problem(f"{where}{name} = {value!r} is not a number", "leave out what the tool does not report (N/A)")
+            yield Problem(
+                f"{location}{name} = {value!r} is not a number", "leave out what the tool does not report (N/A)"
+            )
 
 
 @check("give bytes, watts, degrees, shares of 1 and hertz", each=_samples)
@@ -99,17 +103,17 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
                 yield f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}"
 
 
-Ruled = tuple[PruningRule, Space, Predictions]
+RuleWithCandidates = tuple[PruningRule, Space, Predictions]
 
 
-def _rules(plugin: Subject) -> list[Ruled]:
-    """Return each rule with the candidates of the task that it is for."""
+def _rules(plugin: Subject) -> list[RuleWithCandidates]:
+    """Return each rule with the candidates of its task."""
     plugin.implements("flagcore_pruning_rules")
-    return plugin.once("pruning rules", lambda: _ruled(plugin))
+    return plugin.once("pruning rules", lambda: _rules_with_candidates(plugin))
 
 
-def _ruled(plugin: Subject) -> list[Ruled]:
-    found: list[Ruled] = []
+def _rules_with_candidates(plugin: Subject) -> list[RuleWithCandidates]:
+    found: list[RuleWithCandidates] = []
     engine = workload("megatron")
     for task in plugin.tasks():
         if rules := plugin.loaded.pruning_rules(task):
@@ -129,13 +133,13 @@ def pruning_rules_have_messages(rule: PruningRule, space: Space, predictions: Pr
 
 @check(each=_rules)
 def pruning_rules_leave_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
-    pruned = prune(space, predictions, workload("megatron"), (rule,), ())
-    if pruned.broken_rules:
+    pruned_rows = prune(space, predictions, workload("megatron"), (rule,), ())
+    if pruned_rows.broken_rules:
         yield Problem(
-            f"flagcore_pruning_rules: {'; '.join(map(str, pruned.broken_rules))}",
-            "return an array of booleans, one a candidate, computed from the columns of knobs",
+            f"flagcore_pruning_rules: {'; '.join(map(str, pruned_rows.broken_rules))}",
+            "return an array of booleans, one per candidate, computed from the columns of knobs",
         )
-    elif not pruned.open_rows.size:
+    elif not pruned_rows.open_rows.size:
         yield Problem(
             f"flagcore_pruning_rules: {rule.name} leaves no candidate of a small model on 8 devices",
             "prune only candidates that are worse than a remaining one",
@@ -150,10 +154,10 @@ def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predi
             np.asarray(rule.prunes(space.columns(some), predictions.take(some)))
             for some in (rows, rows[:50], rows[50:51], rows[51:])
         )
-        same = np.array_equal(whole, np.concatenate(pieces))
+        is_equal = np.array_equal(whole, np.concatenate(pieces))
     except Exception:
         return  # another check reports it
-    if not same:
+    if not is_equal:
         yield f"flagcore_pruning_rules: {rule.name} depends on the other candidates"
 
 
@@ -168,12 +172,12 @@ START_SECONDS = 30.0
 """Time limit for the start of a trial."""
 
 
-def _prepared(plugin: Subject) -> Iterator[tuple[Launch]]:
+def _prepared_launches(plugin: Subject) -> Iterator[tuple[Launch]]:
     plugin.implements("flagcore_prepare_launch")
     return ((plugin.loaded.prepare_launch(LAUNCH, task),) for task in plugin.tasks())
 
 
-@check(each=_prepared)
+@check(each=_prepared_launches)
 def prepared_launch_extends_the_launch(prepared: Launch) -> Problems:
     if not " ".join(prepared.argv).endswith("echo the command"):
         yield Problem(
@@ -193,14 +197,14 @@ def prepared_launch_extends_the_launch(prepared: Launch) -> Problems:
 @check("a wrapper must exist here, start the command and stay its parent")
 def prepared_launch_can_be_stopped(plugin: Subject) -> Problems:
     with tempfile.TemporaryDirectory() as folder:
-        started = Path(folder, "begun")
-        code = f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)"
+        marker = Path(folder, "begun")
+        code = f"import time; open({str(marker)!r}, 'w').close(); time.sleep(60)"
         sleeper = Launch(argv=(sys.executable, "-S", "-c", code), folder=folder)
-        running = launcher("local").start(plugin.loaded.prepare_launch(sleeper, next(plugin.tasks())))
+        trial = launcher("local").start(plugin.loaded.prepare_launch(sleeper, next(plugin.tasks())))
         until = time.monotonic() + START_SECONDS
-        while not started.exists() and running.poll() is None and time.monotonic() < until:
+        while not marker.exists() and trial.poll() is None and time.monotonic() < until:
             time.sleep(0.01)
-        alive = started.exists() and running.poll() is None
-        ended = running.stop()
-        if not alive or ended.ended_by != "request":
-            yield f"flagcore_prepare_launch: a sleeping trial ended by {ended.ended_by} ({ended.code})"
+        was_alive = marker.exists() and trial.poll() is None
+        exit_record = trial.stop()
+        if not was_alive or exit_record.ended_by != "request":
+            yield f"flagcore_prepare_launch: a sleeping trial was ended by {exit_record.ended_by} ({exit_record.code})"

@@ -19,11 +19,11 @@ from flagcore.engines.megatron.balance import layouts, split_layers
 from flagcore.engines.megatron.memory.training import memory_in_use, stages_in_use
 from flagcore.engines.megatron.parallel.layout import Layout, Splits, Training
 from flagcore.engines.megatron.parallel.pipeline import Part, placed, stage, stage_with
-from flagcore.engines.megatron.predict import given, inputs, layout_texts, with_layout
+from flagcore.engines.megatron.predict import base_inputs, inputs, layout_texts, with_layout
 from flagcore.engines.megatron.relief import fit_splits
 from flagcore.engines.megatron.split import SPLIT
 from flagcore.engines.megatron.stages import FIRST, LAST, LAYOUT, chunk_layers, layout_text, parse_layout
-from flagcore.engines.megatron.time.step import Blocks, in_a_run, step_time
+from flagcore.engines.megatron.time.step import Blocks, costs_in_run, step_time
 from flagcore.stages.build import build
 from tests import small
 from tests.engines.megatron.candidates import layout, train
@@ -44,7 +44,7 @@ def costs(capacity: float | None = 80e9) -> Costs:
 
 def derived(work: Training, split: Layout, of: Costs) -> tuple[Training, Layout]:
     """Return candidates with the splits that `predict` gives them."""
-    every, running = np.ones(split.pipeline.shape, dtype=np.bool_), in_a_run(of)
+    every, running = np.ones(split.pipeline.shape, dtype=np.bool_), costs_in_run(of)
     blocks = Blocks.of(work, split, running)
     work, split = split_layers(work, split, every, running, blocks)
     found = memory_in_use(work, split, of)
@@ -371,4 +371,4 @@ def test_stages_of_a_derived_split_are_reported() -> None:
     assert len(layers) == 4
     assert list(WORKLOAD.stage_layers(task, WORKLOAD.columns(task, {PP: 4}), small.costs(task))) == []
     assert inputs(task, WORKLOAD.columns(task, {PP: 4}), small.costs(task))[1].split.tolist() == [0.0]
-    assert given(task, columns)[1].split.tolist() == [0.0]
+    assert base_inputs(task, columns)[1].split.tolist() == [0.0]

@@ -11,7 +11,7 @@ import pytest
 
 from flagcore.domain.spec import ClusterSpec
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.engines.megatron.flags import environment, expand, flags
+from flagcore.engines.megatron.flags import environment, expand_command, flags
 from flagcore.errors import LaunchError, SpecError
 from tests import small
 
@@ -51,13 +51,13 @@ def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
 
 def test_flags_go_where_the_command_wants_them_and_else_to_the_end() -> None:
     given = ["--a", "1"]
-    assert expand(["run", "{flags}", "--mine"], {}, given, "/f") == ("run", "--a", "1", "--mine")
-    assert expand(["run", "--mine"], {}, given, "/f") == ("run", "--mine", "--a", "1")
+    assert expand_command(["run", "{flags}", "--mine"], {}, given, "/f") == ("run", "--a", "1", "--mine")
+    assert expand_command(["run", "--mine"], {}, given, "/f") == ("run", "--mine", "--a", "1")
 
 
 def test_placeholders_are_filled_and_other_braces_stay() -> None:
     command = ["t={tensor_model_parallel_size}", "{folder}/log", "m={recompute_method}", '{"json": 1}', "{unknown}"]
-    expanded = expand(command, PLAIN.as_dict(), [], "/trial 1")
+    expanded = expand_command(command, PLAIN.as_dict(), [], "/trial 1")
     assert expanded == ("t=1", "/trial 1/log", "m=", '{"json": 1}', "{unknown}")
 
 

@@ -102,7 +102,7 @@ class TestRank:
         pytest.importorskip("megatron.core")
         from flagcore.engines.megatron.trial import config
 
-        monkeypatch.setattr(config, "configured", lambda kind, values: {"kind": kind.__name__, **values})
+        monkeypatch.setattr(config, "build_config", lambda kind, values: {"kind": kind.__name__, **values})
         monkeypatch.setattr(config.groups, "get_expert_tensor_parallel_world_size", lambda: 1)
         return config
 
@@ -156,7 +156,7 @@ class TestRank:
         class Old:
             one: int = 0
 
-        assert releases.configured(Old, {"one": 1, "later": False, "latest": None}) == Old(1)
+        assert releases.build_config(Old, {"one": 1, "later": False, "latest": None}) == Old(1)
         with pytest.raises(JobError, match="later"):
-            releases.configured(Old, {"later": True})
-        assert releases.accepted(lambda one: one, one=1, later=2) == {"one": 1}
+            releases.build_config(Old, {"later": True})
+        assert releases.accepted_arguments(lambda one: one, one=1, later=2) == {"one": 1}

@@ -40,7 +40,7 @@ class Instance:
         return max(self.now, self.waiting[0][0]) if self.waiting else np.inf
 
     def take(self, request: int, when: float) -> None:
-        over = self.price.over
+        over = self.price.overheads
         self.door = max(self.door, when) + over.entry
         self.waiting.append((self.door + over.request, request))
         self.sent += 1

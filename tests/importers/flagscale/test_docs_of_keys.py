@@ -28,7 +28,7 @@ FILES = [file for file in sorted(TREES.rglob("*.yaml")) if file.parent.name not 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TREES)))
 def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
     """By its own name, or by that of the section that it stands in; those of other pages are linked there."""
-    known = WORDS | {*BY_NAME, *KNOBS, *engines.AS_KNOBS} | {"never_heard_of"}
+    known = WORDS | {*BY_NAME, *KNOBS, *engines.KNOBS_BY_ARGUMENT} | {"never_heard_of"}
     wide = {"experiment", "train", "system", "model", "serve", "runner", "auto_tuner", "task", "control"}
     missing = []
     for path, _ in leaves(yaml.safe_load(file.read_text(encoding="utf-8"))):
@@ -42,13 +42,15 @@ def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
 
 def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
     assert [name for name in sorted(shape.OTHER_LAYERS) if f"`{name}`" not in KEYS] == []
-    moved = {part for old in layouts.MOVED for part in old.split(".")}
-    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *experiment.RUNNER_KEYS)}
+    moved = {part for old in layouts.MOVED_KEYS for part in old.split(".")}
+    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED_KEYS, *experiment.RUNNER_KEYS)}
     assert sorted(name for name in (moved | dropped) if name not in WORDS) == []
 
 
 def test_columns_of_a_history_are_on_the_page() -> None:
     page = PAGE[: PAGE.index("## Conversion of keys")]
     assert [
-        name for name in (*history.BOOKKEEPING, *history.IGNORED, *engines.KNOB_NAMES) if f"`{name}`" not in page
+        name
+        for name in (*history.OTHER_COLUMNS, *history.IGNORED_KNOBS, *engines.KNOB_NAMES)
+        if f"`{name}`" not in page
     ] == []

@@ -24,7 +24,7 @@ from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale import FlagScale, Imported, translate
 from flagcore.importers.flagscale.compose import compose
-from flagcore.importers.flagscale.engines import OWN_ARGUMENTS
+from flagcore.importers.flagscale.engines import RESERVED_ARGUMENTS
 from flagcore.spec import parse_spec
 from tests.cli.conftest import Ran
 from tests.cli.conftest import flag as flag
@@ -491,7 +491,11 @@ def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
     refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in module.PROGRAM.reserved}
-    assert {name.replace("-", "_") for name in refused} - OWN_ARGUMENTS.keys() == {"model", "model_path", "model_tag"}
+    assert {name.replace("-", "_") for name in refused} - RESERVED_ARGUMENTS.keys() == {
+        "model",
+        "model_path",
+        "model_tag",
+    }
 
 
 @pytest.mark.parametrize("name", TRAIN)

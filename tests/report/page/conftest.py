@@ -54,20 +54,20 @@ class Runs:
 
     def __call__(self, kind: str) -> Made:
         if kind not in self.made:
-            where = self.folder / kind / "run"
-            getattr(self, kind)(where)
-            html = api.report(where)
-            result = where / "result.json"
+            run_folder = self.folder / kind / "run"
+            getattr(self, kind)(run_folder)
+            html = api.report(run_folder)
+            result = run_folder / "result.json"
             data = json.loads(result.read_text()) if result.exists() else {}
-            self.made[kind] = Made(where, data, html, api.report(where, "markdown"), read(html))
+            self.made[kind] = Made(run_folder, data, html, api.report(run_folder, "markdown"), read(html))
         return self.made[kind]
 
     def chinese(self, kind: str, form: str = "html") -> str:
         """Return the page of a kind of run as a Chinese reader gets it."""
-        made = self(kind)
+        report = self(kind)
         choose("zh")
         try:
-            return api.report(made.folder, form)
+            return api.report(report.folder, form)
         finally:
             choose("")
 
@@ -121,8 +121,8 @@ class Runs:
         for name in ("result.json", "insight.json", "report.html", "report.txt"):
             (where / name).unlink()
         for name in ("best", "best.sh", "best.yaml"):
-            gone = where / name
-            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+            removed_file = where / name
+            shutil.rmtree(removed_file) if removed_file.is_dir() else removed_file.unlink()
 
     def engines(self, where: Path) -> None:
         self.serving(where, ["llamacpp", "vllm"])
@@ -154,6 +154,6 @@ class Runs:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    made = Runs(tmp_path_factory.mktemp("runs"))
-    yield made
-    assert all(project.all_gone() for project in made.projects)
+    all_runs = Runs(tmp_path_factory.mktemp("runs"))
+    yield all_runs
+    assert all(project.all_gone() for project in all_runs.projects)

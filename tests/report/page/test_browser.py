@@ -31,13 +31,13 @@ CHINESE = [(kind, "zh") for kind in ("dense", "pipeline", "serving", "failed")]
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `make test-browser`")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if not found:
+    chromium = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if not chromium:
         pytest.skip("no Chromium is installed: install one, such as Debian's package chromium, or name it in CHROMIUM")
     with driver.sync_playwright() as simulate:
-        started = simulate.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield started
-        started.close()
+        browser_started = simulate.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser_started
+        browser_started.close()
 
 
 @dataclass
@@ -62,14 +62,14 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
         file.write_text(html, encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
         contexts.append(context)
-        found = Opened(context.new_page())
-        found.page.on("console", lambda message: found.errors.append(f"{message.type}: {message.text}"))
-        found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-        found.page.on("request", lambda request: found.asked.append(request.url))
-        found.page.goto(file.as_uri() + anchor)
+        browser_page = Opened(context.new_page())
+        browser_page.page.on("console", lambda message: browser_page.errors.append(f"{message.type}: {message.text}"))
+        browser_page.page.on("pageerror", lambda error: browser_page.errors.append(str(error)))
+        browser_page.page.on("request", lambda request: browser_page.asked.append(request.url))
+        browser_page.page.goto(file.as_uri() + anchor)
         if given.get("java_script_enabled", True):
-            found.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
-        return found
+            browser_page.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
+        return browser_page
 
     yield go
     for context in contexts:
@@ -79,14 +79,14 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
 @pytest.mark.parametrize("width", [360, 1400])
 @pytest.mark.parametrize(("kind", "language"), [*((kind, "en") for kind in KINDS), *CHINESE])
 def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, language: str, width: int) -> None:
-    found = opened(kind, width, language=language, color_scheme="light")
+    browser_page = opened(kind, width, language=language, color_scheme="light")
     for scheme in ("light", "dark"):
-        found.page.emulate_media(color_scheme=scheme)
-        found.page.wait_for_timeout(300)
-        assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert found.page.evaluate(OUTSIDE) == []
-    assert found.errors == []
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in found.asked)
+        browser_page.page.emulate_media(color_scheme=scheme)
+        browser_page.page.wait_for_timeout(300)
+        assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser_page.page.evaluate(OUTSIDE) == []
+    assert browser_page.errors == []
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in browser_page.asked)
 
 
 OUTSIDE = """() => {
@@ -102,8 +102,8 @@ OUTSIDE = """() => {
 @pytest.mark.parametrize(("kind", "language"), [("dense", "en"), ("pipeline", "en"), ("serving", "en"), *CHINESE])
 @pytest.mark.parametrize("width", [360, 1400])
 def test_labels_of_charts_are_inside_their_charts_and_apart(opened: Open, kind: str, language: str, width: int) -> None:
-    found = opened(kind, width, language=language)
-    assert found.page.evaluate(LABELS) == []
+    browser_page = opened(kind, width, language=language)
+    assert browser_page.page.evaluate(LABELS) == []
 
 
 LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
@@ -121,33 +121,35 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
 @pytest.mark.parametrize("width", [360, 1400])
 def test_timelines_of_all_schedules_fit_the_page(opened: Open, width: int) -> None:
     sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in PLAYED)
-    found = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
-    assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert found.page.evaluate(OUTSIDE) == []
-    assert found.page.evaluate(LABELS) == []
-    assert found.page.locator(".plot .bars .point").count() == sum(len(simulate(named(name), 8)) for name in PLAYED)
-    assert found.errors == []
+    browser_page = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
+    assert browser_page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser_page.page.evaluate(OUTSIDE) == []
+    assert browser_page.page.evaluate(LABELS) == []
+    assert browser_page.page.locator(".plot .bars .point").count() == sum(
+        len(simulate(named(name), 8)) for name in PLAYED
+    )
+    assert browser_page.errors == []
 
 
 @pytest.mark.parametrize("kind", ["dense", "serving", "estimate"])
 def test_every_chart_is_drawn_with_all_its_series(opened: Open, runs: Runs, kind: str) -> None:
-    found = opened(kind)
-    drawn = found.page.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.data.length)")
-    assert drawn == [len(chart["traces"]) for chart in runs(kind).page.charts]
-    assert found.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
+    browser_page = opened(kind)
+    drawn_series = browser_page.page.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.data.length)")
+    assert drawn_series == [len(chart["traces"]) for chart in runs(kind).page.charts]
+    assert browser_page.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
 
 
 @pytest.mark.parametrize("kind", ["dense", "serving"])
 def test_a_chart_follows_the_pages_width_and_keeps_its_height(opened: Open, kind: str) -> None:
     page = opened(kind, 1400).page
-    fresh = page.evaluate(SIZES)
+    fresh_sizes = page.evaluate(SIZES)
     page.set_viewport_size({"width": 360, "height": 780})
     page.wait_for_timeout(1000)
     assert all(high == drawn_high and wide == drawn_wide for high, drawn_high, wide, drawn_wide in page.evaluate(SIZES))
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.set_viewport_size({"width": 1400, "height": 360})
     page.wait_for_timeout(1000)
-    assert page.evaluate(SIZES) == fresh
+    assert page.evaluate(SIZES) == fresh_sizes
 
 
 SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
@@ -159,8 +161,8 @@ SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
 
 def test_shown_figures_are_those_of_the_result(opened: Open, runs: Runs) -> None:
     found, result = opened("dense"), runs("dense").result
-    reported = found.page.locator("#summary dl").inner_text()
-    assert f"{result['gain']:+.1%} tokens/s" in reported
+    shown = found.page.locator("#summary dl").inner_text()
+    assert f"{result['gain']:+.1%} tokens/s" in shown
     value = found.page.locator("#summary dd[data-value]").first.get_attribute("data-value")
     assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
 
@@ -248,8 +250,8 @@ CONTRAST = """() => {
 
 def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) -> None:
     page = opened("dense", color_scheme="dark").page
-    printed = page.pdf(format="A4")
-    assert printed.startswith(b"%PDF")
+    pdf = page.pdf(format="A4")
+    assert pdf.startswith(b"%PDF")
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 

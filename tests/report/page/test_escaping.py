@@ -68,21 +68,21 @@ def test_text_stays_text_in_markdown() -> None:
 
 
 def test_a_log_with_html_is_escaped(runs: Runs) -> None:
-    made = runs("failed")
-    shown = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
-    logs = [each.text for each in made.page.section("trials").every("pre")]
-    assert shown in logs
-    assert sum("</pre><b>it is</b>" in text for text in logs) == len(made.result["trials"])
-    assert shown in made.markdown
-    reasons = [row["reason"].text for row in made.page.rows("summary", "Reasons")]
-    assert reasons == [trial["reason"] for trial in made.result["trials"]]
+    report = runs("failed")
+    shown_words = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
+    logs = [each.text for each in report.page.section("trials").every("pre")]
+    assert shown_words in logs
+    assert sum("</pre><b>it is</b>" in text for text in logs) == len(report.result["trials"])
+    assert shown_words in report.markdown
+    reasons = [row["reason"].text for row in report.page.rows("summary", "Reasons")]
+    assert reasons == [trial["reason"] for trial in report.result["trials"]]
 
 
 def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
-    made = runs("serving")
-    assert "a-secret-of-mine" in (made.folder / "spec.yaml").read_text()
-    assert "a-secret-of-mine" not in made.html + made.markdown
-    assert "HF_TOKEN" in made.html
+    report = runs("serving")
+    assert "a-secret-of-mine" in (report.folder / "spec.yaml").read_text()
+    assert "a-secret-of-mine" not in report.html + report.markdown
+    assert "HF_TOKEN" in report.html
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    best, facts = made.result["best"], made.page.facts("summary")
-    assert facts["Speedup over the baseline"].value == made.result["gain"]
+    report = runs(kind)
+    best, facts = report.result["best"], report.page.facts("summary")
+    assert facts["Speedup over the baseline"].value == report.result["gain"]
     if kind in SERVED:
         reported = best["measured"]["figures"]["output_tokens_per_s"]
     elif kind == "estimate":
@@ -44,45 +44,45 @@ def test_the_answer_contains_the_best_and_its_gain(runs: Runs, kind: str) -> Non
 
 
 def test_uncertainty_is_reported_from_the_least_round_to_the_largest(runs: Runs) -> None:
-    made = runs("dense")
-    gains = made.result["gains"]
+    report = runs("dense")
+    gains = report.result["gains"]
     assert len(gains) > 1
-    text = made.page.facts("summary")["Uncertainty of the speedup"].text
+    text = report.page.facts("summary")["Uncertainty of the speedup"].text
     assert all(f"{gain:+.1%}" in text for gain in gains)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
 def test_best_sh_is_written(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    codes = [each.text for each in made.page.section("summary").every("code")]
-    assert f"flag run {made.folder}" in codes
+    report = runs(kind)
+    codes = [each.text for each in report.page.section("summary").every("code")]
+    assert f"flag run {report.folder}" in codes
     assert any(text.startswith("#!/bin/sh") for text in codes)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
 def test_the_counts_on_the_page_add_up(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    counts = made.result["counts"]
+    report = runs(kind)
+    counts = report.result["counts"]
     assert Counts(**counts).balanced
-    first = made.page.rows("funnel", "From combinations to candidates")
-    second = made.page.rows("funnel", "States of the candidates")
-    for rows, start, end in ((first, "combinations", "candidates"), (second, "candidates", "untried")):
+    first = report.page.rows("funnel", "From combinations to candidates")
+    second_table = report.page.rows("funnel", "States of the candidates")
+    for rows, start, end in ((first, "combinations", "candidates"), (second_table, "candidates", "untried")):
         values = [row["number"].value for row in rows]
         assert values[0] == counts[start]
         assert values[-1] == counts[end]
         assert sum(value or 0.0 for value in values[:-1]) == values[-1]
-    named = {row["stage"].text: row["number"].value for row in [*first, *second]}
-    assert all(named[f"illegal: {rule}"] == -count for rule, count in counts["illegal"].items())
-    assert all(named[f"pruned: {rule}"] == -count for rule, count in counts["pruned"].items())
+    by_stage = {row["stage"].text: row["number"].value for row in [*first, *second_table]}
+    assert all(by_stage[f"illegal: {rule}"] == -count for rule, count in counts["illegal"].items())
+    assert all(by_stage[f"pruned: {rule}"] == -count for rule, count in counts["pruned"].items())
     assert all(row["why"].text != "-" for row in first if row["stage"].text.startswith("illegal: "))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
 def test_every_trial_is_in_the_table_with_its_figures(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    every = [trial for name in ("probes", "trials", "repeats") for trial in made.result[name]]
-    rows = {int(row["trial"].value or 0): row for row in made.page.rows("trials", "All trials")}
-    assert sorted(rows) == sorted(trial["number"] for trial in every)
+    report = runs(kind)
+    all_trials = [trial for name in ("probes", "trials", "repeats") for trial in report.result[name]]
+    rows = {int(row["trial"].value or 0): row for row in report.page.rows("trials", "All trials")}
+    assert sorted(rows) == sorted(trial["number"] for trial in all_trials)
     columns = {
         "step s": "measured.step_time_s.median",
         "spread": "measured.step_time_s.spread",
@@ -91,24 +91,24 @@ def test_every_trial_is_in_the_table_with_its_figures(runs: Runs, kind: str) -> 
         "TTFT p99 s": "measured.figures.ttft_s.p99",
         "TPOT p50 s": "measured.figures.tpot_s.p50",
     }
-    for trial in every:
+    for trial in all_trials:
         row = rows[trial["number"]]
         assert row["state"].text == trial["state"].replace("_", " ")
         speed = "predicted.tokens_per_second_per_device.value" if trial["state"] == "predicted" else SPEED
         columns |= {"tok/s/dev": speed}
-        seen = [heading for heading in columns if heading in row]
-        assert len(seen) >= 1
-        assert all(row[heading].value == lookup(trial, columns[heading]) for heading in seen)
+        headings_seen = [heading for heading in columns if heading in row]
+        assert len(headings_seen) >= 1
+        assert all(row[heading].value == lookup(trial, columns[heading]) for heading in headings_seen)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
 def test_predicted_against_measured_has_each_trial_with_its_interval(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    rows = made.page.rows("accuracy", "Measured and predicted")
-    measured = [trial for trial in made.result["trials"] if trial["measured"]]
-    assert [int(row["trial"].value or 0) for row in rows] == [trial["number"] for trial in measured]
+    report = runs(kind)
+    rows = report.page.rows("accuracy", "Measured and predicted")
+    measured_trials = [trial for trial in report.result["trials"] if trial["measured"]]
+    assert [int(row["trial"].value or 0) for row in rows] == [trial["number"] for trial in measured_trials]
     key = "objective" if kind in SERVED else "step_time_s"
-    for row, trial in zip(rows, measured, strict=True):
+    for row, trial in zip(rows, measured_trials, strict=True):
         bounds = trial["predicted"][key]
         assert [row[name].value for name in ("~predicted", "~low", "~high")] == [
             bounds[name] for name in ("value", "low", "high")
@@ -119,62 +119,65 @@ def test_predicted_against_measured_has_each_trial_with_its_interval(runs: Runs,
 
 @pytest.mark.parametrize("kind", MEASURED)
 def test_the_best_so_far_only_gets_better_and_ends_at_the_best_first_run(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    rows = made.page.rows("progress", "Trials in the order")
+    report = runs(kind)
+    rows = report.page.rows("progress", "Trials in the order")
     best = [row["best so far"].value for row in rows if row["best so far"].value is not None]
     assert best == sorted(best)
-    first = {trial["number"] for trial in made.result["trials"]}
+    first = {trial["number"] for trial in report.result["trials"]}
     heading = "output tok/s" if kind in SERVED else "tokens/s/device"
-    ran = [row[heading].value for row in rows if int(row["trial"].value or 0) in first]
-    assert best[-1] == max(value for value in ran if value is not None)
-    spent = sum(trial["duration_s"] for name in ("trials", "repeats") for trial in made.result[name])
-    assert rows[-1]["elapsed, s"].value == pytest.approx(spent)
+    completed = [row[heading].value for row in rows if int(row["trial"].value or 0) in first]
+    assert best[-1] == max(value for value in completed if value is not None)
+    spent_s = sum(trial["duration_s"] for name in ("trials", "repeats") for trial in report.result[name])
+    assert rows[-1]["elapsed, s"].value == pytest.approx(spent_s)
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
 def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    rows = made.page.rows("step", "Parts of the step time")
-    predicted = made.result["best"]["predicted"]
+    report = runs(kind)
+    rows = report.page.rows("step", "Parts of the step time")
+    prediction = report.result["best"]["predicted"]
     parts = [row["~best, s"].value or 0.0 for row in rows if not row["part"].text.startswith("step")]
-    assert sorted(parts) == sorted(predicted["time"].values())
-    assert sum(parts) == pytest.approx(predicted["step_time_s"]["value"])
+    assert sorted(parts) == sorted(prediction["time"].values())
+    assert sum(parts) == pytest.approx(prediction["step_time_s"]["value"])
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
 def test_memory_of_the_worst_stage_is_that_of_the_prediction(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    memory = made.result["best"]["predicted"]["memory"]
-    stages = made.page.rows("memory", "GiB per device of each stage")
+    report = runs(kind)
+    memory = report.result["best"]["predicted"]["memory"]
+    stages = report.page.rows("memory", "GiB per device of each stage")
     worst = stages[memory["worst_stage"]]
     assert worst["~peak allocated"].value == pytest.approx(memory["peak_allocated_gib"])
     assert worst["~in use"].value == pytest.approx(memory["device_used_gib"])
-    assert len(stages) == made.result["best"]["candidate"]["pipeline_model_parallel_size"]
-    levels = {row["level"].text: row["~predicted"].value for row in made.page.rows("memory", "Fullest device")}
+    assert len(stages) == report.result["best"]["candidate"]["pipeline_model_parallel_size"]
+    levels = {
+        row["level"].text: row["~predicted"].value
+        for row in report.page.rows("memory", "Device with the highest memory")
+    }
     assert levels["capacity"] == memory["capacity_gib"]
     assert levels["reserved"] == memory["reserved_gib"]
 
 
 def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> None:
-    made = runs("serving")
-    rows = made.page.rows("serving", "Load points by output tok/s and p50 TPOT")
-    kept = {int(row["trial"].value or 0) for row in rows if row["Pareto-optimal"].text == "yes"}
-    assert kept == {point["trial"] for point in made.result["front"]}
-    (limited,) = [chart for chart in made.page.charts if _x(chart) == "p99 TTFT, s"]
-    limit = made.result["limits"]["ttft_s.p99"]
+    report = runs("serving")
+    rows = report.page.rows("serving", "Load points by output tok/s and p50 TPOT")
+    front_trials = {int(row["trial"].value or 0) for row in rows if row["Pareto-optimal"].text == "yes"}
+    assert front_trials == {point["trial"] for point in report.result["front"]}
+    (limited,) = [chart for chart in report.page.charts if _x(chart) == "p99 TTFT, s"]
+    limit = report.result["limits"]["ttft_s.p99"]
     assert limited["layout"]["shapes"][0]["x0"] == limit
     axis = limited["layout"]["xaxis"]
     low, high = axis["range"]
     assert low < (math.log10(limit) if axis.get("type") == "log" else limit) < low + 0.97 * (high - low)
-    fronts = [each for chart in made.page.charts for each in chart["traces"] if each.get("name") == "Pareto front"]
+    fronts = [each for chart in report.page.charts for each in chart["traces"] if each.get("name") == "Pareto front"]
     assert all(len(front["x"]) > 1 for front in fronts)
 
 
 def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
-    made = runs("serving")
-    best = made.result["best"]["measured"]["points"][0]
+    report = runs("serving")
+    best = report.result["best"]["measured"]["points"][0]
     for name, latency in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
-        row = made.page.rows("serving", f"{name} of requests")[0]
+        row = report.page.rows("serving", f"{name} of requests")[0]
         assert {each: row[each].value for each in best[latency]} == best[latency]
         assert row["requests"].value == best["answered"]
 
@@ -183,9 +186,9 @@ def test_latencies_are_reported_by_their_statistics(runs: Runs) -> None:
 def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
     made, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
     (chart,) = [each for each in made.page.charts if _x(each) == f"{short}, s"]
-    reported = {"best": made.result["best"], "baseline": made.result["baseline"]}
-    assert reported["best"]["number"] != reported["baseline"]["number"]
-    for who, trial in reported.items():
+    trials_by_role = {"best": made.result["best"], "baseline": made.result["baseline"]}
+    assert trials_by_role["best"]["number"] != trials_by_role["baseline"]["number"]
+    for who, trial in trials_by_role.items():
         (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
         assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
         statistics = trial["measured"]["points"][0][latency]
@@ -197,45 +200,47 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
 
 
 def test_if_no_trial_meets_the_limits_the_nearest_is_reported_and_drawn(runs: Runs, tmp_path: Path) -> None:
-    late = tmp_path / "late"
-    shutil.copytree(runs("serving").folder, late)
-    data = json.loads((late / "result.json").read_text())
+    late_folder = tmp_path / "late"
+    shutil.copytree(runs("serving").folder, late_folder)
+    data = json.loads((late_folder / "result.json").read_text())
     data |= {"best": None, "gain": None, "gains": [], "limits": {"ttft_s.p99": 1e-6}}
     for trial in data["trials"]:
-        missed = trial["measured"]["figures"]["ttft_s"]["p99"]
-        trial["measured"]["broken"] = [f"ttft_s.p99 is {missed:.4g} s, over 1e-06 s"]
-    (late / "result.json").write_text(json.dumps(data))
-    near = min(data["trials"], key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])
-    page = read(api.report(late))
-    assert f"nearest: trial {near['number']} (" in page.section("summary").text
-    assert f"nearest, trial {near['number']}" in [trace["name"] for chart in page.charts for trace in chart["traces"]]
+        p99_s = trial["measured"]["figures"]["ttft_s"]["p99"]
+        trial["measured"]["broken"] = [f"ttft_s.p99 is {p99_s:.4g} s, over 1e-06 s"]
+    (late_folder / "result.json").write_text(json.dumps(data))
+    nearest_trial = min(data["trials"], key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])
+    page = read(api.report(late_folder))
+    assert f"nearest: trial {nearest_trial['number']} (" in page.section("summary").text
+    assert f"nearest, trial {nearest_trial['number']}" in [
+        trace["name"] for chart in page.charts for trace in chart["traces"]
+    ]
 
 
 def test_a_run_that_kept_no_distributions_reports_it(runs: Runs, tmp_path: Path) -> None:
-    made = runs("serving")
-    old = tmp_path / "old"
-    shutil.copytree(made.folder, old)
-    for file in old.glob("trials/*/metrics.json"):
+    report = runs("serving")
+    old_folder = tmp_path / "old"
+    shutil.copytree(report.folder, old_folder)
+    for file in old_folder.glob("trials/*/metrics.json"):
         data = json.loads(file.read_text())
         for point in data["points"]:
             for repeat in point["repeats"]:
                 del repeat["quantiles"]
         file.write_text(json.dumps(data))
-    page = read(api.report(old))
+    page = read(api.report(old_folder))
     assert "No distributions" in page.section("serving").text
-    best = made.result["best"]["measured"]["points"][0]["ttft_s"]
+    best = report.result["best"]["measured"]["points"][0]["ttft_s"]
     assert page.rows("serving", "TTFT of requests")[0]["p99"].value == best["p99"]
 
 
 @pytest.mark.parametrize("values", [[], [2.0, 1.0], ["1"], [float("nan")], None, {"a": 1}, [-1.0]])
 def test_quantiles_that_no_client_writes_are_left_out(runs: Runs, tmp_path: Path, values: object) -> None:
-    old = tmp_path / "odd"
-    shutil.copytree(runs("serving").folder, old)
-    for file in old.glob("trials/*/metrics.json"):
+    old_folder = tmp_path / "odd"
+    shutil.copytree(runs("serving").folder, old_folder)
+    for file in old_folder.glob("trials/*/metrics.json"):
         data = json.loads(file.read_text())
         data["points"][0]["repeats"][0]["quantiles"] = {"ttft_s": values, "tpot_s": values}
         file.write_text(json.dumps(data))
-    assert "No distributions" in read(api.report(old)).section("serving").text
+    assert "No distributions" in read(api.report(old_folder)).section("serving").text
 
 
 def test_chip_facts_have_their_sources(runs: Runs) -> None:
@@ -245,9 +250,9 @@ def test_chip_facts_have_their_sources(runs: Runs) -> None:
 
 
 def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
-    made = runs("dense")
-    rows = made.page.rows("accuracy", "Measured and predicted")
-    (scatter,) = [each for each in made.page.charts if _x(each).startswith("measured")]
+    report = runs("dense")
+    rows = report.page.rows("accuracy", "Measured and predicted")
+    (scatter,) = [each for each in report.page.charts if _x(each).startswith("measured")]
     (drawn,) = [trace for trace in scatter["traces"] if "error_y" in trace]
     assert drawn["x"] == [row["measured"].value for row in rows]
     assert drawn["y"] == [row["~predicted"].value for row in rows]
@@ -256,9 +261,9 @@ def test_charts_and_their_tables_have_equal_figures(runs: Runs) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_of_a_figure_is_its_rounded_value(runs: Runs, kind: str) -> None:
     for element in runs(kind).page.root.every("td", "th", "dd"):
-        plain = re.fullmatch(r"~?(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?)", element.text)
-        if element.value is not None and plain:
-            assert float(plain[1].replace(",", "")) == pytest.approx(element.value, rel=6e-4, abs=0.0)
+        number_match = re.fullmatch(r"~?(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?)", element.text)
+        if element.value is not None and number_match:
+            assert float(number_match[1].replace(",", "")) == pytest.approx(element.value, rel=6e-4, abs=0.0)
 
 
 def _x(chart: Any) -> str:
@@ -266,36 +271,36 @@ def _x(chart: Any) -> str:
 
 
 def test_engines_are_reported_side_by_side_with_links_to_their_own_pages(runs: Runs) -> None:
-    made = runs("engines")
-    rows = {row["engine"].text: row for row in made.page.rows("summary", "Tuned engines")}
-    assert list(rows) == list(made.result["engines"])
+    report = runs("engines")
+    rows = {row["engine"].text: row for row in report.page.rows("summary", "Tuned engines")}
+    assert list(rows) == list(report.result["engines"])
     assert rows["llamacpp"]["output tok/s"].value == pytest.approx(
-        made.result["best"]["measured"]["figures"]["output_tokens_per_s"]
+        report.result["best"]["measured"]["figures"]["output_tokens_per_s"]
     )
     (link,) = rows["llamacpp"]["engine"].every("a")
-    assert (made.folder / link.attributes["href"]).read_text().startswith("<!DOCTYPE html>")
+    assert (report.folder / link.attributes["href"]).read_text().startswith("<!DOCTYPE html>")
     (other,) = set(rows) - {"llamacpp"}
-    assert rows[other]["stopped"].text == made.result["engines"][other]["error"]
+    assert rows[other]["stopped"].text == report.result["engines"][other]["error"]
 
 
 def test_the_funnel_names_the_largest_group_that_was_removed(runs: Runs) -> None:
-    made = runs("dense")
-    counts = made.result["counts"]
-    captions = " ".join(each.text for each in made.page.section("funnel").every("figcaption"))
+    report = runs("dense")
+    counts = report.result["counts"]
+    captions = " ".join(each.text for each in report.page.section("funnel").every("figcaption"))
     assert f"candidates: {counts['candidates']:,}; untried: {counts['untried']:,}." in captions
     assert "Largest group removed: " in captions
 
 
 def test_a_failed_repeat_is_reported_outside_the_funnel(runs: Runs, tmp_path: Path) -> None:
-    made = runs("dense")
-    assert "failed repeat" not in made.page.section("funnel").text
-    late = tmp_path / "late"
-    shutil.copytree(made.folder, late)
-    data = json.loads((late / "result.json").read_text())
+    report = runs("dense")
+    assert "failed repeat" not in report.page.section("funnel").text
+    late_folder = tmp_path / "late"
+    shutil.copytree(report.folder, late_folder)
+    data = json.loads((late_folder / "result.json").read_text())
     data["repeats"][-1] |= {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
-    (late / "result.json").write_text(json.dumps(data))
-    reported = read(api.report(late)).section("funnel").text
-    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in reported
+    (late_folder / "result.json").write_text(json.dumps(data))
+    shown = read(api.report(late_folder)).section("funnel").text
+    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in shown
 
 
 def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
@@ -316,14 +321,17 @@ def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
 def test_only_faster_changes_of_one_knob_are_improvements(
     changes: list[tuple[dict[str, int], float]], shown: list[str]
 ) -> None:
-    own = {"a": 1, "a_detail": None, "b": 1}
+    own_values = {"a": 1, "a_detail": None, "b": 1}
 
     def nearest(differs: dict[str, int], seconds: float) -> dict[str, Any]:
-        predicted = {"step_time_s": {"value": seconds}, "memory": {"device_used_gib": 1.0}}
-        return {"candidate": {**own, **differs}, "differs": differs, "predicted": predicted}
+        prediction = {"step_time_s": {"value": seconds}, "memory": {"device_used_gib": 1.0}}
+        return {"candidate": {**own_values, **differs}, "differs": differs, "predicted": prediction}
 
-    near = [(1, nearest({}, 1.0)), *((differs["a"], nearest(differs, seconds)) for differs, seconds in changes)]
-    values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in near]
+    nearest_trial = [
+        (1, nearest({}, 1.0)),
+        *((differs["a"], nearest(differs, seconds)) for differs, seconds in changes),
+    ]
+    values = [{"value": value, "candidates": 1, "fastest": each, "nearest": each} for value, each in nearest_trial]
     best = {**nearest({}, 1.0), "number": 0, "state": "measured", "role": "search", "fidelity": "run"}
     result = {"objective": {"name": "step_time_s"}, "best": best, "trials": [], "repeats": [], "fidelity": "run"}
     knobs = {"a": Knob(name="a"), "a_detail": Knob(name="a_detail", part_of="a"), "b": Knob(name="b")}

@@ -31,8 +31,8 @@ def copied(runs: Runs, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
 def test_tune_writes_the_same_page_as_the_report_command(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    assert (made.folder / "report.html").read_text() == made.html
+    report = runs(kind)
+    assert (report.folder / "report.html").read_text() == report.html
 
 
 @pytest.mark.parametrize("kind", FINISHED)
@@ -55,9 +55,9 @@ def test_records_predicted_differently_here_are_left_out_and_reported(copied: Ca
     result["best"]["predicted"]["memory"]["device_used_gib"] *= 1.01
     (folder / "result.json").write_text(json.dumps(result))
     page = read(api.report(folder))
-    assert "differently than the run did" in page.section("summary").text
+    assert "predicts another time for the best" in page.section("summary").text
     assert "pipeline" not in page.sections
-    assert page.rows("memory", "Fullest device")
+    assert page.rows("memory", "Device with the highest memory")
 
 
 def test_without_the_chips_plugin_the_rest_is_reported(copied: Callable[[str], Path]) -> None:
@@ -76,10 +76,10 @@ def test_an_unusable_insight_file_is_ignored(copied: Callable[[str], Path], runs
 
 
 def test_a_killed_run_is_reported_by_its_journal(runs: Runs) -> None:
-    made = runs("killed")
-    assert "in progress, or was killed" in made.page.section("summary").text
-    assert len(made.page.rows("trials", "All trials")) == 2
-    assert not (made.folder / "result.json").exists()
+    report = runs("killed")
+    assert "in progress, or was killed" in report.page.section("summary").text
+    assert len(report.page.rows("trials", "All trials")) == 2
+    assert not (report.folder / "result.json").exists()
 
 
 def test_trials_that_ended_after_the_result_are_reported(copied: Callable[[str], Path], runs: Runs) -> None:
@@ -138,9 +138,9 @@ def test_a_failed_report_page_does_not_lose_the_run(
         raise ZeroDivisionError("of the page")
 
     monkeypatch.setattr(report, "as_html", broken)
-    found = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
-    assert not found.reported
-    assert found.plan.best is not None
+    outcome = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
+    assert not outcome.reported
+    assert outcome.plan.best is not None
     assert (tmp_path / "run" / "result.json").exists()
     assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
 
@@ -161,33 +161,33 @@ def test_an_unreadable_result_is_reported_in_one_line(copied: Callable[[str], Pa
 
 def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:  # noqa: F811
     for where in (tmp_path, tmp_path / "none"):
-        ran = flag("report", str(where))
-        assert ran.code == 2
-        assert ran.err.startswith("flag: ")
-        assert len(ran.err.splitlines()) == 1
+        completed = flag("report", str(where))
+        assert completed.code == 2
+        assert completed.err.startswith("flag: ")
+        assert len(completed.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_reports_where_the_page_is(flag: Flag, copied: Callable[[str], Path]) -> None:  # noqa: F811
     folder = copied("dense")
     (folder / "report.html").unlink()
-    ran = flag("report", str(folder))
-    assert ran.code == 0
-    assert ran.out.strip() == str(folder / "report.html")
+    completed = flag("report", str(folder))
+    assert completed.code == 0
+    assert completed.out.strip() == str(folder / "report.html")
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_markdown_goes_to_stdout_or_to_a_file(flag: Flag, runs: Runs, tmp_path: Path) -> None:  # noqa: F811
     folder = str(runs("dense").folder)
     assert flag("report", folder, "--format", "markdown").out == runs("dense").markdown
-    ran = flag("report", folder, "--format", "markdown", "--output", "page.md")
-    assert ran.out.strip() == "page.md"
+    completed = flag("report", folder, "--format", "markdown", "--output", "page.md")
+    assert completed.out.strip() == "page.md"
     assert (tmp_path / "page.md").read_text() == runs("dense").markdown
     assert flag("report", folder, "-o", "no/such/folder.html").code == 2
 
 
 def test_tune_prints_the_path_of_the_page(flag: Flag, project: object) -> None:  # noqa: F811
     spec = project.spec(control={"max_trials": 1, "repeats": 0})  # type: ignore[attr-defined]
-    ran = flag("tune", spec, "--run-dir", "here")
-    assert ran.code == 0
-    assert "here/report.html" in ran.err
+    completed = flag("tune", spec, "--run-dir", "here")
+    assert completed.code == 0
+    assert "here/report.html" in completed.err

@@ -112,14 +112,14 @@ def test_series_of_a_chart_differ_by_more_than_colour(runs: Runs, kind: str) -> 
 
 @every_kind
 def test_the_same_sections_and_figures_are_in_the_markdown(runs: Runs, kind: str) -> None:
-    made = runs(kind)
-    titles = [next(made.page.section(anchor).every("h2")).text for anchor in made.page.sections]
-    assert re.findall(r"^## (.*)$", made.markdown, re.MULTILINE) == titles
-    tables = list(made.page.root.every("table"))
-    assert len(re.findall(r"^\| (?:---:?)", made.markdown, re.MULTILINE)) == len(tables)
-    bare = unescape(made.markdown.replace("\\", ""))
+    report = runs(kind)
+    titles = [next(report.page.section(anchor).every("h2")).text for anchor in report.page.sections]
+    assert re.findall(r"^## (.*)$", report.markdown, re.MULTILINE) == titles
+    tables = list(report.page.root.every("table"))
+    assert len(re.findall(r"^\| (?:---:?)", report.markdown, re.MULTILINE)) == len(tables)
+    plain_text = unescape(report.markdown.replace("\\", ""))
     for table in tables:
         for body in table.every("tbody"):
             for row in body.every("tr"):
                 cells = [" ".join(each.text.split()) for each in row.every("th", "td")]
-                assert f"| {' | '.join(cells)} |" in bare
+                assert f"| {' | '.join(cells)} |" in plain_text

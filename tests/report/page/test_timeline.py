@@ -53,35 +53,35 @@ ORDERS = [
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
 def test_a_device_runs_passes_one_at_a_time_and_completely(passes: Passes) -> None:
-    done = simulate(passes, passes.microbatches)
-    work = {(letter, each.part, each.microbatch) for each in done for letter in each.kind}
-    assert len(work) == sum(len(each.kind) for each in done)
+    simulated_passes = simulate(passes, passes.microbatches)
+    work = {(letter, each.part, each.microbatch) for each in simulated_passes for letter in each.kind}
+    assert len(work) == sum(len(each.kind) for each in simulated_passes)
     parts = 1 if passes.schedule == "dualpipe" else SCHEDULES[passes.schedule].parts or passes.virtual
     assert len(work) == 3 * 4 * parts * passes.microbatches
     for device in range(4):
-        mine = [each for each in done if each.device == device and each.lane <= 0]
-        assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(mine))
-        second = {(each.start_s, each.end_s) for each in done if each.device == device and each.lane > 0}
-        assert second == {(each.start_s, each.end_s) for each in mine if each.lane < 0}
+        device_passes = [each for each in simulated_passes if each.device == device and each.lane <= 0]
+        assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(device_passes))
+        spans = {(each.start_s, each.end_s) for each in simulated_passes if each.device == device and each.lane > 0}
+        assert spans == {(each.start_s, each.end_s) for each in device_passes if each.lane < 0}
 
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
 def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
     done, pipe = simulate(passes, passes.microbatches), pipe_of(passes)
-    found = {(letter, each.part, each.microbatch): each for each in done for letter in each.kind}
-    for (kind, part, microbatch), each in found.items():
-        place, needed = part % pipe.length, each
+    passes_by_key = {(letter, each.part, each.microbatch): each for each in done for letter in each.kind}
+    for (kind, part, microbatch), each in passes_by_key.items():
+        place, needed_pass = part % pipe.length, each
         if kind == "F" and place:
-            needed = found["F", part - 1, microbatch]
+            needed_pass = passes_by_key["F", part - 1, microbatch]
         elif kind == "B":
-            needed = found["F", part, microbatch]
+            needed_pass = passes_by_key["F", part, microbatch]
             if place < pipe.length - 1:
-                needed = found["B", part + 1, microbatch]
+                needed_pass = passes_by_key["B", part + 1, microbatch]
         elif kind == "W" and each.kind == "W":
-            needed = found["B", part, microbatch]
-        if needed is not each:
-            late = 0.0 if needed.device == each.device or passes.sender_waits else passes.send_s
-            assert each.start_s >= needed.end_s + late - 1e-12
+            needed_pass = passes_by_key["B", part, microbatch]
+        if needed_pass is not each:
+            delay_s = 0.0 if needed_pass.device == each.device or passes.sender_waits else passes.send_s
+            assert each.start_s >= needed_pass.end_s + delay_s - 1e-12
 
 
 WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
@@ -93,9 +93,11 @@ WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe"
 def test_the_timeline_has_the_duration_of_the_schedules_formula(schedule: str, send: float) -> None:
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
-        played = step_seconds(passes, simulate(passes, count))
-        exact = schedule in ("1f1b", "gpipe", "interleaved")
-        assert played == pytest.approx(pipeline_seconds(passes), rel=1e-9 if exact else WITHIN.get(schedule, 0.02))
+        simulated_s = step_seconds(passes, simulate(passes, count))
+        is_exact = schedule in ("1f1b", "gpipe", "interleaved")
+        assert simulated_s == pytest.approx(
+            pipeline_seconds(passes), rel=1e-9 if is_exact else WITHIN.get(schedule, 0.02)
+        )
 
 
 def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]:
@@ -110,10 +112,8 @@ def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]
     passes = WORKLOAD.passes(task, columns, costs)
     assert passes is not None
     parts = WORKLOAD.predict(task, columns, costs).time_s
-    reported = [
-        float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")
-    ]
-    return passes, sum(reported)
+    parts_s = [float(seconds[0]) for name, seconds in parts.items() if name not in ("dp_comm_exposed_s", "optimizer_s")]
+    return passes, sum(parts_s)
 
 
 @pytest.mark.parametrize(
@@ -127,26 +127,26 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     assert passes.virtual == (2 if virtual else 1)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
     assert passes.predicted_s == pytest.approx(pipeline_s, rel=1e-6)
-    played = step_seconds(passes, simulate(passes, passes.microbatches))
-    assert played == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
+    simulated_s = step_seconds(passes, simulate(passes, passes.microbatches))
+    assert simulated_s == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
 
 
 def test_only_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
-    long = replace(PASSES, microbatches=512)
-    assert fewest(long, 3000) == 8
-    assert fewest(replace(long, virtual=4), 3000) == 8
+    long_passes = replace(PASSES, microbatches=512)
+    assert fewest(long_passes, 3000) == 8
+    assert fewest(replace(long_passes, virtual=4), 3000) == 8
     assert fewest(replace(PASSES, microbatches=2), 3000) == 2
-    assert fewest(replace(long, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
-    sixteen = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
-    assert all(fewest(replace(long, schedule=name, **sixteen), MAX_PASSES) == 32 for name in SCHEDULES)
+    assert fewest(replace(long_passes, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
+    sixteen_batches = {"forward_s": (1.0,) * 16, "backward_s": (2.0,) * 16, "weight_s": (1.0,) * 16}
+    assert all(fewest(replace(long_passes, schedule=name, **sixteen_batches), MAX_PASSES) == 32 for name in SCHEDULES)
 
 
 def section_of(passes: Passes, *without: str) -> Section:
-    kept = {key: value for key, value in asdict(passes).items() if key not in without}
-    as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
-    found = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipeline": as_read}))
-    assert found is not None
-    return found
+    front_trials = {key: value for key, value in asdict(passes).items() if key not in without}
+    as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in front_trials.items()}
+    section = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipeline": as_read}))
+    assert section is not None
+    return section
 
 
 def drawn_of(chart: Chart) -> list[tuple[str, str, float, float, str]]:
@@ -163,21 +163,21 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     passes = named(schedule)
     (chart,) = section_of(passes).blocks
     assert isinstance(chart, Chart)
-    done = simulate(passes, 8)
+    simulated_passes = simulate(passes, 8)
     row, split = "device" if schedule == "dualpipe" else "stage", SCHEDULES[schedule].parts == 2
 
     def bar(each: ExecutedPass) -> tuple[str, str, float, float, str]:
-        second = "′" if split and each.part >= 4 and schedule != "dualpipe" else ""
+        prime_mark = "′" if split and each.part >= 4 and schedule != "dualpipe" else ""
         name = f"{row} {each.device}", KINDS[each.kind]
-        return *name, each.start_s, each.end_s - each.start_s, f"{each.microbatch}{second}"
+        return *name, each.start_s, each.end_s - each.start_s, f"{each.microbatch}{prime_mark}"
 
-    assert sorted(drawn_of(chart)) == sorted(map(bar, done))
-    assert ("W" in {each.kind for each in done}) is SCHEDULES[schedule].splits_backward
+    assert sorted(drawn_of(chart)) == sorted(map(bar, simulated_passes))
+    assert ("W" in {each.kind for each in simulated_passes}) is SCHEDULES[schedule].splits_backward
     assert len({trace["marker"]["pattern"]["shape"] for trace in chart.traces}) == len(chart.traces)
-    alone = [each for each in done if each.lane <= 0]
-    busy = [sum(each.end_s - each.start_s for each in alone if each.device == r) for r in range(4)]
+    single_lane = [each for each in simulated_passes if each.lane <= 0]
+    busy_s = [sum(each.end_s - each.start_s for each in single_lane if each.device == r) for r in range(4)]
     place = chart.table.headings.index("~busy, s")
-    assert [each[place].value for each in chart.table.rows] == pytest.approx(busy)
+    assert [each[place].value for each in chart.table.rows] == pytest.approx(busy_s)
     assert f"Schedule: {'1f1b' if schedule == 'interleaved' else schedule}," in chart.summary, (
         "one virtual stage is 1F1B"
     )
@@ -220,8 +220,8 @@ def test_a_run_of_an_earlier_version_is_reported_as_far_as_possible(schedule: st
     assert isinstance(message, Text)
     assert "insight.json" in message.text
     assert isinstance(held, Table)
-    middle = (1.05, 1.05) if schedule == "dualpipe" else (1.2, 0.9)  # two devices share two stages
-    assert [row[1].value for row in held.rows][1:3] == pytest.approx(middle)
+    expected_ratio = (1.05, 1.05) if schedule == "dualpipe" else (1.2, 0.9)  # two devices share two stages
+    assert [row[1].value for row in held.rows][1:3] == pytest.approx(expected_ratio)
 
 
 @pytest.mark.parametrize("schedule", PLANNED)
@@ -235,12 +235,12 @@ def test_a_schedule_with_a_planned_order_has_its_simulated_time(schedule: str) -
 
 def test_a_missing_chart_has_a_reason() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
-    odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
-    message, held = section_of(odd).blocks
+    odd_passes = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
+    message, held = section_of(odd_passes).blocks
     assert isinstance(message, Text)
     assert "even number of stages" in message.text
     assert isinstance(held, Table)
-    large = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    message, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
+    long_times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
+    message, held = section_of(replace(named("zb-h1", microbatches=512), **long_times)).blocks
     assert isinstance(message, Text)
     assert "too many passes" in message.text

@@ -38,23 +38,25 @@ def test_each_value_has_its_fastest_and_its_nearest_candidate(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(what_if_module, "CHUNK", 100)  # so that what is found in one piece is set against the others
-    every = fitting(problem)
-    best, _ = every[len(every) // 2]
+    all_trials = fitting(problem)
+    best, _ = all_trials[len(all_trials) // 2]
     row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
-    reported = {knob["knob"]: knob for knob in what_if(problem, row)}
+    knobs_by_name = {knob["knob"]: knob for knob in what_if(problem, row)}
     for name in best:
-        values = {candidate[name] for candidate, _ in every}
+        values = {candidate[name] for candidate, _ in all_trials}
         if len(values) < 2:
-            assert name not in reported
+            assert name not in knobs_by_name
             continue
-        assert {value["value"] for value in reported[name]["values"]} == values
-        for value in reported[name]["values"]:
-            mine = [(candidate, step) for candidate, step in every if candidate[name] == value["value"]]
-            assert value["candidates"] == len(mine)
-            assert _step(value["fastest"]) == min(step for _, step in mine)
-            least = min(_apart(candidate, best) for candidate, _ in mine)
-            assert len(value["nearest"]["differs"]) == least
-            assert _step(value["nearest"]) == min(step for each, step in mine if _apart(each, best) == least)
+        assert {value["value"] for value in knobs_by_name[name]["values"]} == values
+        for value in knobs_by_name[name]["values"]:
+            device_passes = [(candidate, step) for candidate, step in all_trials if candidate[name] == value["value"]]
+            assert value["candidates"] == len(device_passes)
+            assert _step(value["fastest"]) == min(step for _, step in device_passes)
+            min_distance = min(_apart(candidate, best) for candidate, _ in device_passes)
+            assert len(value["nearest"]["differs"]) == min_distance
+            assert _step(value["nearest"]) == min(
+                step for each, step in device_passes if _apart(each, best) == min_distance
+            )
 
 
 def test_differences_are_reported_with_values(problem: Problem) -> None:
@@ -63,9 +65,9 @@ def test_differences_are_reported_with_values(problem: Problem) -> None:
     for knob in what_if(problem, row):
         assert knob["best"] == best[knob["knob"]]
         for value in knob["values"]:
-            near = value["nearest"]
-            assert {**best, **near["differs"]} == near["candidate"]
-            assert (value["value"] == knob["best"]) == (not near["differs"])
+            nearest_trial = value["nearest"]
+            assert {**best, **nearest_trial["differs"]} == nearest_trial["candidate"]
+            assert (value["value"] == knob["best"]) == (not nearest_trial["differs"])
 
 
 def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Problem) -> None:
@@ -75,28 +77,28 @@ def test_insight_reports_every_stage_and_adds_up_to_the_prediction(problem: Prob
         if problem.space.columns(np.array([row]))["pipeline_model_parallel_size"][0] == 4
     ]
     best = problem.space.candidate(staged[0])
-    reported = insight(problem, WORKLOAD, best)
-    assert [stage["rank"] for stage in reported["stages"]] == [0, 1, 2, 3]
-    assert len(reported["pipeline"]["forward_s"]) == 4
-    worst = max(reported["stages"], key=lambda stage: stage["device_used_gib"])
+    insight_data = insight(problem, WORKLOAD, best)
+    assert [stage["rank"] for stage in insight_data["stages"]] == [0, 1, 2, 3]
+    assert len(insight_data["pipeline"]["forward_s"]) == 4
+    worst = max(insight_data["stages"], key=lambda stage: stage["device_used_gib"])
     assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
-    assert all(rule in reported["says"] for rule in problem.space.illegal)
-    assert all(fact["kind"] for chip in reported["chips"] for fact in chip["facts"])
+    assert all(rule in insight_data["says"] for rule in problem.space.illegal)
+    assert all(fact["kind"] for chip in insight_data["chips"] for fact in chip["facts"])
 
 
 def test_stages_are_those_that_the_engine_names(problem: Problem) -> None:
     class Staged(Megatron):
         stage_ranks = staticmethod(lambda task, columns: (0, 2))
 
-    reported = insight(problem, Staged(), problem.baseline)
-    assert [(stage["stage"], stage["rank"]) for stage in reported["stages"]] == [(0, 0), (1, 2)]
+    insight_data = insight(problem, Staged(), problem.baseline)
+    assert [(stage["stage"], stage["rank"]) for stage in insight_data["stages"]] == [(0, 0), (1, 2)]
 
 
 def test_without_a_best_rules_and_chips_are_still_reported(problem: Problem) -> None:
-    reported = insight(problem, WORKLOAD, None)
-    assert reported["says"]
-    assert reported["chips"]
-    assert "knobs" not in reported
+    insight_data = insight(problem, WORKLOAD, None)
+    assert insight_data["says"]
+    assert insight_data["chips"]
+    assert "knobs" not in insight_data
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> int:

@@ -1,1 +1,1 @@
-"""A user's own launch command: what its arguments mean in a release of Megatron-LM, and how a trial runs it."""
+"""A user's own launch command: parses its arguments for a release of Megatron-LM and turns it into a trial."""

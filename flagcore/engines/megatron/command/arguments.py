@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM's command line by release, and how its argparse parser reads a command.
+"""The command-line arguments of each Megatron-LM release, and a parser that reads a command as argparse does.
 
 `releases.json` is written by `tools/megatron_arguments.py`, which names its sources.
 """
@@ -30,29 +30,29 @@ _CONVERSIONS = {"int": int, "float": float, "bool": bool}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentSpec:
-    """One argument of a release, as `argparse.ArgumentParser.add_argument` has it."""
+    """One argument of a release, with the parameters of `argparse.ArgumentParser.add_argument`."""
 
     flags: tuple[str, ...]
     """Its spellings with dashes."""
     dest: str
     values: int | str = 1
-    """How many values follow: 0 (a switch), another number, or argparse's ?, + and *."""
+    """Number of values: 0 (a switch), another number, or argparse's ?, + and *."""
     stores: Value = True
     """What a switch stores."""
     const: Value = None
     """What a flag without its optional value (?) stores."""
     type: str = "str"
-    """int, float, str, or bool, with which any text is true."""
+    """int, float, str or bool; as in argparse, any text converts to a true bool."""
     choices: tuple[Value, ...] = ()
     default: Value = None
-    """None also where the default is no plain value."""
+    """None if there is no default or it is not a plain value."""
     appends: bool = False
     """Whether a repeated flag adds to a list."""
     needs: str = ""
-    """A package without which the argument does not exist."""
+    """The package that adds the argument; empty: none."""
 
     def convert(self, text: str) -> Value:
-        """Return the value that `text` stands for. Raises ValueError."""
+        """Return `text` as a value of this argument. Raises ValueError for an invalid value."""
         value: Value = _CONVERSIONS.get(self.type, str)(text)
         if self.choices and value not in self.choices:
             raise ValueError(text)
@@ -61,7 +61,7 @@ class ArgumentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One argument of a command: the words from `position` to before `end`, `values` as they are written."""
+    """One argument of a command: the words from `position` up to `end` (exclusive), with its unconverted `values`."""
 
     flag: str
     spec: ArgumentSpec
@@ -76,7 +76,7 @@ class Argument:
 
     @property
     def value(self) -> Value:
-        """What argparse stores. Raises ValueError for an invalid value."""
+        """The value that argparse stores. Raises ValueError for an invalid value."""
         if self.spec.values == 0:
             return self.spec.stores
         if self.spec.values == "?" and not self.values:
@@ -87,7 +87,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentProblem:
-    """What argparse refuses at a place of a command. `flag` is empty for a value that belongs to no flag."""
+    """An argument that argparse refuses. `flag` is empty for a value without a flag."""
 
     flag: str
     value: str
@@ -104,69 +104,72 @@ class ArgumentTable:
     by_flag: Mapping[str, ArgumentSpec]
 
     def find(self, flag: str) -> ArgumentSpec | None:
-        """Return the argument that `--a-b`, `--a-b=value` or `--a_b` means, or None. argparse refuses the last."""
+        """Return the argument with this flag, also if written as `--a-b=value` or `--a_b`; None if there is none."""
         flag = flag.partition("=")[0]
         return self.by_flag.get(flag) or self.by_flag.get(flag.replace("_", "-"))
 
     def parse(self, words: Sequence[str]) -> tuple[list[Argument], list[ArgumentProblem]]:
-        """Return the known arguments of a command without its program, and all that argparse would refuse.
+        """Return the known arguments among `words`, and the problems that argparse would report.
 
-        Megatron-LM allows no abbreviations.
+        Megatron-LM allows no abbreviated flags.
         """
         arguments: list[Argument] = []
         problems: list[ArgumentProblem] = []
-        for position, flag, inline, following in self._mentions(words):
+        for position, flag, inline, following_values in self._split_flags(words):
             spec = self.by_flag.get(flag)
             if flag and spec is None:
-                problems.append(self._unknown(flag, " ".join([*inline, *following]), position))
+                problems.append(self._unknown_flag(flag, " ".join([*inline, *following_values]), position))
                 continue
-            taken = 0
+            number = 0
             if spec is not None:
-                count = _count(spec, inline or following)
+                count = _count(spec, inline or following_values)
                 if count is None or count < len(inline):
                     problems.append(_wrong_count(flag, spec, inline, position))
                     continue
-                taken = 0 if inline else count
-                values = (*inline, *following[:taken])
-                argument = Argument(flag=flag, spec=spec, values=values, position=position, end=position + 1 + taken)
+                number = 0 if inline else count
+                values = (*inline, *following_values[:number])
+                argument = Argument(flag=flag, spec=spec, values=values, position=position, end=position + 1 + number)
                 arguments.append(argument)
                 problems += _invalid_values(argument)
             start = position + bool(flag)
-            problems += [_stray(flag, spec, each, start + place) for place, each in enumerate(following[taken:], taken)]
+            problems += [
+                _stray_value(flag, spec, each, start + place)
+                for place, each in enumerate(following_values[number:], number)
+            ]
         return arguments, problems
 
     def effective(self, words: Sequence[str]) -> dict[str, Value]:
-        """Return what argparse would store for the arguments of a command, by destination: the last mention counts.
+        """Return the values that argparse would store, by destination. The last value of a repeated flag counts.
 
-        Invalid values are left out, see `parse`.
+        Invalid values are skipped, see `parse`.
         """
-        found: dict[str, Value] = {}
+        values: dict[str, Value] = {}
         for argument in self.parse(words)[0]:
             with suppress(ValueError):
                 value = argument.value
                 if argument.spec.appends:
-                    value = [*cast("list[Any]", found.get(argument.dest, [])), value]
-                found[argument.dest] = value
-        return found
+                    value = [*cast("list[Any]", values.get(argument.dest, [])), value]
+                values[argument.dest] = value
+        return values
 
-    def _mentions(self, words: Sequence[str]) -> Iterator[tuple[int, str, tuple[str, ...], list[str]]]:
-        """Yield the place of each flag, the flag, the value behind its equals sign, and the values that follow.
+    def _split_flags(self, words: Sequence[str]) -> Iterator[tuple[int, str, tuple[str, ...], list[str]]]:
+        """Yield the position of each flag, the flag, the value after its equals sign, and the values that follow.
 
-        Values without a flag have an empty one.
+        For values without a flag the flag is empty.
         """
         position = 0
         while position < len(words):
-            flag, equals, value = self._flag(words[position])
+            flag, equals, value = self._split_flag(words[position])
             start = position + bool(flag)
-            following = list(takewhile(lambda word: not self._flag(word)[0], words[start:]))
+            following = list(takewhile(lambda word: not self._split_flag(word)[0], words[start:]))
             if flag == "--":
                 flag, following = "", list(words[start:])
                 position += 1
             yield position, flag, (value,) if equals else (), following
             position = start + len(following)
 
-    def _flag(self, word: str) -> tuple[str, str, str]:
-        """Return flag, equals sign and value of a word as argparse splits it; an empty flag for a value."""
+    def _split_flag(self, word: str) -> tuple[str, str, str]:
+        """Split a word into flag, equals sign and value as argparse does; the flag of a plain value is empty."""
         flag, equals, value = word.partition("=")
         if word in self.by_flag:
             return word, "", ""
@@ -176,85 +179,89 @@ class ArgumentTable:
             return "", "", ""
         return flag, equals, value
 
-    def _unknown(self, flag: str, value: str, position: int) -> ArgumentProblem:
-        """Return the problem of a flag that this release does not have."""
+    def _unknown_flag(self, flag: str, value: str, position: int) -> ArgumentProblem:
+        """Return the problem of a flag that this release does not define."""
         problem = f"is not an argument of Megatron-LM {self.release}"
         fix = "remove it"
         if spec := self.find(flag):
             fix = f"did you mean {spec.flags[0]}?"
-        elif having := releases_with(flag):
-            fix = f"remove it; it is known in {', '.join(having)}"
-        elif near := get_close_matches(flag, self.by_flag, n=1, cutoff=0.75):
-            fix = f"did you mean {near[0]}?"
+        elif releases := releases_with(flag):
+            fix = f"remove it; it exists in {', '.join(releases)}"
+        elif close_matches := get_close_matches(flag, self.by_flag, n=1, cutoff=0.75):
+            fix = f"did you mean {close_matches[0]}?"
         return ArgumentProblem(flag=flag, value=value, problem=problem, fix=fix, position=position)
 
 
 def _count(spec: ArgumentSpec, values: Sequence[str]) -> int | None:
-    """Return how many of some values a flag takes, or None if they are too few. A value behind "=" must be taken."""
-    most = {"*": len(values), "+": len(values), "?": 1}.get(str(spec.values), spec.values)
-    least = {"*": 0, "+": 1, "?": 0}.get(str(spec.values), spec.values)
-    return min(int(most), len(values)) if len(values) >= int(least) else None
+    """Return how many of `values` a flag takes, None if there are too few."""
+    maximum = {"*": len(values), "+": len(values), "?": 1}.get(str(spec.values), spec.values)
+    minimum = {"*": 0, "+": 1, "?": 0}.get(str(spec.values), spec.values)
+    return min(int(maximum), len(values)) if len(values) >= int(minimum) else None
 
 
 def _wrong_count(flag: str, spec: ArgumentSpec, inline: Sequence[str], position: int) -> ArgumentProblem:
-    """Return the problem of a flag without its values, or of `--flag=value` where it takes more than one."""
-    wanted = _COUNTS.get(spec.values, f"{spec.values} values")
+    """Return the problem of a flag with too few values, or of `--flag=value` for a flag that takes no or several
+    values.
+    """
+    expected_count = _COUNTS.get(spec.values, f"{spec.values} values")
     fix = f"write {flag} {' '.join(map(str, spec.choices[:1])) or 'VALUE'}" if spec.values else f"write {flag}"
-    return ArgumentProblem(flag=flag, value=" ".join(inline), problem=f"takes {wanted}", fix=fix, position=position)
+    return ArgumentProblem(
+        flag=flag, value=" ".join(inline), problem=f"takes {expected_count}", fix=fix, position=position
+    )
 
 
-def _stray(flag: str, spec: ArgumentSpec | None, value: str, position: int) -> ArgumentProblem:
+def _stray_value(flag: str, spec: ArgumentSpec | None, value: str, position: int) -> ArgumentProblem:
     """Return the problem of a value that no flag takes."""
     problem, fix = "is a value without a flag", "remove it, or write its flag before it"
     if spec is not None:
-        problem = f"stands behind {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"
-        off = spec.values == 0 and value.lower() in ("false", "0", "no", "off")
-        fix = f"remove {flag}, too" if off else "remove it"
+        problem = f"follows {flag}, which takes {_COUNTS.get(spec.values, f'{spec.values} values')}"
+        is_switched_off = spec.values == 0 and value.lower() in ("false", "0", "no", "off")
+        fix = f"remove {flag}, too" if is_switched_off else "remove it"
     return ArgumentProblem(flag=flag, value=value, problem=problem, fix=fix, position=position)
 
 
 def _invalid_values(argument: Argument) -> Iterator[ArgumentProblem]:
-    """Yield the problem of each value of another type, or that is none of the choices."""
+    """Yield the problem of each value that has the wrong type or is not among the choices."""
     spec = argument.spec
     for value in argument.values if spec.values != 0 else ():
         try:
             spec.convert(value)
         except ValueError:
             kinds = {"int": "a whole number", "float": "a number"}
-            near = get_close_matches(value, map(str, spec.choices), n=1)
+            close_matches = get_close_matches(value, map(str, spec.choices), n=1)
             fix = f"use {', '.join(map(str, spec.choices))}" if spec.choices else f"use {kinds.get(spec.type)}"
             yield ArgumentProblem(
                 flag=argument.flag,
                 value=value,
                 problem="is not a valid value",
-                fix=f"did you mean {near[0]}?" if near else fix,
+                fix=f"did you mean {close_matches[0]}?" if close_matches else fix,
                 position=argument.position,
             )
 
 
 def release_table(release: str | None) -> ArgumentTable:
-    """Return the arguments of a release of Megatron-LM, such as 0.14.1, or of FlagScale's, 0.15.0+flagscale.
+    """Return the arguments of a release of Megatron-LM, such as 0.14.1, or of FlagScale's fork, 0.15.0+flagscale.
 
-    It is the nearest known release at or below; the newest for None, a newer one and text that is no release.
+    An unknown release has the table of the next older one. None and an invalid text mean the newest one.
     """
     try:
-        wanted = Version(release) if release else None
+        requested = Version(release) if release else None
     except InvalidVersion:
-        wanted = None
-    if wanted is not None and wanted.local == FORK:
+        requested = None
+    if requested is not None and requested.local == FORK:
         return _table(_data()["base"][FORK], FORK)
     known = known_releases()
-    below = [each for each in known if wanted is None or Version(each) <= wanted]
-    return _table(below[-1] if below else known[0], "")
+    older = [each for each in known if requested is None or Version(each) <= requested]
+    return _table(older[-1] if older else known[0], "")
 
 
 def known_releases() -> tuple[str, ...]:
-    """Return the releases that have a table, ascending, without FlagScale's."""
+    """Return the releases that have a table, in ascending order, without FlagScale's."""
     return tuple(each for each in _data()["sources"] if each != FORK)
 
 
 def releases_with(flag: str) -> tuple[str, ...]:
-    """Return the releases, FlagScale's last, whose tables have a flag."""
+    """Return the releases whose tables have `flag`, FlagScale's last."""
     tables = (*(_table(each, "") for each in known_releases()), _table(_data()["base"][FORK], FORK))
     return tuple(table.release for table in tables if flag in table.by_flag)
 
@@ -264,26 +271,26 @@ def _table(release: str, fork: str) -> ArgumentTable:
     by_flag: dict[str, ArgumentSpec] = {}
     contains = lru_cache(lambda specifier: SpecifierSet(specifier).contains(release, prereleases=True))
     for row in _data()["arguments"]:
-        of_fork = row.get(FORK)
-        if of_fork == "only" or not contains(row.get("releases", "")):
-            has_it = bool(fork) and of_fork in ("only", "also")
+        fork_entry = row.get(FORK)
+        if fork_entry == "only" or not contains(row.get("releases", "")):
+            is_included = bool(fork) and fork_entry in ("only", "also")
         else:
-            has_it = not fork or of_fork != "not"
-        if has_it:
+            is_included = not fork or fork_entry != "not"
+        if is_included:
             spec = argument_spec(row)
             by_flag |= dict.fromkeys(spec.flags, spec)
     return ArgumentTable(release=f"{release}+{fork}" if fork else release, by_flag=by_flag)
 
 
 def argument_spec(row: Mapping[str, Any]) -> ArgumentSpec:
-    """Return the argument that a row of the file stands for."""
+    """Return the argument in a row of `releases.json`."""
     flags = tuple(row["flags"])
-    first = next((flag for flag in flags if flag.startswith("--")), flags[0])
-    given = {
+    first_flag = next((flag for flag in flags if flag.startswith("--")), flags[0])
+    attributes = {
         name: row[name] for name in ("values", "stores", "const", "type", "default", "appends", "needs") if name in row
     }
-    dest = row.get("dest", first.lstrip("-").replace("-", "_"))
-    return ArgumentSpec(flags=flags, dest=dest, choices=tuple(row.get("choices", ())), **given)
+    dest = row.get("dest", first_flag.lstrip("-").replace("-", "_"))
+    return ArgumentSpec(flags=flags, dest=dest, choices=tuple(row.get("choices", ())), **attributes)
 
 
 @lru_cache(maxsize=1)

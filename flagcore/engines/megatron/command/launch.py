@@ -1,4 +1,4 @@
-"""How a candidate is started with a user's own command: a harmless trial, or the job itself."""
+"""Starts a candidate with a user's own command: as a trial without side effects, or as the job itself."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.engines.megatron.command.rerun import rerun
 from flagcore.engines.megatron.command.trial import (
     Change,
-    Changed,
-    as_trial,
-    launched_by,
+    ChangedCommand,
+    limit_to_trial,
     replaced_arguments,
-    with_values,
+    set_arguments,
+    set_launch_options,
 )
 from flagcore.engines.megatron.command.user_command import UserCommand, argument_table, release_of, user_command
-from flagcore.engines.megatron.flags import environment, expand, flags
+from flagcore.engines.megatron.flags import environment, expand_command, flags
 from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.errors import LaunchError
 
-ARGUMENTS = "arguments.json"
-"""In a trial's folder: its command, and what differs from the user's."""
+ARGUMENTS_FILE = "arguments.json"
+"""The file in a trial's folder with its command and the differences from the user's command."""
 
 
 def own_launch(platform: Platform, values: Mapping[str, KnobValue], folder: str, *, for_real: bool) -> Launch:
     """Return how to start a candidate of these `values` with the user's own command.
 
-    Where the command's arguments are not Megatron-LM's, the flags take the place of `{flags}` or follow its words.
-    Raises SpecError for a script that cannot be read, LaunchError if `arguments.json` cannot be written.
+    If the command is not Megatron-LM's, the flags replace `{flags}` or are appended. Raises SpecError for a script that
+    cannot be read, LaunchError if `arguments.json` cannot be written.
     """
-    spec, train, knobs = platform.task.spec, platform.task.spec.train, environment(values)
-    variables = {**platform.environment, **knobs}
+    spec, train, knob_variables = platform.task.spec, platform.task.spec.train, environment(values)
+    variables = {**platform.environment, **knob_variables}
     command = user_command(spec, variables)
     if command is None:
         assert train.command is not None
-        given = flags(values, spec, None if for_real else spec.control.train_iters)
-        argv = expand(train.command, values, given, folder)
-        return Launch(argv=argv, folder=folder, environment=knobs, directory=train.directory)
+        flag_words = flags(values, spec, None if for_real else spec.control.train_iters)
+        argv = expand_command(train.command, values, flag_words, folder)
+        return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory)
     if not for_real:
         changed = trial_command(platform.task, command, values, folder)
         launch = _launch(changed.command, values, folder, {**variables, **spec.envs})
-        _write(launch, changed.changes, folder)
+        _write_record(launch, changed.changes, folder)
         return launch
-    words, dests = _values(spec, command, values)
+    words, dests = _arguments(spec, command, values)
     table = argument_table(spec, command)
-    gone = replaced_arguments(command, table, dests)
-    if command.skipped is not None and (script := rerun(spec, command, gone, words, variables)):
-        argv = expand(script, values, (), folder)
-        return Launch(argv=argv, folder=folder, environment=knobs, directory=train.directory, own_script=True)
-    return _launch(with_values(command, table, dests, words).command, values, folder, {**variables, **spec.envs})
+    replaced = replaced_arguments(command, table, dests)
+    if command.skipped is not None and (script := rerun(spec, command, replaced, words, variables)):
+        argv = expand_command(script, values, (), folder)
+        return Launch(argv=argv, folder=folder, environment=knob_variables, directory=train.directory, own_script=True)
+    return _launch(set_arguments(command, table, dests, words).command, values, folder, {**variables, **spec.envs})
 
 
-def trial_command(task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str) -> Changed:
-    """Return the command of a trial in `folder`: the user's with a candidate's knobs, harmless."""
-    table, (words, dests) = argument_table(task.spec, command), _values(task.spec, command, values)
-    first = with_values(command, table, dests, words)
+def trial_command(task: Task, command: UserCommand, values: Mapping[str, KnobValue], folder: str) -> ChangedCommand:
+    """Return the user's command as a trial in `folder`: with a candidate's knobs and without side effects."""
+    table, (words, dests) = argument_table(task.spec, command), _arguments(task.spec, command, values)
+    with_knobs = set_arguments(command, table, dests, words)
     groups, run = task.cluster.groups, str(Path(folder).parent.parent)
-    second = as_trial(first.command, table, task.spec.control.train_iters, run)
+    limited = limit_to_trial(with_knobs.command, table, task.spec.control.train_iters, run)
     nodes = sum(group.nodes for group in groups)
-    each = task.spec.on_each_host
-    third = launched_by(second.command, groups[0].devices_per_node, nodes, folder, on_each_host=each)
-    return Changed(command=third.command, changes=(*first.changes, *second.changes, *third.changes))
+    on_each_host = task.spec.on_each_host
+    launched = set_launch_options(limited.command, groups[0].devices_per_node, nodes, folder, on_each_host=on_each_host)
+    return ChangedCommand(command=launched.command, changes=(*with_knobs.changes, *limited.changes, *launched.changes))
 
 
-def _values(spec: Spec, command: UserCommand, values: Mapping[str, KnobValue]) -> tuple[list[str], set[str]]:
-    """Return a candidate's arguments, and the destinations of all that they replace."""
+def _arguments(spec: Spec, command: UserCommand, values: Mapping[str, KnobValue]) -> tuple[list[str], set[str]]:
+    """Return a candidate's arguments, and the destinations of the arguments that they replace."""
     train = replace(spec.train, engine_version=release_of(spec, command))
     table, words = argument_table(spec, command), flags(values, replace(spec, work=train), None)
     knobs = (*SPACE_KNOBS, *(BY_NAME[name] for name in train.settings))
@@ -80,24 +80,26 @@ def _values(spec: Spec, command: UserCommand, values: Mapping[str, KnobValue]) -
     return words, {spec.dest for spec in specs if spec}
 
 
-def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, others: Mapping[str, str]) -> Launch:
-    """Return the launch of a command. What a script sets takes precedence over `others`, as if the script set it."""
-    own = {name: value for name, value in sorted(command.environment.items()) if name in others and not is_secret(name)}
-    prefix = ("env", *(f"{name}={value}" for name, value in own.items())) if own else ()
-    argv = expand((*prefix, *command.words), values, (), folder)
-    rest = {name: value for name, value in command.environment.items() if name not in own}
-    given = {**environment(values), **rest}
+def _launch(command: UserCommand, values: Mapping[str, KnobValue], folder: str, variables: Mapping[str, str]) -> Launch:
+    """Return the launch of a command. Variables that a script set take precedence over `variables`."""
+    overrides = {
+        name: value for name, value in sorted(command.environment.items()) if name in variables and not is_secret(name)
+    }
+    prefix = ("env", *(f"{name}={value}" for name, value in overrides.items())) if overrides else ()
+    argv = expand_command((*prefix, *command.words), values, (), folder)
+    other_variables = {name: value for name, value in command.environment.items() if name not in overrides}
+    launch_variables = {**environment(values), **other_variables}
     left = command.skipped
-    return Launch(argv=argv, folder=folder, environment=given, directory=command.directory, leaves_out=left)
+    return Launch(argv=argv, folder=folder, environment=launch_variables, directory=command.directory, leaves_out=left)
 
 
-def _write(launch: Launch, changes: Sequence[Change], folder: str) -> None:
+def _write_record(launch: Launch, changes: Sequence[Change], folder: str) -> None:
     record = {
         "argv": list(redact_arguments(launch.argv)),
         "changes": redact_data([asdict(change) for change in changes]),
         "skipped": list(launch.leaves_out or ()),
     }
-    file = Path(folder, ARGUMENTS)
+    file = Path(folder, ARGUMENTS_FILE)
     try:
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
         file.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""The command of Megatron-LM's `pretrain_gpt.py` for a model, a cluster and a candidate, without a command of the user.
+"""Builds a command of Megatron-LM's `pretrain_gpt.py` for a spec without a user's command.
 
 Source of the arguments: Megatron-LM core_v0.16.0 `training/arguments.py`.
 """
@@ -13,8 +13,10 @@ from flagcore.domain.model import Model
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import flags
 
-MISSING = "the data and tokenizer, the learning rate and its schedule, --train-iters or --train-samples, and --save"
-SEVERAL_NODES = "; start it on each node, with the first node in place of HOST"
+MISSING_ARGUMENTS = (
+    "the data and tokenizer, the learning rate and its schedule, --train-iters or --train-samples, and --save"
+)
+MULTI_NODE_NOTE = "; start it on each node, with the first node in place of HOST"
 PRECISION_FLAGS = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16",),
@@ -26,22 +28,22 @@ PRECISION_FLAGS = {
 
 
 def reference_launch(task: Task, values: Mapping[str, KnobValue], folder: str) -> Launch:
-    """Return torchrun with `pretrain_gpt.py` and the arguments of model, precision and candidate."""
+    """Return how to start `pretrain_gpt.py` by torchrun with the arguments of model, precision and candidate."""
     spec, group = task.spec, task.cluster.groups[0]
     train, nodes = spec.train, sum(each.nodes for each in task.cluster.groups)
-    several = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
-    meeting = ["--standalone"] if nodes == 1 else several
-    argv = ["torchrun", *meeting, f"--nproc-per-node={group.devices_per_node}", "pretrain_gpt.py"]
+    multi_node_options = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    rendezvous = ["--standalone"] if nodes == 1 else multi_node_options
+    argv = ["torchrun", *rendezvous, f"--nproc-per-node={group.devices_per_node}", "pretrain_gpt.py"]
     argv += model_arguments(spec.model)
     argv += ["--max-position-embeddings", str(train.seq_length), *PRECISION_FLAGS[train.precision]]
     argv += ["--transformer-impl", train.implementation] if train.implementation else []
     argv += flags(values, spec, None)
-    missing = MISSING + (SEVERAL_NODES if nodes > 1 else "")
+    missing = MISSING_ARGUMENTS + (MULTI_NODE_NOTE if nodes > 1 else "")
     return Launch(argv=tuple(argv), folder=folder, missing=missing)
 
 
 def model_arguments(model: Model) -> list[str]:
-    """Return the arguments that describe a model: a decoder with RMSNorm, rotary embeddings and no biases."""
+    """Return the arguments of a model: a decoder with RMSNorm, rotary embeddings and no biases."""
     sizes: dict[str, object] = {
         "num-layers": model.num_layers,
         "hidden-size": model.hidden_size,
@@ -62,16 +64,16 @@ def model_arguments(model: Model) -> list[str]:
 def _switches(model: Model) -> Iterator[str]:
     yield from ("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear")
     yield from ("--attention-dropout", "0.0", "--hidden-dropout", "0.0")
-    grouped = model.num_query_groups != model.num_attention_heads and not model.multi_latent_attention
-    on = {
+    is_grouped = model.num_query_groups != model.num_attention_heads and not model.multi_latent_attention
+    switches = {
         "--swiglu": model.gated_linear_unit,
         "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
         "--qk-layernorm": model.qk_layernorm,
         "--add-qkv-bias": model.add_qkv_bias,
         "--multi-latent-attention": model.multi_latent_attention,
-        "--group-query-attention": grouped,
+        "--group-query-attention": is_grouped,
     }
-    yield from (flag for flag, is_on in on.items() if is_on)
+    yield from (flag for flag, is_on in switches.items() if is_on)
 
 
 def _latent_attention(model: Model) -> dict[str, object]:
@@ -82,11 +84,11 @@ def _latent_attention(model: Model) -> dict[str, object]:
 def _experts(model: Model) -> dict[str, object]:
     if model.num_moe_experts is None:
         return {}
-    dense = model.moe_first_dense_layers
+    dense_layers = model.moe_first_dense_layers
     return {
         "num-experts": model.num_moe_experts,
         "moe-router-topk": model.moe_router_topk,
         "moe-ffn-hidden-size": model.moe_ffn_hidden_size,
         "moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or None,
-        "moe-layer-freq": f"([0]*{dense}+[1]*{model.num_layers - dense})" if dense else None,
+        "moe-layer-freq": f"([0]*{dense_layers}+[1]*{model.num_layers - dense_layers})" if dense_layers else None,
     }

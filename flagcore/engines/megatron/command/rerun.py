@@ -1,6 +1,4 @@
-"""The user's own script with other arguments for the program that it starts: what the script computes, it computes when
-it starts, and it loads, makes and logs what it wants.
-"""
+"""Runs the user's own script unchanged, but replaces arguments of the program that it starts."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from flagcore.engines.megatron.command.arguments import Argument
 from flagcore.engines.megatron.command.script import SHELLS
 from flagcore.engines.megatron.command.user_command import UserCommand, readable_command
 
-STARTERS = ("nohup", "setsid", "env", "srun", "mpirun")
-"""Programs that may stand before the one that a script starts."""
-TEXT = """\
+WRAPPER_PROGRAMS = ("nohup", "setsid", "env", "srun", "mpirun")
+"""Programs that a script may use to start the training program."""
+SHELL_TEMPLATE = """\
 flagcore_start() {{
   local word skip=0 words=()
   if [[ "$*" != *{program}* ]]; then command "$@"; return; fi
@@ -34,34 +32,35 @@ flagcore_start() {{
 export -f flagcore_start {names}
 exec "$@"\
 """
-"""Functions stand for the programs in all shells that a script starts. Another shell passes them over."""
+"""Shell functions that shadow these programs. They are exported to all bash processes of the script."""
 
 
 def rerun(
-    spec: Spec, found: UserCommand, gone: Iterable[Argument], values: Sequence[str], variables: Mapping[str, str]
+    spec: Spec, command: UserCommand, replaced: Iterable[Argument], values: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[str, ...] | None:
-    """Return a command that runs the script of `spec`, with `values` in place of arguments `gone` of what it starts.
+    """Return a command that runs the script of `spec` with `values` in place of the arguments `replaced`.
 
-    `found` is what the script starts. None if the script does not keep to that: it is read once more to find out.
+    `command` is the command that the script starts. Returns None if the script, read again, starts anything else.
     """
     words = spec.train.command or ()
     script = words[1:] if Path(words[0]).name in SHELLS else words
-    argv = ("bash", "-c", _text(found, gone, values), "best", "bash", *script)
-    other = readable_command(replace(spec, work=replace(spec.train, command=argv)), variables)
-    if other is None or other.program != found.program or other.arguments[-len(values) :] != tuple(values):
+    argv = ("bash", "-c", _shell_functions(command, replaced, values), "best", "bash", *script)
+    trace = readable_command(replace(spec, work=replace(spec.train, command=argv)), variables)
+    if trace is None or trace.program != command.program or trace.arguments[-len(values) :] != tuple(values):
         return None
-    return argv if len(other.arguments) == len(found.arguments) - sum(map(_length, gone)) + len(values) else None
+    count = len(command.arguments) - sum(map(_word_count, replaced)) + len(values)
+    return argv if len(trace.arguments) == count else None
 
 
-def _text(found: UserCommand, gone: Iterable[Argument], values: Sequence[str]) -> str:
-    names = dict.fromkeys((found.words[0], *STARTERS))
+def _shell_functions(command: UserCommand, replaced: Iterable[Argument], values: Sequence[str]) -> str:
+    names = dict.fromkeys((command.words[0], *WRAPPER_PROGRAMS))
     cases: dict[int, dict[str, None]] = {}
-    for argument in gone:
-        cases.setdefault(_length(argument), {})[argument.flag] = None
+    for argument in replaced:
+        cases.setdefault(_word_count(argument), {})[argument.flag] = None
         if argument.spec.values != 0:
             cases.setdefault(1, {})[f"{argument.flag}=*"] = None
-    return TEXT.format(
-        program=shlex.quote(Path(found.program[-1]).name),
+    return SHELL_TEMPLATE.format(
+        program=shlex.quote(Path(command.program[-1]).name),
         cases="\n        ".join(f"{' | '.join(flags)}) skip={count} ;;" for count, flags in cases.items()) or "-) ;;",
         values=" ".join(word if word == shlex.quote(word) else f'"{word}"' for word in values),
         functions="\n".join(f'{name}() {{ flagcore_start {name} "$@"; }}' for name in names),
@@ -69,5 +68,5 @@ def _text(found: UserCommand, gone: Iterable[Argument], values: Sequence[str]) -
     )
 
 
-def _length(argument: Argument) -> int:
+def _word_count(argument: Argument) -> int:
     return argument.end - argument.position

@@ -1,4 +1,4 @@
-"""What a trial changes of a user's arguments so that it runs exactly N steps and writes nothing of the user's.
+"""Rules that change a user's arguments so that a trial runs exactly N steps and writes none of the user's files.
 
 Sources: Megatron-LM core_v0.16.0 `training/arguments.py`, `training/training.py`, `core/optimizer_param_scheduler.py`.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Effective: TypeAlias = "Mapping[str, Any]"
-"""What the user's arguments store, by destination."""
+"""The values of the user's arguments, by destination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRule:
-    """Arguments whose destinations match `dests` are removed, and `adds` takes their place.
+    """Removes the arguments whose destinations match `dests`, and adds the words `adds`.
 
-    `{steps}` and `{run}` in `adds` are the steps of a trial and the folder of the run. A rule applies if `when` holds,
-    by default if the user gives one of its arguments.
+    `{steps}` and `{run}` in `adds` are the steps of a trial and the folder of the run. A rule applies if `when` returns
+    true, by default if the command has one of its arguments.
     """
 
     dests: str
@@ -28,7 +28,7 @@ class TrialRule:
     when: Callable[[Effective], bool] | None = None
 
     def applies(self, effective: Effective) -> bool:
-        """Return whether a command with these arguments is changed."""
+        """Return whether the rule changes a command with these arguments."""
         return self.when(effective) if self.when else any(map(self.matches, effective))
 
     def matches(self, dest: str) -> bool:
@@ -41,11 +41,11 @@ def _always(effective: Effective) -> bool:
 
 
 STEPS = "a trial runs {steps} steps"
-SCHEDULE = "the schedule of the learning rate must fit {steps} steps"
+SCHEDULE = "the learning-rate schedule must fit {steps} steps"
 NO_EVALUATION = "a trial does not evaluate"
 NO_EXIT = "a trial ends after its steps"
 NO_CHECKPOINTS = "a trial reads and writes no checkpoints"
-NO_LOGS = "a trial writes no logs of yours"
+NO_LOGS = "a trial does not write your logs"
 NO_PROFILES = "profiling takes time and writes files"
 NO_MONITORS = "monitors take time and may restart ranks"
 
@@ -56,7 +56,7 @@ RULES = (
         adds=("--train-iters", "{steps}"),
         when=_always,
     ),
-    TrialRule(dests="rampup_batch_size|step_batch_size_schedule", why="a trial runs whole batches"),
+    TrialRule(dests="rampup_batch_size|step_batch_size_schedule", why="a trial runs full batches"),
     TrialRule(dests="lr_(decay|warmup)_(iters|samples|fraction)|lr_decay_stablelm2_.*", why=SCHEDULE),
     TrialRule(dests="lr_wsd_decay_(iters|samples)", why=SCHEDULE, adds=("--lr-wsd-decay-iters", "1")),
     TrialRule(
@@ -103,25 +103,25 @@ RULES = (
     ),
     TrialRule(
         dests="log_interval",
-        why="each step is read from its line",
+        why="step times are read from the log",
         adds=("--log-interval", "1"),
         when=_always,
     ),
-    TrialRule(dests="auto_tune", why="memory is read after each step", adds=("--auto-tune",), when=_always),
+    TrialRule(dests="auto_tune", why="memory is logged after each step", adds=("--auto-tune",), when=_always),
     TrialRule(
         dests="data_cache_path",
-        why="index files of the data are the run's",
+        why="the run has its own index files of the data",
         adds=("--data-cache-path", "{run}/data-cache"),
         when=lambda effective: "data_cache_path" in effective or not effective.get("mock_data"),
     ),
 )
-"""In this order. An argument that a release does not know is not added."""
+"""The rules in the order of application. Arguments that a release does not support are not added."""
 
-SAME_MEANING = {
+EQUIVALENT_ARGUMENTS = {
     "num_layers_per_virtual_pipeline_stage": (
         "num_virtual_stages_per_pipeline_rank",
         "virtual_pipeline_model_parallel_size",
     ),
     "recompute_granularity": ("recompute_activations", "checkpoint_activations"),
 }
-"""Further arguments that say what a knob says."""
+"""Arguments that are equivalent to a knob."""

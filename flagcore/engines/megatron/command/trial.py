@@ -1,4 +1,4 @@
-"""A user's command with other arguments: as a trial of exactly N steps, or as the job itself with a candidate's knobs.
+"""Changes the arguments of a user's command: for a trial of exactly N steps, or for the job with a candidate's knobs.
 
 Source of torchrun's options: torch 2.13 `distributed/run.py`.
 """
@@ -9,19 +9,19 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flagcore.engines.megatron.command.arguments import Argument, ArgumentTable
-from flagcore.engines.megatron.command.rules import RULES, SAME_MEANING, TrialRule
+from flagcore.engines.megatron.command.rules import EQUIVALENT_ARGUMENTS, RULES, TrialRule
 from flagcore.engines.megatron.command.user_command import Option, UserCommand
 
-PORT = "{master_port}"
-"""Stands for the port that a launcher gives to a trial."""
-RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone")
-"""torchrun's options of a meeting place without a fixed first host."""
-KNOB = "the candidate's value"
+PORT_PLACEHOLDER = "{master_port}"
+"""Placeholder for the port that a launcher assigns to a trial."""
+RENDEZVOUS_OPTIONS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone")
+"""torchrun's options for a dynamic rendezvous."""
+KNOB_REASON = "the candidate's value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One argument that differs from the user's: its words before and after, empty if absent, and why."""
+    """One changed argument: its words before and after the change, empty if absent, and the reason."""
 
     flag: str
     before: str
@@ -30,48 +30,50 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
-    """A command with changes, and what they are."""
+class ChangedCommand:
+    """A changed command, and its changes."""
 
     command: UserCommand
     changes: tuple[Change, ...] = ()
 
 
-def with_values(command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str]) -> Changed:
-    """Return `command` with the arguments `words` of a candidate in place of the user's own for `dests`."""
-    return _replaced(command, table, dests, words, KNOB)
+def set_arguments(
+    command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str]
+) -> ChangedCommand:
+    """Return `command` with the arguments `words` of a candidate in place of the user's arguments for `dests`."""
+    return _replace_arguments(command, table, dests, words, KNOB_REASON)
 
 
 def replaced_arguments(command: UserCommand, table: ArgumentTable, dests: Collection[str]) -> list[Argument]:
-    """Return the arguments of `command` that say what those for `dests` say."""
-    gone = {each for dest in dests for each in (dest, *SAME_MEANING.get(dest, ()))}
-    return [argument for argument in table.parse(command.arguments)[0] if argument.dest in gone]
+    """Return the arguments of `command` for `dests`, and their equivalents."""
+    replaced_dests = {each for dest in dests for each in (dest, *EQUIVALENT_ARGUMENTS.get(dest, ()))}
+    return [argument for argument in table.parse(command.arguments)[0] if argument.dest in replaced_dests]
 
 
-def as_trial(command: UserCommand, table: ArgumentTable, steps: int, run: str) -> Changed:
-    """Return `command` with exactly `steps` steps and nothing to write outside the folder `run`."""
+def limit_to_trial(command: UserCommand, table: ArgumentTable, steps: int, run_folder: str) -> ChangedCommand:
+    """Return `command` changed to run exactly `steps` steps and to write only into the folder `run_folder`."""
     changes: list[Change] = []
     effective = table.effective(command.arguments)
     for rule in RULES:
         if rule.applies(effective):
             dests = {argument.dest for argument in table.parse(command.arguments)[0] if rule.matches(argument.dest)}
-            words = _added(rule, table, steps, run)
-            changed = _replaced(command, table, dests, words, rule.why.format(steps=steps))
+            words = _added_words(rule, table, steps, run_folder)
+            changed = _replace_arguments(command, table, dests, words, rule.why.format(steps=steps))
             command = changed.command
             changes += changed.changes
-    return Changed(command=command, changes=tuple(changes))
+    return ChangedCommand(command=command, changes=tuple(changes))
 
 
-def _added(rule: TrialRule, table: ArgumentTable, steps: int, run: str) -> tuple[str, ...]:
+def _added_words(rule: TrialRule, table: ArgumentTable, steps: int, run_folder: str) -> tuple[str, ...]:
     if not rule.adds or table.find(rule.adds[0]) is None:
         return ()
-    return tuple(word.format(steps=steps, run=run) for word in rule.adds)
+    return tuple(word.format(steps=steps, run=run_folder) for word in rule.adds)
 
 
-def _replaced(
+def _replace_arguments(
     command: UserCommand, table: ArgumentTable, dests: Collection[str], words: Sequence[str], why: str
-) -> Changed:
-    """Return a command without the arguments of `dests`, and with `words` at the end."""
+) -> ChangedCommand:
+    """Return `command` without its arguments for `dests`, and with `words` at the end."""
     arguments = list(command.arguments)
     before: dict[str, str] = {}
     for argument in reversed(replaced_arguments(command, table, dests)):
@@ -79,7 +81,7 @@ def _replaced(
         del arguments[argument.position : argument.end]
     after = {each.dest: each for each in table.parse(words)[0]}
     changes = _changes(before, after, words, why)
-    return Changed(command=replace(command, arguments=(*arguments, *words)), changes=tuple(changes))
+    return ChangedCommand(command=replace(command, arguments=(*arguments, *words)), changes=tuple(changes))
 
 
 def _changes(before: dict[str, str], after: dict[str, Argument], words: Sequence[str], why: str) -> Iterator[Change]:
@@ -92,7 +94,7 @@ def _changes(before: dict[str, str], after: dict[str, Argument], words: Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRule:
-    """Options of torchrun that `word` replaces; an empty one removes them. `adds` is whether it is added, too."""
+    """Replaces options of torchrun by `word`, or removes them if it is empty. `adds`: sets `word` if none is set."""
 
     names: tuple[str, ...]
     word: str
@@ -100,51 +102,52 @@ class OptionRule:
     adds: bool = False
 
 
-def launched_by(command: UserCommand, devices: int, nodes: int, folder: str, *, on_each_host: bool = False) -> Changed:
-    """Return `command` with torchrun's options for a trial: its processes, its port, and its logs in `folder`.
+def set_launch_options(
+    command: UserCommand, devices: int, nodes: int, folder: str, *, on_each_host: bool = False
+) -> ChangedCommand:
+    """Return `command` with torchrun's options for a trial: number of processes, port, and logs in `folder`.
 
-    `on_each_host`: the launcher starts it on every host, and the ranks meet at the first. Otherwise, on several nodes,
-    their meeting place stays the user's.
+    With `on_each_host` the launcher starts it on every host, and the first host is the master. Otherwise the user's
+    rendezvous options stay for several nodes.
     """
     options, changes = list(command.options), list[Change]()
     for rule in _option_rules(command, devices, nodes, folder, on_each_host) if command.launcher else ():
         before = [option for option in options if option.name in rule.names]
-        same = len(before) == 1 and rule.word and before[0].value == rule.word.partition("=")[2]
-        if same or not (before or rule.adds):
+        is_set = len(before) == 1 and rule.word and before[0].value == rule.word.partition("=")[2]
+        if is_set or not (before or rule.adds):
             continue
         options = [option for option in options if option not in before]
         options += [Option(name=rule.names[0], words=(rule.word,))] if rule.word else []
         old = " ".join(word for option in before for word in option.words)
         changes.append(Change(flag=f"--{rule.names[0]}", before=old, after=rule.word, why=rule.why))
-    return Changed(command=replace(command, options=tuple(options)), changes=tuple(changes))
+    return ChangedCommand(command=replace(command, options=tuple(options)), changes=tuple(changes))
 
 
 def _option_rules(
     command: UserCommand, devices: int, nodes: int, folder: str, on_each_host: bool
 ) -> Iterator[OptionRule]:
-    output, alone = "the output of all ranks is read", "the job has one node"
-    free = "a free port disturbs no other job"
-    yield OptionRule(
-        names=("nproc-per-node",), word=f"--nproc-per-node={devices}", why="the devices of a node", adds=True
-    )
+    all_output, one_node = "the output of all ranks is read", "the job has one node"
+    free_port = "a free port avoids conflicts with other jobs"
+    per_node = f"--nproc-per-node={devices}"
+    yield OptionRule(names=("nproc-per-node",), word=per_node, why="one process per device", adds=True)
     yield OptionRule(names=("max-restarts",), word="--max-restarts=0", why="a failed trial is not repeated")
-    yield OptionRule(names=("local-ranks-filter",), word="", why=output)
+    yield OptionRule(names=("local-ranks-filter",), word="", why=all_output)
     if command.option("redirects", "r", "tee", "t", "log-dir"):
-        yield OptionRule(names=("log-dir",), word=f"--log-dir={folder}/ranks", why="logs are the trial's", adds=True)
-        yield OptionRule(names=("redirects", "r"), word="", why=output)
-        yield OptionRule(names=("tee", "t"), word="--tee=3", why=output, adds=True)
+        yield OptionRule(names=("log-dir",), word=f"--log-dir={folder}/ranks", why="logs are read", adds=True)
+        yield OptionRule(names=("redirects", "r"), word="", why=all_output)
+        yield OptionRule(names=("tee", "t"), word="--tee=3", why=all_output, adds=True)
     if on_each_host:
-        first = "all hosts meet at the first"
+        first_host = "the first host is the master"
         for option in ("nnodes", "node-rank", "master-addr", "master-port"):
             word = f"--{option}={{{option.replace('-', '_')}}}"
-            yield OptionRule(names=(option,), word=word, why=first, adds=True)
-        yield OptionRule(names=RENDEZVOUS, word="", why=first)
+            yield OptionRule(names=(option,), word=word, why=first_host, adds=True)
+        yield OptionRule(names=RENDEZVOUS_OPTIONS, word="", why=first_host)
         return
     if nodes > 1:
         return
-    yield OptionRule(names=("nnodes",), word="--nnodes=1", why=alone)
-    yield OptionRule(names=("node-rank",), word="--node-rank=0", why=alone)
+    yield OptionRule(names=("nnodes",), word="--nnodes=1", why=one_node)
+    yield OptionRule(names=("node-rank",), word="--node-rank=0", why=one_node)
     if command.option("rdzv-endpoint"):
-        yield OptionRule(names=("rdzv-endpoint",), word=f"--rdzv-endpoint=localhost:{PORT}", why=free)
+        yield OptionRule(names=("rdzv-endpoint",), word=f"--rdzv-endpoint=localhost:{PORT_PLACEHOLDER}", why=free_port)
     elif not command.option("standalone"):
-        yield OptionRule(names=("master-port",), word=f"--master-port={PORT}", why=free, adds=True)
+        yield OptionRule(names=("master-port",), word=f"--master-port={PORT_PLACEHOLDER}", why=free_port, adds=True)

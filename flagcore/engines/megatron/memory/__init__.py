@@ -1,1 +1,1 @@
-"""Memory of a rank in training: what layers store, states, buffers, the peak over a step."""
+"""Memory of a rank in training: stored activations, model states, buffers, and the peak of a step."""

@@ -1,4 +1,4 @@
-"""What the modules of a layer hold of one micro-batch, and how rows of modules add up."""
+"""Bytes that the modules of a layer store of one micro-batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flagcore.engines.megatron.parallel.layout import Layout, Training
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """Further bytes that a module needs, at most those that each other layer in flight does not store."""
+class ExtraBytes:
+    """Bytes that a saving adds to a module's peak, limited to `spared` bytes for each other layer in flight."""
 
     bytes: FloatArray
     spared: FloatArray
@@ -24,15 +24,16 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Bytes of one micro-batch. `tensors` wait for the backward pass, by name; `work` is what is allocated above all
-    that a row of modules stores up to and with this one, at the worst moment of this module's forward or backward;
-    `extras` are what a module that saves memory needs in addition.
+    """Bytes of one micro-batch in one module.
+
+    `tensors` are stored for the backward pass, by name. `work` is the peak of this module's forward or backward above
+    the bytes that it and the modules before it store. `extras` are added to the peak by recompute and offload.
     """
 
     component: str
     tensors: Mapping[str, FloatArray]
     work: FloatArray
-    extras: tuple[Extra, ...] = ()
+    extras: tuple[ExtraBytes, ...] = ()
 
     @property
     def stored(self) -> FloatArray:
@@ -40,18 +41,19 @@ class Module:
 
 
 def stored(modules: Sequence[Module]) -> FloatArray:
-    """Return the bytes that a row of modules stores."""
+    """Return the bytes that `modules` store."""
     return sum((module.stored for module in modules), np.zeros(()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes of tensors that recur, of one micro-batch.
+    """Sizes of common tensors of one micro-batch.
 
-    `hidden` lies between layers; `whole` is the same for all tokens of a tensor-parallel group; `gathered` and
-    `scattered` are the copies that sequence parallelism makes of them in backward. `unit` is the width of a value,
-    `linear` that of a saved input of a linear layer, `weight` what the gradient of one weight takes before it is
-    added to its buffer: nothing where the kernel adds it.
+    `hidden` is the bytes of the tensor between layers on one rank, `whole` of all tokens of its tensor-parallel group.
+    `gathered` and `scattered` are their copies in backward under sequence parallelism. `unit` is the bytes of an
+    activation, `linear` of an element of a linear layer's saved input, `weight` of the temporary gradient of a weight
+    (0 if the kernel accumulates it). `tokens`, `rows` and `local` are counts of tokens: of the tensor-parallel group,
+    of one rank outside the tensor-parallel layers, and `tokens` over the tensor-parallel size.
     """
 
     unit: float
@@ -69,7 +71,7 @@ class Sizes:
     def of(cls, train: Training, layout: Layout) -> Sizes:
         unit, h = float(train.value_bytes), float(train.model.hidden_size)
         tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
-        split = layout.sequence_parallel * (layout.tensor > 1)
+        is_split = layout.sequence_parallel * (layout.tensor > 1)
         return cls(
             unit=unit,
             linear=LINEAR_BYTES.get(train.precision, unit),
@@ -79,10 +81,10 @@ class Sizes:
             local=tokens / layout.tensor,
             hidden=unit * h * rows,
             whole=unit * h * tokens,
-            gathered=split * unit * h * tokens,
-            scattered=split * unit * h * rows,
+            gathered=is_split * unit * h * tokens,
+            scattered=is_split * unit * h * rows,
         )
 
 
 LINEAR_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes of an element that a linear layer saves of its input: 8 or 4 bits and the scale of its block of 32 or 16."""
+"""Bytes per element of a linear layer's saved input: 8 or 4 bits, and the scale of a block of 32 or 16 elements."""

@@ -1,7 +1,7 @@
-"""Selective recompute and offload: the tensors that rows of modules omit, what they need instead, and layers of both.
+"""Selective recompute and offload: the bytes that layers do not store, and those that they need instead.
 
-A set of savings never needs more than a subset of it: a saving adds at most what the other layers in flight store less.
-In Megatron it may: with one layer in flight, recompute holds a module's output and what it would have stored.
+More savings never increase the predicted memory: a saving adds at most the bytes that the other layers in flight save.
+In Megatron it may increase: with one layer in flight, recompute holds a module's output and its recomputed tensors.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.engines.megatron.memory.modules import Extra, Module, Sizes, stored
+from flagcore.engines.megatron.memory.modules import ExtraBytes, Module, Sizes, stored
 from flagcore.engines.megatron.parallel.layout import Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.engines.transformer import attended
 
-EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
-"""What a mixture of experts stores in addition to its input."""
+EXPERT_TENSORS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
+"""Tensors that a mixture of experts stores in addition to its input."""
 
 OFFLOADED = {
     "attn_norm": ("attn_norm",),
@@ -29,157 +29,163 @@ OFFLOADED = {
     "expert_fc1": ("expert_fc1",),
     "moe_act": ("moe_first",),
 }
-"""What offload of a module sends to the host: its inputs."""
+"""The tensors that the offload of each module sends to the host: its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """Tensors that a row does not store, by name, because they are recomputed together, where `on` is 1.
+class DroppedTensors:
+    """Tensors that are recomputed together instead of stored, by name.
 
-    They come back when backward reaches the last module that had one, or the component `at` behind it. Each stays until
-    its own module is done, `copies` times; `output` is also held until all of them are. Neither counts where `within`
-    is 1: there a larger part of the layer is recomputed with what is left of it.
+    `enabled` is 1 for candidates with this recompute. The tensors are allocated again when backward reaches the last
+    module that would store one, or the later component `restored_at`. Each has `copies` until the backward of its
+    module is done; `output` is held until all are done. Neither counts where `nested` is 1: there a larger part of the
+    layer, which contains these modules, is recomputed.
     """
 
     names: Collection[str]
-    on: FloatArray
-    at: str = ""
+    enabled: FloatArray
+    restored_at: str = ""
     copies: float = 1.0
     output: FloatArray | None = None
-    within: FloatArray | float = 0.0
+    nested: FloatArray | float = 0.0
 
     @property
-    def more(self) -> bool:
-        """Whether recompute needs more memory than it saves."""
+    def needs_extra(self) -> bool:
+        """Whether the recomputed tensors need more bytes than stored ones."""
         return self.copies > 1.0 or self.output is not None
 
 
-def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[Dropped]:
-    """Return the bytes that selective recompute of each of the named modules drops, where it is 1.
+def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[DroppedTensors]:
+    """Return the tensors that selective recompute of `modules` drops; the values are 1 for candidates that recompute.
 
-    A module that is recomputed as a whole also has its output, until its backward is done; one whose output alone
-    is recomputed has it twice (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward
-    reaches the block behind them. In transformer-engine's layers that are a norm and a projection in one, the norm's
-    output is not dropped.
+    A module that is recomputed as a whole also holds its output until its backward is done. One of which only the
+    output is recomputed holds two copies (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when
+    backward reaches the next block. Transformer-engine's layers that fuse norm and projection do not drop the norm's
+    output.
     """
     model, hidden = train.model, sizes.hidden
     context = sizes.unit * sizes.local * attended(model)
-    apart = not train.transformer_engine
-    normed = {"qkv_linear": apart or model.multi_latent_attention, "mlp_input": apart or model.num_moe_experts}
+    separate = not train.transformer_engine
+    drops_norm = {
+        "qkv_linear": separate or model.multi_latent_attention,
+        "mlp_input": separate or model.num_moe_experts,
+    }
     block, moe = "ffn" if model.num_moe_experts is None else "experts", modules.get("moe", 0.0)
 
-    def drops(name: str, on: FloatArray) -> list[Dropped]:
+    def drops(name: str, mask: FloatArray) -> list[DroppedTensors]:
         if name == "layernorm":
             pairs = (("qkv_linear", "out_proj"), ("mlp_input", block))
-            return [Dropped((tensor,), on, at, copies=2.0) for tensor, at in pairs if normed[tensor]]
-        known = {
-            "moe": Dropped(EXPERTS, on, output=hidden),
-            "mlp": Dropped(("mlp_first", "mlp_act"), on, output=hidden),
-            "core_attn": Dropped(("scores",), on, output=context),
-            "mla_up_proj": Dropped(("qkv",), on, copies=2.0),
-            "moe_act": Dropped(("moe_act",), on, copies=2.0, within=moe),
-            "moe_fc1": Dropped(("moe_first",), on),
-            "router": Dropped(("routing",), on),
-            "shared_experts": Dropped(("shared_first", "shared_act"), on, output=hidden, within=moe),
+            return [DroppedTensors((tensor,), mask, at, copies=2.0) for tensor, at in pairs if drops_norm[tensor]]
+        drops_by_module = {
+            "moe": DroppedTensors(EXPERT_TENSORS, mask, output=hidden),
+            "mlp": DroppedTensors(("mlp_first", "mlp_act"), mask, output=hidden),
+            "core_attn": DroppedTensors(("scores",), mask, output=context),
+            "mla_up_proj": DroppedTensors(("qkv",), mask, copies=2.0),
+            "moe_act": DroppedTensors(("moe_act",), mask, copies=2.0, nested=moe),
+            "moe_fc1": DroppedTensors(("moe_first",), mask),
+            "router": DroppedTensors(("routing",), mask),
+            "shared_experts": DroppedTensors(("shared_first", "shared_act"), mask, output=hidden, nested=moe),
         }
-        return [known[name]]
+        return [drops_by_module[name]]
 
     order = ("mlp", "core_attn", "mla_up_proj", "layernorm", "moe_act", "moe_fc1", "router", "shared_experts", "moe")
     return [drop for name in order if name in modules for drop in drops(name, modules[name])]
 
 
 def saving(
-    row: Sequence[Module], drops: Sequence[Dropped], offloaded: Collection[str], on_host: FloatArray | float
+    row: Sequence[Module], drops: Sequence[DroppedTensors], offloaded: Collection[str], on_host: FloatArray | float
 ) -> list[Module]:
-    """Return a row that stores neither what is dropped nor, where `on_host` is 1, the `offloaded` tensors.
+    """Return the modules of a layer without their dropped tensors and, where `on_host` is 1, their `offloaded` tensors.
 
-    A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
-    backward has its own, and each tensor that it is done with makes room for that of the layer before, which is fetched
-    at the same time: all of one layer's are always on the device (megatron-core 0.16
-    `fine_grained_activation_offload.py`).
+    The first of several drops counts for a tensor; dropped tensors are not offloaded. During backward the offloaded
+    tensors of one layer are on the device, because each tensor that is no longer needed is replaced by that of the
+    previous layer (megatron-core 0.16 `fine_grained_activation_offload.py`).
     """
-    left = [dict(module.tensors) for module in row]
+    remaining = [dict(module.tensors) for module in row]
     work = [module.work for module in row]
-    extras: list[list[Extra]] = [[] for _ in row]
+    extras: list[list[ExtraBytes]] = [[] for _ in row]
     for drop in drops:
-        owners = [place for place, tensors in enumerate(left) if any(name in tensors for name in drop.names)]
+        owners = [index for index, tensors in enumerate(remaining) if any(name in tensors for name in drop.names)]
         if not owners:
             continue
-        behind = [place for place, module in enumerate(row) if module.component == drop.at]
-        back, more, spared = np.zeros(()), np.zeros(()), np.zeros(())
-        needed: list[tuple[int, FloatArray]] = []
-        for place in range(owners[0], max(owners + behind) + 1):
+        restorers = [index for index, module in enumerate(row) if module.component == drop.restored_at]
+        restored, extra_copies, saved = np.zeros(()), np.zeros(()), np.zeros(())
+        needs: list[tuple[int, FloatArray]] = []
+        for index in range(owners[0], max(owners + restorers) + 1):
             for name in drop.names:
-                if name in left[place]:
-                    gone = drop.on * left[place][name]
-                    own = gone * (1.0 - on_host) if name in offloaded else gone
-                    back, more, spared = back + gone, more + (drop.copies - 1.0) * own, spared + own
-                    left[place][name] = left[place][name] - gone
-            work[place] = work[place] + back
-            needed.append((place, more if drop.output is None else more + drop.output * drop.on))
-        if drop.more:
-            for place, amount in needed:
-                extras[place].append(Extra(amount * (1.0 - drop.within), spared))
+                if name in remaining[index]:
+                    dropped_bytes = drop.enabled * remaining[index][name]
+                    on_device = dropped_bytes * (1.0 - on_host) if name in offloaded else dropped_bytes
+                    restored, saved = restored + dropped_bytes, saved + on_device
+                    extra_copies = extra_copies + (drop.copies - 1.0) * on_device
+                    remaining[index][name] = remaining[index][name] - dropped_bytes
+            work[index] = work[index] + restored
+            needs.append((index, extra_copies if drop.output is None else extra_copies + drop.output * drop.enabled))
+        if drop.needs_extra:
+            for index, amount in needs:
+                extras[index].append(ExtraBytes(amount * (1.0 - drop.nested), saved))
     if offloaded:
-        _send(left, work, extras, offloaded, on_host)
-    rows = zip(row, left, work, extras, strict=True)
+        _offload(remaining, work, extras, offloaded, on_host)
+    rows = zip(row, remaining, work, extras, strict=True)
     return [replace(module, tensors=tensors, work=need, extras=tuple(extra)) for module, tensors, need, extra in rows]
 
 
-def _send(
-    left: list[dict[str, FloatArray]],
+def _offload(
+    remaining: list[dict[str, FloatArray]],
     work: list[FloatArray],
-    extras: list[list[Extra]],
+    extras: list[list[ExtraBytes]],
     offloaded: Collection[str],
     on_host: FloatArray | float,
 ) -> None:
-    """Take what is on the host out of what modules store, and add it to what they need."""
-    sent = []
-    for tensors in left:
+    """Move the offloaded bytes from the stored tensors of the modules to their peaks, in place."""
+    offloaded_bytes = []
+    for tensors in remaining:
         names = [name for name in tensors if name in offloaded]
-        sent.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
+        offloaded_bytes.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
         tensors.update({name: tensors[name] * (1.0 - on_host) for name in names})
-    total, done = sum(sent, np.zeros(())), np.zeros(())
-    for place, own in enumerate(sent):
-        done = done + own
-        work[place] = work[place] + done
-        if place + 1 < len(sent):
-            extras[place].append(Extra(total - done, total - done))
+    total, done = sum(offloaded_bytes, np.zeros(())), np.zeros(())
+    for index, module_bytes in enumerate(offloaded_bytes):
+        done = done + module_bytes
+        work[index] = work[index] + done
+        if index + 1 < len(offloaded_bytes):
+            extras[index].append(ExtraBytes(total - done, total - done))
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Peaks of a layer above its stored bytes: the highest without savings, and one for each saving."""
+    """Peaks of a layer above its stored bytes: the maximum without savings, and one for each saving."""
 
-    plain: FloatArray
-    saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]
+    without_savings: FloatArray
+    saving: tuple[tuple[FloatArray, tuple[ExtraBytes, ...]], ...]
 
     @classmethod
     def of(cls, row: Sequence[Module], offset: FloatArray | float = 0.0, split: int = 0) -> Moments:
-        """Return the moments of a row, higher by `offset`. The first `split` modules do not wait for those behind."""
-        plain, behind, saving = np.zeros(()), np.zeros(()), []
-        for place, module in reversed(list(enumerate(row))):
-            if place == split - 1:
-                behind = np.zeros(())
-            above = module.work - behind + offset
-            behind = behind + module.stored
+        """Return the peaks of a layer plus `offset`. The first `split` modules are independent of the later ones."""
+        without_savings, later_bytes, saving = np.zeros(()), np.zeros(()), []
+        for index, module in reversed(list(enumerate(row))):
+            if index == split - 1:
+                later_bytes = np.zeros(())
+            peak = module.work - later_bytes + offset
+            later_bytes = later_bytes + module.stored
             if module.extras:
-                saving.append((above, module.extras))
+                saving.append((peak, module.extras))
             else:
-                plain = np.maximum(plain, above)
-        return cls(plain, tuple(saving))
+                without_savings = np.maximum(without_savings, peak)
+        return cls(without_savings, tuple(saving))
 
     def worst(self, layers: FloatArray) -> FloatArray:
-        found = self.plain
+        peak = self.without_savings
         for above, extras in self.saving:
-            found = np.maximum(found, above + sum(extra.extra_bytes(layers) for extra in extras))
-        return found
+            peak = np.maximum(peak, above + sum(extra.extra_bytes(layers) for extra in extras))
+        return peak
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A row of modules, such as a layer, bytes of one micro-batch: what it stores, and its moments; `crossing`: those
-    while a layer of another micro-batch runs forward at the same time as its backward, None where none does.
+    """Bytes of one micro-batch in one layer: those that it stores, and its peaks above them.
+
+    `crossing` are the peaks while another micro-batch runs forward at the same time as this layer's backward, None
+    without such an overlap.
     """
 
     parts: Parts
@@ -189,11 +195,11 @@ class Layer:
 
     @classmethod
     def of(cls, row: Sequence[Module], front: int = 0) -> Layer:
-        """Add up a row of modules. With `front`, its backward may overlap another micro-batch's forward.
+        """Add up the modules of a layer. With `front`, its backward may overlap another micro-batch's forward.
 
-        Both go module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`): the other layer has run its first
-        `front` modules, attention and router, before this one's backward of the rest, the experts, and that rest before
-        this one's backward of attention.
+        Both run module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`). The forward of the first `front`
+        modules (attention and router) precedes the backward of the experts, and the forward of the experts precedes
+        the backward of attention.
         """
         parts: Parts = {}
         for module in row:
@@ -201,8 +207,8 @@ class Layer:
         crossing = Moments.of(row, stored(row[:front]), front) if front else None
         return cls(parts, stored(row), Moments.of(row), crossing)
 
-    def above(self, layers: FloatArray, crossed: BoolArray | bool = False) -> FloatArray:
-        alone = self.moments.worst(layers)
+    def above(self, layers: FloatArray, is_overlapped: BoolArray | bool = False) -> FloatArray:
+        peak = self.moments.worst(layers)
         if self.crossing is None:
-            return alone
-        return np.where(crossed, self.crossing.worst(layers), alone)
+            return peak
+        return np.where(is_overlapped, self.crossing.worst(layers), peak)

@@ -1,4 +1,4 @@
-"""Memory of one rank in training: states and activations of the worst stage, and whether they fit its device."""
+"""Memory of one rank in training: model states and activations of the worst stage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flagcore.engines.megatron.memory.states import (
     State,
     buffers,
     bytes_held_after_step,
+    gathered_bytes,
     padding,
     split_parameters,
     state,
     step_bytes,
-    unsharded,
     workspaces,
 )
 from flagcore.engines.megatron.memory.stored_activations import Kinds, activation_parts, stage_activations
@@ -29,8 +29,10 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(ArrayRecord):
-    """Bytes of one stage of each candidate. `static` is what stays allocated between steps, `activation` what a step
-    also holds at the worst moment of forward and backward, `peak` the worst moment of the step.
+    """Bytes of one stage of each candidate.
+
+    `static` stays allocated between steps, `activation` is added at the peak of forward and backward, `peak` is the
+    maximum of the step.
     """
 
     static: FloatArray
@@ -41,8 +43,10 @@ class Memory(ArrayRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InUse(ArrayRecord):
-    """Bytes of one stage of each candidate: tensors, what the allocator holds, what the device shows in use, and what
-    it has (NaN: unknown).
+    """Bytes of one stage of each candidate.
+
+    `memory` is of tensors, `reserved` of the allocator, `used` of the device, `capacity` the device's size (NaN:
+    unknown).
     """
 
     memory: Memory
@@ -52,46 +56,46 @@ class InUse(ArrayRecord):
 
 
 def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
-    """Return the memory of the worst stage: the one that needs most or, on devices of several kinds, has least room.
+    """Return the memory of the worst stage.
 
-    The peak is the larger of two phases: forward and backward, at the worst moment of the schedule, and the optimizer's
-    step. Room is measured as the share of its device's capacity that a stage uses. A stage with unknown capacity is the
-    worst unless another exceeds its own, so that no candidate is reported to fit that may not.
+    It is the stage with the largest peak or, with several chip models, the one that uses the largest share of its
+    device's capacity. A stage with unknown capacity counts as full, so that no candidate is reported to fit by mistake.
+    The peak is the maximum over forward and backward and the optimizer step.
     """
-    place = Placement.of(layout, costs)
-    found = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, place.starts))
+    placement = Placement.of(layout, costs)
+    memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
     if len(costs.groups) == 1:
-        need = np.stack([each.memory.peak for each in found])
+        need = np.stack([each.memory.peak for each in memories])
     else:
-        share = np.stack([each.used for each in found]) / np.stack([each.capacity for each in found])
+        share = np.stack([each.used for each in memories]) / np.stack([each.capacity for each in memories])
         need = np.where(np.isnan(share), 1.0, share)
-    return pick(np.argmax(need, axis=0), found)
+    return pick(np.argmax(need, axis=0), memories)
 
 
-def stages_in_use(train: Training, layout: Layout, costs: Costs, wanted: Sequence[Stage]) -> list[InUse]:
-    """Return the memory of some stages."""
-    place, models = Placement.of(layout, costs), [each.memory for each in costs.groups]
+def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage]) -> list[InUse]:
+    """Return the memory of each of `requested_stages`, for all candidates."""
+    placement, models = Placement.of(layout, costs), [each.memory for each in costs.groups]
     workspaces = [np.array(model.workspace_bytes()) for model in models]
     capacities = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
     estimate = _Estimate.of(train, layout)
-    found = []
-    for where in wanted:
-        memory = estimate.memory(where, place.pick(where.index, workspaces))
+    memories = []
+    for stage_ in requested_stages:
+        memory = estimate.memory(stage_, placement.pick(stage_.index, workspaces))
         reserved = [model.reserved_bytes(memory.peak) for model in models]
         used = [model.device_used_bytes(held) for model, held in zip(models, reserved, strict=True)]
-        chosen = [place.pick(where.index, values) for values in (reserved, used, capacities)]
-        found.append(InUse(memory=memory, reserved=chosen[0], used=chosen[1], capacity=chosen[2]))
-    return found
+        stage_values = [placement.pick(stage_.index, values) for values in (reserved, used, capacities)]
+        memories.append(InUse(memory=memory, reserved=stage_values[0], used=stage_values[1], capacity=stage_values[2]))
+    return memories
 
 
 def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:
-    """Return the memory of one global rank of each candidate, in Megatron's order of ranks: tp-cp-ep-dp-pp."""
-    where = stage(train.model, layout, stage_of_rank(layout, rank), train.options)
-    return _Estimate.of(train, layout).memory(where, workspace_bytes)
+    """Return the memory of one global rank of each candidate, in Megatron's rank order tp-cp-ep-dp-pp."""
+    rank_stage = stage(train.model, layout, stage_of_rank(layout, rank), train.options)
+    return _Estimate.of(train, layout).memory(rank_stage, workspace_bytes)
 
 
 def stage_of_rank(layout: Layout, rank: FloatArray | int) -> FloatArray:
-    """Return the pipeline stage of a global rank: ranks of one stage follow each other."""
+    """Return the pipeline stage of a global rank; the ranks of a stage are consecutive."""
     index: FloatArray = np.floor(rank / (layout.tensor * layout.context * layout.data))
     return np.minimum(index, layout.pipeline - 1.0)
 
@@ -101,14 +105,13 @@ def component_table(
 ) -> dict[str, dict[str, FloatArray]]:
     """Return the parameters and bytes of each component on stage `index` of each candidate.
 
-    The bytes but activations add up to `Memory.static`, the activations to `Memory.activation`. Besides components,
-    `padding` fills gradient buffers up, `buffers` belong to the engine, and `backward` is what the worst moment needs
-    in addition to the tensors that wait for it.
+    Activations add up to `Memory.activation`, all other bytes to `Memory.static`. Additional rows are `padding` of
+    gradient buffers, `buffers` of the engine, and `backward`, the bytes of the peak above the stored tensors.
     """
-    where = stage(train.model, layout, index, train.options)
+    table_stage = stage(train.model, layout, index, train.options)
     estimate = _Estimate.of(train, layout)
-    params, parts = stage_parameters(train, layout, where), estimate.parts(where)
-    none = np.zeros_like(layout.data)
+    params, parts = stage_parameters(train, layout, table_stage), estimate.parts(table_stage)
+    zeros = np.zeros_like(layout.data)
     table: dict[str, dict[str, FloatArray]] = {}
 
     def add(name: str, count: FloatArray, bytes_: State, activation: FloatArray) -> None:
@@ -120,107 +123,109 @@ def component_table(
             "optimizer_bytes": bytes_.optimizer,
             "activation_bytes": activation,
         }
-        table[name] = {key: value + none for key, value in figures.items()}
+        table[name] = {key: value + zeros for key, value in figures.items()}
 
     for name in dict.fromkeys((*params, *parts)):
-        count = params.get(name, none)
+        count = params.get(name, zeros)
         linear = count if name in LINEAR_PARTS else 0.0
         bytes_ = state(train, layout, count, experts=name in EXPERT_PARTS, linear=linear)
-        add(name, count, bytes_, parts.get(name, none))
+        add(name, count, bytes_, parts.get(name, zeros))
     dense, routed = (
         state(train, layout, padding(layout, count, experts=experts), experts=experts, linear=0.0)
         for count, experts in zip(split_parameters(params), (False, True), strict=True)
     )
-    held = bytes_held_after_step(train, layout, where, estimate.kinds.sizes)
-    add("padding", none, dense + routed, none)
-    add("buffers", none, State(estimate.engine_bytes(where, workspace_bytes) + held, none, none, none), none)
+    engine = estimate.engine_bytes(table_stage, workspace_bytes)
+    engine = engine + bytes_held_after_step(train, layout, table_stage, estimate.kinds.sizes)
+    add("padding", zeros, dense + routed, zeros)
+    add("buffers", zeros, State(engine, zeros, zeros, zeros), zeros)
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """What the stages of a call share.
+    """The data that all stages of a call share.
 
-    `selective` is the same work with the settings' modules recomputed in place of all layers one by one, which must not
-    need more by the model. `before` is the same work without the recompute that leaves more behind a step: of whole
-    layers, and of whole mixtures of experts. Both are None where they would not differ.
+    `selective` is the estimate with selective recompute in place of full recompute of every layer; the latter must not
+    be predicted to need more. `without_full` is the estimate without full recompute and recompute of whole mixtures of
+    experts, which keep more bytes after a step. Both are None where they would not differ.
     """
 
     train: Training
     layout: Layout
     kinds: Kinds
     selective: _Estimate | None = None
-    before: _Estimate | None = None
+    without_full: _Estimate | None = None
 
     @classmethod
     def of(cls, train: Training, layout: Layout) -> _Estimate:
-        modules, every = train.options.recompute_modules, layout.uniform == 1
-        whole = np.any(layout.uniform + layout.block > 0) or bool(train.options.recompute_stage_layers)
-        experts = train.model.num_moe_experts is not None
-        found = cls(train, layout, Kinds.of(train, layout))
-        if every.any():
-            found = replace(found, selective=found._with(modules))
-        if experts and (whole or ("moe" in modules and layout.selective.any())):
-            found = replace(found, before=found._with(modules - {"moe"}))
-        return found
+        modules, is_uniform = train.options.recompute_modules, layout.uniform == 1
+        recomputes_layers = np.any(layout.uniform + layout.block > 0) or bool(train.options.recompute_stage_layers)
+        has_experts = train.model.num_moe_experts is not None
+        estimate = cls(train, layout, Kinds.of(train, layout))
+        if is_uniform.any():
+            estimate = replace(estimate, selective=estimate._with_selective(modules))
+        if has_experts and (recomputes_layers or ("moe" in modules and layout.selective.any())):
+            estimate = replace(estimate, without_full=estimate._with_selective(modules - {"moe"}))
+        return estimate
 
-    def _with(self, modules: frozenset[str]) -> _Estimate:
-        """Return the same work with these modules recomputed wherever modules or single layers are."""
-        none = np.zeros_like(self.layout.data)
-        on = np.maximum(self.layout.selective, self.layout.uniform == 1)
+    def _with_selective(self, modules: frozenset[str]) -> _Estimate:
+        """Return the estimate with selective recompute of `modules` in place of any other recompute."""
+        zeros = np.zeros_like(self.layout.data)
+        selective = np.maximum(self.layout.selective, self.layout.uniform == 1)
         options = replace(self.train.options, recompute_stage_layers=(), recompute_modules=modules)
         train = replace(self.train, options=options)
-        layout = replace(self.layout, selective=on, uniform=none, block=none)
+        layout = replace(self.layout, selective=selective, uniform=zeros, block=zeros)
         return _Estimate(train, layout, Kinds.of(train, layout, self.kinds.rows))
 
-    def engine_bytes(self, where: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
-        own = buffers(self.train, self.layout, where, self.kinds.sizes)
-        return own + workspaces(self.train) * workspace_bytes
+    def engine_bytes(self, stage_: Stage, workspace_bytes: FloatArray | float) -> FloatArray:
+        engine_buffers = buffers(self.train, self.layout, stage_, self.kinds.sizes)
+        return engine_buffers + workspaces(self.train) * workspace_bytes
 
-    def activation(self, where: Stage) -> FloatArray:
-        found = stage_activations(self.train, self.layout, where, self.kinds)
-        total = found.stored + found.above
+    def activation(self, stage_: Stage) -> FloatArray:
+        activations = stage_activations(self.train, self.layout, stage_, self.kinds)
+        total = activations.stored + activations.above
         if self.selective is not None:
-            total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(where)), total)
+            total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(stage_)), total)
         return total
 
-    def parts(self, where: Stage) -> Parts:
-        """Return the same by component, with the bytes above the stored ones as `backward`."""
-        found = stage_activations(self.train, self.layout, where, self.kinds)
-        parts = activation_parts(self.train, self.layout, where, self.kinds, found)
-        whole = unsharded(self.train, self.layout, *self.states(stage_parameters(self.train, self.layout, where)))
-        return {**parts, "backward": self.activation(where) + whole - found.stored}
+    def parts(self, stage_: Stage) -> Parts:
+        """Return the activations by component, with the bytes above the stored ones as `backward`."""
+        activations = stage_activations(self.train, self.layout, stage_, self.kinds)
+        parts = activation_parts(self.train, self.layout, stage_, self.kinds, activations)
+        states = self.states(stage_parameters(self.train, self.layout, stage_))
+        gathered = gathered_bytes(self.train, self.layout, *states)
+        return {**parts, "backward": self.activation(stage_) + gathered - activations.stored}
 
     def states(self, params: Parts) -> tuple[State, State]:
-        """Return the states of the weights that all data-parallel ranks replicate, and of those of the experts."""
+        """Return the states of the dense weights and of the expert weights."""
         train, layout = self.train, self.layout
         dense, experts = split_parameters(params)
         of_linear = [params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS]
-        filled = dense + padding(layout, dense, experts=False)
-        total = state(train, layout, filled, experts=False, linear=sum(of_linear, np.zeros(())))
+        padded = dense + padding(layout, dense, experts=False)
+        total = state(train, layout, padded, experts=False, linear=sum(of_linear, np.zeros(())))
         if train.model.num_moe_experts is None:
             none = np.zeros(())
             return total, State(none, none, none, none)
-        filled = experts + padding(layout, experts, experts=True)
-        return total, state(train, layout, filled, experts=True, linear=experts)
+        padded = experts + padding(layout, experts, experts=True)
+        return total, state(train, layout, padded, experts=True, linear=experts)
 
-    def memory(self, where: Stage, workspace_bytes: FloatArray | float) -> Memory:
-        """Return the memory of one stage; `workspace_bytes` is one workspace of the library of matrix products.
+    def memory(self, stage_: Stage, workspace_bytes: FloatArray | float) -> Memory:
+        """Return the memory of one stage; `workspace_bytes` is the size of one workspace of the matrix library.
 
-        What a step leaves behind is there in the optimizer's step and gone before the next one's peak. More recompute,
-        which leaves more, is never predicted to need more.
+        The bytes that a step leaves are allocated during the optimizer step and freed before the next peak. More
+        recompute leaves more bytes, but is never predicted to need more.
         """
         train, layout, sizes = self.train, self.layout, self.kinds.sizes
-        params = stage_parameters(train, layout, where)
+        params = stage_parameters(train, layout, stage_)
         states = self.states(params)
-        base = states[0].total + states[1].total + self.engine_bytes(where, workspace_bytes)
-        static = base + bytes_held_after_step(train, layout, where, sizes)
-        step, whole = step_bytes(train, layout, *split_parameters(params)), unsharded(train, layout, *states)
-        activation = self.activation(where) + whole
-        left = bytes_held_after_step(train, layout, where, sizes, at_most=True) + step
-        if self.before is not None:
-            for less in (self.before, self.selective or self.before):
-                least = bytes_held_after_step(less.train, less.layout, where, sizes) + step
-                left = np.minimum(left, np.maximum(least, less.activation(where) + whole))
-        peak = base + np.maximum(activation, left)
-        return Memory(static=static, activation=activation, peak=peak, worst_stage=where.index.astype(np.int64))
+        base = states[0].total + states[1].total + self.engine_bytes(stage_, workspace_bytes)
+        static = base + bytes_held_after_step(train, layout, stage_, sizes)
+        step, gathered = step_bytes(train, layout, *split_parameters(params)), gathered_bytes(train, layout, *states)
+        activation = self.activation(stage_) + gathered
+        optimizer_peak = bytes_held_after_step(train, layout, stage_, sizes, at_most=True) + step
+        if self.without_full is not None:
+            for other in (self.without_full, self.selective or self.without_full):
+                other_peak = bytes_held_after_step(other.train, other.layout, stage_, sizes) + step
+                optimizer_peak = np.minimum(optimizer_peak, np.maximum(other_peak, other.activation(stage_) + gathered))
+        peak = base + np.maximum(activation, optimizer_peak)
+        return Memory(static=static, activation=activation, peak=peak, worst_stage=stage_.index.astype(np.int64))

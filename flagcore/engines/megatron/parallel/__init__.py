@@ -1,1 +1,1 @@
-"""How candidates split the work of a training step over devices."""
+"""Splits of the work of a training step over devices: layouts, pipelines and parameters."""

@@ -1,4 +1,4 @@
-"""How candidates split a training job, the options that all candidates share, and the node group of each stage."""
+"""Inputs of the formulas: layouts of candidates, options that all candidates share, and node groups of stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R", bound="ArrayRecord")
 
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
-    """A record of arrays, or of other such records: added, scaled and indexed field by field."""
+    """A record of arrays or of other such records. Addition, multiplication and indexing apply to each field."""
 
     def __add__(self: R, other: R) -> R:
         return type(self)(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
@@ -33,7 +33,7 @@ class ArrayRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """What one (virtual) stage of a pipeline holds: 1 where it has the embedding or the loss with its head."""
+    """The contents of one (virtual) stage. `embedding` and `loss` are 1 if it has the embedding or the output head."""
 
     embedding: int = 0
     layers: int = 0
@@ -43,11 +43,11 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """Splits of layers over stages, by number from 1; candidates with number 0 are split by the rules of `Layout`.
+    """Splits of layers over stages, numbered from 1; candidates with number 0 are split by the rules of `Layout`.
 
-    `holdings` is what each stage of a split holds: (splits, stages, fields of `pipeline.Part`). `turns` are the first
-    stage, the second, and those that hold something else than the one before, the last one repeated: (splits, turns);
-    `counts` is how many of them differ, `lengths` the number of stages.
+    `holdings` are the contents of each stage of a split: (splits, stages, fields of `pipeline.Part`). `turns` are the
+    indices of the first stage, the second stage and each stage that differs from the previous one, padded with the last
+    stage: (splits, turns). `counts` is the number of distinct turns, `lengths` the number of stages.
     """
 
     holdings: FloatArray
@@ -57,33 +57,32 @@ class Splits:
 
     @classmethod
     def of(cls, holdings: FloatArray, lengths: FloatArray, before: Splits | None = None) -> Splits:
-        """Return splits of `lengths` stages with these holdings, numbered behind those of `before`."""
-        held, length = (np.zeros((1, 1, holdings.shape[2])), np.ones(1))
+        """Return splits of `lengths` stages with these holdings, numbered after those of `before`."""
+        all_holdings, all_lengths = (np.zeros((1, 1, holdings.shape[2])), np.ones(1))
         if before is not None:
-            held, length = before.holdings, before.lengths
-        longest = max(held.shape[1], holdings.shape[1])
-        both = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (held, holdings)]
-        held, length = np.concatenate(both), np.concatenate((length, lengths))
-        place, last = np.arange(longest), length[:, None] - 1.0
-        turn = np.ones(held.shape[:2], dtype=np.bool_)
-        turn[:, 2:] = (held[:, 2:] != held[:, 1:-1]).any(axis=2)
-        turns = np.sort(np.where(turn & (place < last), place, last), axis=1)
+            all_holdings, all_lengths = before.holdings, before.lengths
+        longest = max(all_holdings.shape[1], holdings.shape[1])
+        padded = [np.pad(each, ((0, 0), (0, longest - each.shape[1]), (0, 0))) for each in (all_holdings, holdings)]
+        all_holdings, all_lengths = np.concatenate(padded), np.concatenate((all_lengths, lengths))
+        index, last = np.arange(longest), all_lengths[:, None] - 1.0
+        is_turn = np.ones(all_holdings.shape[:2], dtype=np.bool_)
+        is_turn[:, 2:] = (all_holdings[:, 2:] != all_holdings[:, 1:-1]).any(axis=2)
+        turns = np.sort(np.where(is_turn & (index < last), index, last), axis=1)
         counts = np.maximum((turns < last).sum(axis=1), 1)
-        return cls(held, length, turns[:, : counts.max()], counts)
+        return cls(all_holdings, all_lengths, turns[:, : counts.max()], counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of Megatron and of other schedules, for formulas. `flagcore.engines.megatron.settings` describes
-    what each setting means.
+    """Settings of a job as inputs of the formulas; `flagcore.engines.megatron.settings` describes each setting.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `splits` are those of candidates with a `Layout.split`. With `equal_stages`, for releases without layouts, derived
-    splits have stages of one size between the first and the last. `recompute_stage_layers` is empty where all stages
-    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
-    `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
-    as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, for any number of its
-    experts there. `assumed_fp8_gather`: fp8 weights are of plans, for candidates with the distributed optimizer.
+    `splits` are the splits to which `Layout.split` refers. With `equal_stages` derived splits have equal stages between
+    the first and the last. `recompute_stage_layers` is empty if all stages recompute the same number of layers,
+    `offload_stages` if all stages offload. Fields in bytes are per element. With `adapters` the model's weights have no
+    gradients and no optimizer. `cuda_graph` is the part of a step that one graph launches: "", "layer" or "iteration".
+    The dispatcher flex sends a token to a rank once, for all of its experts there. With `assumed_fp8_gather` only
+    candidates with the distributed optimizer have fp8 weights.
     """
 
     schedule: str | None = None
@@ -125,14 +124,12 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What all candidates of a task share.
+    """Inputs that all candidates of a task share.
 
-    `flash`: the attention kernel stores no scores. `fused_activation`:
-    the FFN's activation function is one kernel. `transformer_engine`: its layers replace megatron-core's
-    own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank. `gathered_keys`: under context
-    parallelism attention gathers keys and values, a copy for each query head. `options` are the engine's further
-    settings.
+    With `flash` the attention kernel stores no scores. With `fused_activation` the FFN's activation function is one
+    kernel. With `transformer_engine` its layers replace megatron-core's own: rotation and the accumulation of weight
+    gradients are fused, and the down-projections of latent attention are replicated on each tensor-parallel rank. With
+    `gathered_keys` context parallelism gathers keys and values, a copy for each query head.
     """
 
     model: Model
@@ -152,9 +149,9 @@ class Training:
 
     @property
     def weight_share(self) -> float:
-        """Share of a micro-batch's activations that waits for the gradients of weights, as ZB-2p plans it.
+        """Share of a micro-batch's activations that is kept for the gradients of weights, as in ZB-2p.
 
-        32 h / (34 h + 5 a s), whose last term flash attention does not keep (arXiv 2401.10241, its scheduler).
+        It is 32 h / (34 h + 5 a s), without the last term for flash attention (arXiv 2401.10241, its scheduler).
         """
         scores = 0.0 if self.flash else 5.0 * self.model.num_attention_heads * self.sequence / self.model.hidden_size
         return 32.0 / (34.0 + scores)
@@ -162,12 +159,11 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(ArrayRecord):
-    """How candidates split the work. Counts, as floats; arrays of one length.
+    """The parallel sizes and splits of candidates: counts as float arrays, one element per candidate.
 
-    `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the
-    start of each (virtual) stage, `selective` 1 where only the attention core is recomputed; 0 is off.
-    `first_layers` and `last_layers` are 0 where the pipeline is split evenly, `split` is the number of a candidate's
-    split in `Options.splits`, 0 for one by these rules.
+    `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the start of
+    each (virtual) stage, `selective` is 1 with selective recompute; 0 is off. `first_layers` and `last_layers` are 0
+    for an even split. `split` is the number of a split in `Options.splits`, 0 for none.
     """
 
     data: FloatArray
@@ -189,91 +185,92 @@ class Layout(ArrayRecord):
     split: FloatArray
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
-        """Return the first row of each combination of the named counts, and for each candidate which one it has."""
+        """Return the first row of each distinct combination of the named fields, and each candidate's combination."""
         return distinct([getattr(self, name) for name in names])
 
     def tokens(self, sequence: int) -> FloatArray:
-        """Return the tokens of one micro-batch that a tensor-parallel group holds."""
+        """Return the tokens of one micro-batch in a tensor-parallel group."""
         return self.micro_batch * sequence / self.context
 
     def token_rows(self, sequence: int) -> FloatArray:
-        """Return the tokens that one rank holds outside of the tensor-parallel layers."""
-        split: FloatArray = 1.0 + self.sequence_parallel * (self.tensor - 1.0)
-        return self.tokens(sequence) / split
+        """Return the tokens of one micro-batch on one rank outside of the tensor-parallel layers."""
+        sequence_shards: FloatArray = 1.0 + self.sequence_parallel * (self.tensor - 1.0)
+        return self.tokens(sequence) / sequence_shards
 
     def expert_tokens(self, model: Model, sequence: int) -> FloatArray:
-        """Return the token copies that one rank's experts work on, with routing in balance."""
+        """Return the token copies that the experts of one rank process with balanced routing."""
         return model.moe_router_topk * self.token_rows(sequence) * self.expert_tensor
 
     def shards(self) -> FloatArray:
-        """Return the ranks that share the optimizer state of a dense weight."""
+        """Return the number of ranks that shard the optimizer state of a dense weight."""
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
 
     @property
     def pairing(self) -> FloatArray:
-        """Return whether layers of two micro-batches may run together: 0 no, 1 in one stage, 2 in interleaved ones."""
-        whole, ways = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
-        return np.where((self.expert == 1.0) | whole, 0.0, np.where(self.pipeline > 1.0, ways, 1.0))
+        """Whether layers of two micro-batches may overlap: 0 no, 1 without a pipeline, 2 in an interleaved one."""
+        recomputes, kinds = (self.uniform > 0) | (self.block > 0), np.where(self.virtual > 1.0, 2.0, 0.0)
+        return np.where((self.expert == 1.0) | recomputes, 0.0, np.where(self.pipeline > 1.0, kinds, 1.0))
 
     def pairs(self, model: Model) -> BoolArray:
-        """Return where the exchange of the experts may overlap another micro-batch, by the rule of that setting."""
+        """Return where `overlap_moe_expert_parallel_comm` is legal."""
         depths = model.mtp_num_layers
         return (self.pairing > min(depths, 1)) & (depths < 2)
 
     def expert_replicas(self) -> FloatArray:
-        """Return the ranks that reduce the gradients of the same experts: the world without pipeline, expert and its
-        tensor split. Without expert parallelism experts are reduced like all other weights, for any tensor split
-        (megatron-core 0.16 `transformer/moe/experts.py`).
+        """Return the number of ranks that reduce the gradients of the same experts.
+
+        Without expert parallelism experts are reduced like all other weights, for any tensor split (megatron-core 0.16
+        `transformer/moe/experts.py`).
         """
         dense = self.data * self.context
         group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
         return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
 
     def expert_shards(self) -> FloatArray:
-        """Return the ranks that share the optimizer state of an expert's weight."""
+        """Return the number of ranks that shard the optimizer state of an expert's weight."""
         return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)
 
 
 def distinct(columns: Sequence[FloatArray]) -> tuple[IntArray, IntArray]:
-    """Return the first row of each combination of some counts, and for each row which combination it has."""
+    """Return the first row of each distinct combination of integer columns, and the combination of each row."""
     key = np.zeros(columns[0].shape, dtype=np.int64)
     for column in columns:
         values = column.astype(np.int64)
-        many = int(values.max(initial=0)) + 1
-        if int(key.max(initial=0)) * many >= 1 << 62:
+        value_count = int(values.max(initial=0)) + 1
+        if int(key.max(initial=0)) * value_count >= 1 << 62:
             key = np.unique(key, return_inverse=True)[1]
-        key = key * many + values
-    _, first, which = np.unique(key, return_index=True, return_inverse=True)
-    return first, which
+        key = key * value_count + values
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse
 
 
-MOST_CHOICES = 30
-"""Arrays among which `numpy.choose` chooses: its limit is 32 or 64, depending on its version."""
+MAX_CHOICES = 30
+"""Number of arrays for `numpy.choose`, whose limit is 32 or 64, depending on its version."""
 
 
-def pick(which: IntArray, values: Sequence[T]) -> T:
-    """Return for each candidate the value at its number in `which`, of arrays or records of arrays.
+def pick(indices: IntArray, values: Sequence[T]) -> T:
+    """Return `values[which[i]][i]` for each candidate i, for arrays or records of arrays.
 
-    As `numpy.choose`, without its limit.
+    It is `numpy.choose` without a limit on the number of arrays.
     """
     first: Any = values[0]
-    found: Any
+    result: Any
     if isinstance(first, ArrayRecord):
         names = [each.name for each in fields(first)]
-        found = type(first)(**{name: pick(which, [getattr(value, name) for value in values]) for name in names})
-    elif len(values) <= MOST_CHOICES:
-        found = np.choose(which, cast("Any", values))
+        result = type(first)(**{name: pick(indices, [getattr(value, name) for value in values]) for name in names})
+    elif len(values) <= MAX_CHOICES:
+        result = np.choose(indices, cast("Any", values))
     else:
-        rows = np.stack([np.broadcast_to(cast("Any", value), which.shape) for value in values])
-        found = np.take_along_axis(rows, which[None], axis=0)[0]
-    return cast("T", found)
+        rows = np.stack([np.broadcast_to(cast("Any", value), indices.shape) for value in values])
+        result = np.take_along_axis(rows, indices[None], axis=0)[0]
+    return cast("T", result)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The first stage of each node group but the first, an array of candidates each; none in a cluster of one group.
+    """The first stage of each node group after the first, one array of candidates per group.
 
-    Stage i of p has the ranks i W/p to (i+1) W/p of W. That no stage has devices of two groups is for the caller.
+    Stage i of p has the ranks i W/p to (i+1) W/p of W. The caller guarantees that no stage spans two groups.
     """
 
     starts: tuple[FloatArray, ...]
@@ -291,8 +288,7 @@ class Placement:
         return number
 
     def pick(self, index: FloatArray, values: Sequence[T]) -> T:
-        """Select from `values` (one per group, arrays or records of arrays) those of stage `index` of each
-        candidate."""
+        """Return the value of the node group of stage `index` of each candidate; `values` has one entry per group."""
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 
     def stages(self, layout: Layout) -> list[FloatArray]:

@@ -1,6 +1,6 @@
-"""Parameters of a transformer on one rank, by component, and the flops of a step.
+"""Parameters of a transformer on one rank by component, and the flops of a step.
 
-Source: megatron-core 0.16's own modules; a test compares the counts with modules that it builds.
+A test compares the counts with modules that megatron-core 0.16 builds.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
 
 
 def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
-    """Return the weights of one layer that a rank holds.
+    """Return the number of weights of one layer on one rank, by component.
 
     Source: megatron-core 0.16 (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
     """
     model, tensor = train.model, layout.tensor
     h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
     norms = 2 * h
-    down, wide = projection_weights(model)
+    compression, projection = projection_weights(model)
     if model.multi_latent_attention:
-        qkv = down / (np.ones_like(tensor) if train.transformer_engine else tensor) + wide / tensor
+        qkv = compression / (np.ones_like(tensor) if train.transformer_engine else tensor) + projection / tensor
         norms += sum(latent_widths(model)[:2]) * model.qk_layernorm
     else:
-        qkv = (wide + model.add_qkv_bias * sum(widths(model))) / tensor
+        qkv = (projection + model.add_qkv_bias * sum(widths(model))) / tensor
         norms += 2 * model.kv_channels * model.qk_layernorm
     parts = {"qkv_proj": qkv, "out_proj": h * attended(model) / tensor, "norms": np.full_like(tensor, norms)}
     if not moe:
         return {**parts, "ffn": matrices * h * model.ffn_hidden_size / tensor}
     experts = model.num_moe_experts or 0
     parts["router"] = np.full_like(tensor, h * experts)
-    each = matrices * h * (model.moe_ffn_hidden_size or 0)
-    parts["experts"] = each * experts / (layout.expert * layout.expert_tensor)
+    expert_weights = matrices * h * (model.moe_ffn_hidden_size or 0)
+    parts["experts"] = expert_weights * experts / (layout.expert * layout.expert_tensor)
     if model.moe_shared_expert_intermediate_size:
         parts["shared_experts"] = matrices * h * model.moe_shared_expert_intermediate_size / tensor
     return parts
@@ -65,32 +65,32 @@ def edge_parameters(
     norm: FloatArray | None = None,
     mtp: FloatArray | float = 0.0,
 ) -> Parts:
-    """Return embedding, final norm and output head of a stage; `first` and `last` are 1 where the stage is that one,
-    `norm` and `mtp` where it has the final norm (None: the last stage) and multi-token prediction.
+    """Return the weights of embedding, final norm and output head of a stage.
 
-    With more than one stage a tied head is a second copy of the embedding on the last stage, and so is the
-    embedding of multi-token prediction. Source: megatron-core 0.16 `gpt_model.py`, `transformer_block.py`.
+    `first` and `last` are 1 for the first and last stage, `norm` and `mtp` for a stage with the final norm (None: the
+    last stage) and with multi-token prediction. With several stages a tied head and multi-token prediction have their
+    own copies of the embedding. Source: megatron-core 0.16 `gpt_model.py`, `transformer_block.py`.
     """
     model = train.model
     table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
-    alone = first * last
-    head = last if model.untie_embeddings_and_output_weights else last - alone
+    is_only_stage = first * last
+    head = last if model.untie_embeddings_and_output_weights else last - is_only_stage
     copies = np.maximum(first, mtp)
     norms = model.hidden_size * (last if norm is None else norm)
     return {"embedding": table * copies, "output_head": table * head, "norms": norms}
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
-    """Return the weights of all multi-token-prediction depths, experts separately. Source: megatron-core 0.16."""
+    """Return the weights of all depths of multi-token prediction, experts separately. Source: megatron-core 0.16."""
     model, depths = train.model, train.model.mtp_num_layers
     layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
-    own = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
-    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), own)
+    extra_weights = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
+    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), extra_weights)
     return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
 
 
 def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
-    """Return the weights of one stage that a rank holds, by component."""
+    """Return the number of weights of one stage on one rank, by component."""
     model = train.model
     parts = edge_parameters(
         train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
@@ -104,34 +104,34 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
 
 
 def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes of the tensor between two layers: what recompute stores, and what pipeline stages send."""
+    """Return the bytes of the tensor between two layers, which full recompute stores and pipeline stages send."""
     return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
 
 
 def model_flops(train: Training) -> float:
-    """Return the flops of one step that the model needs, forward and backward, nothing computed twice.
+    """Return the flops of forward and backward of one step without recompute.
 
-    Source: `num_floating_point_operations` of Megatron-LM core_v0.16 (6 flops a weight and token, causal half of
-    the attention scores, no router). Weights that adapters leave alone have no gradients: 4 flops; those of the
-    adapters themselves are not counted.
+    Source: `num_floating_point_operations` of Megatron-LM core_v0.16 (6 flops per weight and token, causal half of the
+    attention scores, no router). With adapters the frozen weights have no gradients (4 flops), and the adapters are
+    not counted.
     """
     model = train.model
-    h, ratio = model.hidden_size, 3 if model.gated_linear_unit else 2
+    h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
     scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (widths(model)[0] + attended(model))
     attention = sum(projection_weights(model)) + attended(model) * h
-    dense = ratio * h * model.ffn_hidden_size
+    ffn = matrices * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
-    sparse = ratio * h * active
+    moe = matrices * h * active
     dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     depths = model.mtp_num_layers
-    layers = model.num_layers * attention + dense_layers * dense + (model.num_layers - dense_layers) * sparse
-    mtp = depths * (attention + (dense if model.num_moe_experts is None else sparse) + 2 * h * h + 3 * h)
+    layers = model.num_layers * attention + dense_layers * ffn + (model.num_layers - dense_layers) * moe
+    mtp = depths * (attention + (ffn if model.num_moe_experts is None else moe) + 2 * h * h + 3 * h)
     weights = layers + mtp + h * model.vocab_size * (1 + depths)
-    each = 4.0 if train.options.adapters else 6.0
-    return train.global_batch * train.sequence * (each * weights + 6.0 * scores)
+    flops_per_weight = 4.0 if train.options.adapters else 6.0
+    return train.global_batch * train.sequence * (flops_per_weight * weights + 6.0 * scores)
 
 
-def add_parts(into: Parts, parts: Parts, times: FloatArray | float = 1.0) -> None:
-    """Add each component of `parts`, multiplied by `times`, to those of `into`."""
+def add_parts(total: Parts, parts: Parts, factor: FloatArray | float = 1.0) -> None:
+    """Add each component of `parts`, multiplied by `factor`, to `total` in place."""
     for name, value in parts.items():
-        into[name] = into[name] + value * times if name in into else value * times
+        total[name] = total[name] + value * factor if name in total else value * factor

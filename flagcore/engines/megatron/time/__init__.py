@@ -1,1 +1,1 @@
-"""Time of a training step: layers, stages, pipeline, exchange of gradients, optimizer."""
+"""Time of a training step: layers, stages, pipeline, gradient reduction, optimizer."""

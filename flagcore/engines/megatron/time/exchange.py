@@ -14,31 +14,30 @@ from flagcore.engines.megatron.time.passes import Linear
 from flagcore.engines.transformer import widths
 from flagcore.physics.schedules.catalogue import SCHEDULES
 
-OVERLAPPED_EXPOSED = 0.7
-"""Share of a tensor-parallel collective that is waited for although it is split and overlaps its product
-(`tp_comm_overlap`, which needs sequence parallelism). Fitted to published runs on one generation of accelerators:
-0.5 to 0.8."""
+EXPOSED_SHARE = 0.7
+"""Exposed share of a tensor-parallel collective that is split to overlap its product (`tp_comm_overlap`). Fitted to
+published runs on one generation of accelerators: 0.5 to 0.8."""
 
 
-def integers(array: FloatArray) -> IntArray:
-    """Return counts as the integers that a collective takes."""
+def as_integers(array: FloatArray) -> IntArray:
+    """Return float counts as the integers that cost tables take."""
     return array.astype(np.int64)
 
 
 def collective(
     costs: Costs, kind: str, payload: FloatArray, ranks: FloatArray, stride: FloatArray | None = None
 ) -> FloatArray:
-    """Return the seconds of a collective among `ranks` devices, `stride` (1 by default) apart."""
-    apart = integers(np.ones_like(ranks) if stride is None else stride)
-    return costs.collectives.seconds(kind, payload, integers(ranks), apart)
+    """Return the seconds of a collective among `ranks` devices whose indices differ by `stride` (default 1)."""
+    strides = as_integers(np.ones_like(ranks) if stride is None else stride)
+    return costs.collectives.seconds(kind, payload, as_integers(ranks), strides)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorExchange:
     """Seconds of the collectives around one block of tensor-parallel layers (attention, or an FFN).
 
-    Without sequence parallelism `enter` is nothing and `leave` an all-reduce; with it, `enter` gathers the tokens
-    and `leave` scatters their sums (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
+    With sequence parallelism a block gathers its input tokens and reduce-scatters its output; without it, the block
+    all-reduces its output (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2).
     """
 
     gather: FloatArray
@@ -49,7 +48,7 @@ class TensorExchange:
     @classmethod
     def of(cls, train: Training, layout: Layout, costs: Costs) -> TensorExchange:
         payload = train.value_bytes * train.model.hidden_size * layout.tokens(train.sequence)
-        exposed = OVERLAPPED_EXPOSED if train.options.tp_comm_overlap else 1.0
+        exposed = EXPOSED_SHARE if train.options.tp_comm_overlap else 1.0
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         gather, scatter, reduce = (collective(costs, kind, payload, layout.tensor) for kind in kinds)
         return cls(exposed * gather, exposed * scatter, reduce, layout.sequence_parallel)
@@ -59,21 +58,21 @@ class TensorExchange:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
     def backward(self, first: Linear) -> FloatArray:
-        """Return the wait time of a block in its backward pass; `first` is its first layer.
+        """Return the exposed communication of a block's backward pass; `first` is its first linear layer.
 
-        The gradient of its output is gathered first (sequence parallel). Behind that layer's own products hide
-        the second gather of its input (behind the gradient of the input) and the reduction of the input's gradient
-        (behind the gradient of the weight). Source: megatron-core 0.16 `tensor_parallel/layers.py`.
+        With sequence parallelism the gradient of the output is gathered first. The second gather of the input overlaps
+        the product for the input gradient, and the reduction of the input gradient overlaps the product for the weight
+        gradient. Source: megatron-core 0.16 `tensor_parallel/layers.py`.
         """
         weight = first.weight_gradient
-        hidden = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
-        return np.where(self.sequence_parallel > 0, self.gather + hidden, np.maximum(self.reduce - weight, 0.0))
+        exposed = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
+        return np.where(self.sequence_parallel > 0, self.gather + exposed, np.maximum(self.reduce - weight, 0.0))
 
 
 def context_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return one passage of all keys and values round the context-parallel ranks (arXiv 2310.01889).
+    """Return the seconds of one exchange of all keys and values among the context-parallel ranks (arXiv 2310.01889).
 
-    With `cp_comm` a2a, queries, keys, values and outputs change from split tokens to split heads and back
+    With `cp_comm` a2a, queries, keys, values and outputs are redistributed between splits by tokens and by heads
     (DeepSpeed Ulysses, arXiv 2309.14509).
     """
     query, key, value = widths(train.model)
@@ -86,91 +85,93 @@ def context_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArra
 
 
 def expert_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray:
-    """Return one exchange of token copies among expert ranks: a dispatch, or a combine.
+    """Return the seconds of one exchange of tokens among expert ranks: a dispatch or a combine.
 
-    A rank sends each of its tokens to `topk` experts; where a dispatcher sends a token to each rank at most once,
-    fewer copies travel: e (1 - (1 - 1/e)^k) of k for routing at random over e ranks (derived). The all-gather
-    dispatcher gathers all tokens instead.
+    A rank sends each token to `topk` experts. The flex dispatcher sends a token to each rank at most once, which is
+    e (1 - (1 - 1/e)^k) copies for random routing to k of the experts on e ranks (derived). The allgather dispatcher
+    gathers all tokens.
     """
     model, options = train.model, train.options
     topk = float(model.moe_router_topk)
     if options.dispatcher == "flex":
-        distinct = layout.expert * (1.0 - (1.0 - 1.0 / layout.expert) ** topk)
-        copies = np.minimum(distinct, topk)
+        distinct_ranks = layout.expert * (1.0 - (1.0 - 1.0 / layout.expert) ** topk)
+        copies = np.minimum(distinct_ranks, topk)
     else:
         copies = np.full_like(layout.expert, topk)
     tokens = layer_input_bytes(train, layout)
-    gathers = options.dispatcher == "allgather"
-    kind, payload = ("all_gather", tokens * layout.expert) if gathers else ("all_to_all", copies * tokens)
+    is_gather = options.dispatcher == "allgather"
+    kind, payload = ("all_gather", tokens * layout.expert) if is_gather else ("all_to_all", copies * tokens)
     exchange = collective(costs, kind, payload, layout.expert, layout.expert_tensor)
     return exchange + collective(costs, "all_gather", copies * tokens * layout.expert_tensor, layout.expert_tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Seconds of one message: the `usual` one, the slowest inside a node group, and how much `longer` it takes from one
-    group to the next. None where nothing is, as in a cluster of one group.
+    """Seconds of one message between pipeline stages.
+
+    `usual` is the slowest message inside a node group, `longer` the additional time of a message between two groups,
+    None in a cluster of one group.
     """
 
     usual: FloatArray
     longer: FloatArray | None = None
 
     @classmethod
-    def of(cls, train: Training, layout: Layout, costs: Costs, place: Placement) -> Messages:
-        """Return the messages of one micro-batch's hidden states.
+    def of(cls, train: Training, layout: Layout, costs: Costs, placement: Placement) -> Messages:
+        """Return the seconds of a message with the hidden states of one micro-batch.
 
-        Schedules that fold the pipeline go from group to group both ways, and take the slowest message for all.
+        Schedules that fold the pipeline cross the groups in both directions and have the slowest message everywhere.
         """
         payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
-        pair = integers(np.minimum(layout.pipeline, 2.0))
+        pair = as_integers(np.minimum(layout.pipeline, 2.0))
         if costs.between is None:
             return cls(_mean_send(costs.collectives, payload, stage, layout.pipeline))
-        counts, stride = place.stages(layout), integers(stage)
-        inside = [
+        counts, stride = placement.stages(layout), as_integers(stage)
+        inside_group = [
             _mean_send(each.collectives, payload, stage, count)
             for each, count in zip(costs.groups, counts, strict=True)
         ]
         between = costs.between.seconds("send", payload, pair, stride)
-        several = np.maximum.reduce(counts) > 1.0
-        usual = np.where(several, np.maximum.reduce(inside), between)
+        has_several = np.maximum.reduce(counts) > 1.0
+        usual = np.where(has_several, np.maximum.reduce(inside_group), between)
         if SCHEDULES[train.options.schedule or "interleaved"].parts == 2:
             return cls(np.maximum(usual, between))
         return cls(usual, np.maximum(between - usual, 0.0))
 
-    def mean(self, layout: Layout, place: Placement) -> FloatArray:
+    def mean(self, layout: Layout, placement: Placement) -> FloatArray:
         if self.longer is None:
             return self.usual
         ring = (layout.virtual > 1.0) * 1.0  # the last stage sends to the first
-        crossings = len(place.starts) + ring
+        crossings = len(placement.starts) + ring
         return self.usual + self.longer * crossings / np.maximum(layout.pipeline - 1.0 + ring, 1.0)
 
     def send_delays(
-        self, length: int, rows: IntArray, layout: Layout, place: Placement
+        self, length: int, rows: IntArray, layout: Layout, placement: Placement
     ) -> tuple[FloatArray, FloatArray] | None:
-        """Return for how much longer each stage sends forward and backward in pipelines of `length`, (stages, rows)."""
+        """Return the additional seconds of each stage's messages forward and backward, (stages, rows)."""
         if self.longer is None:
             return None
-        each, longer = layout.virtual[rows], self.longer[rows]
+        virtual, longer = layout.virtual[rows], self.longer[rows]
         forward, backward = np.zeros((2, length, rows.size))
         for stage in range(1, length):
-            crosses = np.logical_or.reduce([start[rows] == stage for start in place.starts])
-            forward[stage - 1] = backward[stage] = each * longer * crosses
-        forward[-1] = backward[0] = (each - 1.0) * longer
+            crosses = np.logical_or.reduce([start[rows] == stage for start in placement.starts])
+            forward[stage - 1] = backward[stage] = virtual * longer * crosses
+        forward[-1] = backward[0] = (virtual - 1.0) * longer
         return forward, backward
 
 
 def _mean_send(collectives: CollectiveCosts, payload: FloatArray, stage: FloatArray, stages: FloatArray) -> FloatArray:
-    """Return the mean time of a message between neighbours of `stages` stages of `stage` devices each.
+    """Return the mean seconds of a message between neighbours of `stages` stages with `stage` devices each.
 
-    Where several stages share a node, or a rack, some of the borders between them are its own: of p stages,
-    p / 2**k - 1 borders lie at multiples of 2**k stages, and messages over them travel as far as such a block is wide.
+    Several stages may share a node or a rack. Of p stages, p / 2**k - 1 boundaries lie at multiples of 2**k stages;
+    messages over them have the distance of 2**k stages.
     """
-    pair, borders = integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)
+    pair, boundaries = as_integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)
     total, width = np.zeros_like(payload), 1.0
     while np.any(width < np.maximum(stages, 2.0)):
-        here = np.maximum(np.ceil(stages / width) - 1.0, 0.0) - np.maximum(np.ceil(stages / (2.0 * width)) - 1.0, 0.0)
-        some = np.flatnonzero(here > 0) if width > 1.0 else slice(None)
-        distance = integers(stage[some] * width)
-        total[some] += here[some] * collectives.seconds("send", payload[some], pair[some], distance)
+        count = np.maximum(np.ceil(stages / width) - 1.0, 0.0) - np.maximum(np.ceil(stages / (2.0 * width)) - 1.0, 0.0)
+        rows = np.flatnonzero(count > 0) if width > 1.0 else slice(None)
+        distance = as_integers(stage[rows] * width)
+        total[rows] += count[rows] * collectives.seconds("send", payload[rows], pair[rows], distance)
         width *= 2.0
-    return total / borders
+    return total / boundaries

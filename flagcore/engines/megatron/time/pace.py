@@ -1,6 +1,6 @@
-"""Seconds of a micro-batch on a stage by its number of layers: the sum in `StageTime.busy`, of few figures a candidate.
+"""A fast estimate of the seconds of a micro-batch on a stage by its number of layers, equal to `StageTime.busy`.
 
-Splits are compared by it many times; `flagcore.engines.megatron.time.step` works out every part of one.
+The search for splits calls it many times; `flagcore.engines.megatron.time.step` computes every part of a step.
 """
 
 from __future__ import annotations
@@ -19,44 +19,46 @@ from flagcore.engines.megatron.time.passes import Block, StageTime
 from flagcore.engines.megatron.time.step import (
     ACCUMULATION_BYTES,
     FUSED_ACCUMULATION_BYTES,
-    GRAPHED,
-    LAG,
+    LAUNCH_NORM,
+    LAUNCH_SHARE,
     LAYER_COUNTS,
-    SHORTEST,
+    MIN_SECONDS,
     Blocks,
 )
 
 DEPENDS_ON = (*LAYER_COUNTS, "pipeline", "virtual", "selective", "uniform", "block")
-"""The counts of a candidate that the seconds of its stages depend on, besides their layers."""
+"""Fields of a layout that determine the seconds of its stages, except their numbers of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes(ArrayRecord):
-    """Seconds and launched kernels of a block forward, and backward with the gradients of its weights."""
+    """Seconds and kernel launches of a block's forward, and of its backward with weight gradients."""
 
     forward: FloatArray
     launches: FloatArray
     backward: FloatArray
-    launched: FloatArray
+    backward_launches: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks(ArrayRecord):
-    """A layer, with experts if the model has any, a leading dense layer, the embedding, and the head. `once` are the
-    seconds of a stage besides, `recomputed` the layers of a stage whose forward pass is repeated, inf for all.
+    """Passes through a layer (an MoE layer if the model has any), a leading dense layer, embedding, and head.
+
+    `once_s` is added once per stage in seconds. `recomputed_layers` is the number of layers of a stage that are
+    recomputed in full, inf for all.
     """
 
     layer: _Passes
-    leading: _Passes
-    entry: _Passes
+    leading_layer: _Passes
+    embedding: _Passes
     head: _Passes
-    once: FloatArray
-    recomputed: FloatArray
+    once_s: FloatArray
+    recomputed_layers: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The seconds of stages of each candidate. `host` is a launch, `depths` are those of multi-token prediction."""
+    """Computes the seconds of stages of each candidate. `host` is the seconds of a launch, `depths` the MTP layers."""
 
     blocks: _Blocks
     host: float
@@ -65,58 +67,61 @@ class Pace:
 
     @classmethod
     def of(cls, train: Training, layout: Layout, costs: Costs, blocks: Blocks) -> Pace:
-        """Return the pace of each candidate on the devices of `costs`; `blocks` are theirs. Nothing is offloaded."""
-        none, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
-        few, which, parts, experts = blocks.few, blocks.which, blocks.parts[0], train.model.num_moe_experts is not None
-        dense, entry = _weights(train, few, dense=1.0), _weights(train, few, first=1.0)
-        layer = _weights(train, few, layers=1.0) if experts else dense
-        head = _weights(train, few, last=1.0, mtp=depths) - depths * layer  # its layers are counted as layers
+        """Return the estimate of each candidate on the devices of `costs`, without offload of activations."""
+        zeros, depths = np.zeros_like(layout.data), float(train.model.mtp_num_layers)
+        rows, index, parts = blocks.combinations, blocks.index, blocks.parts[0]
+        has_experts = train.model.num_moe_experts is not None
+        dense_weights, embedding = _weights(train, rows, dense=1.0), _weights(train, rows, first=1.0)
+        layer_weights = _weights(train, rows, layers=1.0) if has_experts else dense_weights
+        head_weights = _weights(train, rows, last=1.0, mtp=depths) - depths * layer_weights  # without its layers
         accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
-        one, two = (costs.kernels.memory_seconds(accumulation * times * layer) for times in (8.0, 16.0))
-        trained = 0.0 if train.options.adapters else 1.0
+        once, twice = (costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0))
+        is_trained = 0.0 if train.options.adapters else 1.0
 
         def passes(block: Block | StageTime, weights: FloatArray) -> _Passes:
-            gradients = trained * (block.weight + (two - one) * weights / (8.0 * layer))
+            gradients = is_trained * (block.weight + (twice - once) * weights / (8.0 * layer_weights))
             forward, backward = block.forward, block.backward
             return _Passes(forward.total, forward.launches, backward.total + gradients, backward.launches)
 
         def layers(block: Block, weights: FloatArray) -> _Passes:
-            repeated = _Passes(none, none, block.repeated.total[which], block.repeated.launches[which])
-            return passes(block, weights)[which] + repeated * layout.selective
+            repeated = _Passes(zeros, zeros, block.repeated.total[index], block.repeated.launches[index])
+            return passes(block, weights)[index] + repeated * layout.selective
 
-        found = _Blocks(
-            layer=layers(parts.moe if experts else parts.dense, layer),
-            leading=layers(parts.dense, dense),
-            entry=passes(parts.embedding, entry)[which],
-            head=passes(parts.head, head)[which],
-            once=trained * (2.0 * one - two)[which],
-            recomputed=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
+        passes_by_block = _Blocks(
+            layer=layers(parts.moe if has_experts else parts.dense, layer_weights),
+            leading_layer=layers(parts.dense, dense_weights),
+            embedding=passes(parts.embedding, embedding)[index],
+            head=passes(parts.head, head_weights)[index],
+            once_s=is_trained * (2.0 * once - twice)[index],
+            recomputed_layers=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
         )
-        host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
-        return cls(found, host, 1.0 if costs.synchronous else LAG, depths)
+        host = costs.kernels.launch_seconds() * LAUNCH_SHARE[train.options.cuda_graph]
+        return cls(passes_by_block, host, 1.0 if costs.synchronous else LAUNCH_NORM, depths)
 
     def __getitem__(self, rows: IntArray) -> Pace:
         return replace(self, blocks=self.blocks[rows])
 
     def seconds(self, layers: FloatArray, leading: int, *, first: bool = False, last: bool = False) -> FloatArray:
-        """Return the seconds of one micro-batch on a stage with so many layers, `leading` of them dense."""
+        """Return the seconds of one micro-batch on a stage with `layers` layers, of which `leading` are dense."""
         blocks = self.blocks
         total = blocks.layer * (layers - leading + self.depths * last)
         if leading:
-            total = total + blocks.leading * float(leading)
-        share = np.minimum(blocks.recomputed / np.maximum(layers, 1.0), 1.0)
-        backward, launched = total.backward + share * total.forward, total.launched + share * total.launches
-        total = _Passes(total.forward, total.launches, backward + blocks.once, launched)
+            total = total + blocks.leading_layer * float(leading)
+        share = np.minimum(blocks.recomputed_layers / np.maximum(layers, 1.0), 1.0)
+        backward = total.backward + share * total.forward + blocks.once_s
+        backward_launches = total.backward_launches + share * total.launches
+        total = _Passes(total.forward, total.launches, backward, backward_launches)
         if first:
-            total = total + blocks.entry
+            total = total + blocks.embedding
         if last:
             total = total + blocks.head
-        return self._launched(total.forward, total.launches) + self._launched(total.backward, total.launched)
+        forward = self._with_launches(total.forward, total.launches)
+        return forward + self._with_launches(total.backward, total.backward_launches)
 
-    def _launched(self, device: FloatArray, launches: FloatArray) -> FloatArray:
+    def _with_launches(self, device: FloatArray, launches: FloatArray) -> FloatArray:
         if not self.host:
             return device
-        busy = np.maximum(device, SHORTEST)
+        busy = np.maximum(device, MIN_SECONDS)
         ratio = launches * self.host / busy
         return device + busy * ((1.0 + ratio**self.lag) ** (1.0 / self.lag) - 1.0)
 
@@ -131,9 +136,9 @@ def _weights(
     last: float = 0.0,
     mtp: float = 0.0,
 ) -> FloatArray:
-    """Return the weights of a stage with these parts; `layers` are those with experts."""
-    none = np.zeros_like(layout.data)
-    held = Part(*(none + each for each in (first, last, last, dense + layers, dense, mtp)))
-    parts: dict[str, FloatArray] = {each.name: getattr(held, each.name) for each in fields(held)}
-    stage = Stage(**parts, index=none, chunk=none, in_flight=none, deferred=none, copies=1.0)
-    return sum(split_parameters(stage_parameters(train, layout, stage)), none)
+    """Return the number of weights of a stage with these parts; `layers` is the number of MoE layers."""
+    zeros = np.zeros_like(layout.data)
+    part = Part(*(zeros + each for each in (first, last, last, dense + layers, dense, mtp)))
+    parts: dict[str, FloatArray] = {each.name: getattr(part, each.name) for each in fields(part)}
+    stage = Stage(**parts, index=zeros, chunk=zeros, in_flight=zeros, deferred=zeros, copies=1.0)
+    return sum(split_parameters(stage_parameters(train, layout, stage)), zeros)

@@ -1,4 +1,4 @@
-"""Seconds of a pass through a part of the model by category, linear layers and element-wise kernels."""
+"""Seconds of a pass through a part of the model, of linear layers, and of element-wise kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ACTIVATION_PASSES = {
     (False, True): (8.0, 24.0),
     (False, False): (5.0, 12.0),
 }
-"""Times that an activation function moves one tensor of the FFN's width, forward and backward, by whether it is one
-kernel and by whether it is gated. In torch operations: fitted to 12 measured ranks (gated; 10
-and 32 where nothing is fused), the other by proportion."""
+"""Memory passes of an activation function over one tensor of the FFN's width, forward and backward, by whether it is
+one kernel and whether it is gated. The values for several kernels are fitted to 12 measured ranks (gated; 10 and 32
+without any fusion); those without a gate are proportional."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds(ArrayRecord):
-    """Kernels, and the collectives that kernels wait for, by what they belong to. `launches` counts kernels."""
+    """Seconds of kernels and of exposed collectives by kind of parallelism. `launches` is the number of kernels."""
 
     compute: FloatArray
     tensor: FloatArray
@@ -33,9 +33,9 @@ class Seconds(ArrayRecord):
 
     @classmethod
     def of(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
-        """Return seconds of kernels and of `others`; what is not given is 0."""
-        none = np.zeros_like(compute)
-        parts = {"tensor": none, "context": none, "expert": none, "launches": none, **others}
+        """Return seconds of kernels and of `others`; missing fields are 0."""
+        zeros = np.zeros_like(compute)
+        parts = {"tensor": zeros, "context": zeros, "expert": zeros, "launches": zeros, **others}
         return cls(compute, **parts)
 
     @property
@@ -45,9 +45,9 @@ class Seconds(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class Block(ArrayRecord):
-    """A part of a model: forward, backward to its input, the gradients of its weights (kernels alone).
+    """Seconds of a part of the model: forward, backward to its input, and kernels of the weight gradients.
 
-    `repeated` is what selective recompute adds to the backward pass.
+    `repeated` is added to the backward pass by selective recompute.
     """
 
     forward: Seconds
@@ -58,7 +58,7 @@ class Block(ArrayRecord):
 
 @dataclass(frozen=True, slots=True)
 class StageTime(ArrayRecord):
-    """Seconds of one micro-batch through one pipeline stage: forward, backward to its input, weights' gradients."""
+    """Seconds of one micro-batch on one pipeline stage: forward, backward to its input, weight gradients."""
 
     forward: Seconds
     backward: Seconds
@@ -70,9 +70,9 @@ class StageTime(ArrayRecord):
 
 
 def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return a norm forward (its tensor moved 2.5 times) and backward (5 times, the gradient of its weight included).
+    """Return the seconds of a norm: forward (2.5 passes over its tensor) and backward (5 passes).
 
-    Measured on one accelerator at sizes that fill it: 2.3 to 3.3 and 6.3 to 7.5.
+    On one accelerator, 2.3 to 3.3 and 6.3 to 7.5 passes were measured at sizes that fill it.
     """
     return kernels.memory_seconds(2.5 * tensor_bytes), kernels.memory_seconds(5.0 * tensor_bytes)
 
@@ -80,9 +80,10 @@ def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatA
 def activation_seconds(
     train: Training, kernels: KernelCosts, tensor_bytes: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return an FFN's activation function forward and backward; `tensor_bytes` is one tensor of the FFN's width.
+    """Return the seconds of an FFN's activation function, forward and backward.
 
-    One kernel reads gate and value and writes their product (3), and reads three to write two backward (5).
+    `tensor_bytes` is the size of one tensor of the FFN's width. A single kernel reads two tensors and writes one, and
+    backward reads three and writes two.
     """
     forward, backward = ACTIVATION_PASSES[train.transformer_engine, train.model.gated_linear_unit]
     return kernels.memory_seconds(forward * tensor_bytes), kernels.memory_seconds(backward * tensor_bytes)
@@ -90,7 +91,7 @@ def activation_seconds(
 
 @dataclass(frozen=True, slots=True)
 class Linear(ArrayRecord):
-    """Seconds of a linear layer's three products: output, gradient of the input, gradient of the weight."""
+    """Seconds of a linear layer's three products: output, input gradient, weight gradient."""
 
     forward: FloatArray
     input_gradient: FloatArray
@@ -98,10 +99,10 @@ class Linear(ArrayRecord):
 
 
 def linear(
-    kernels: KernelCosts, tokens: FloatArray, inner: FloatArray | float, outer: FloatArray | float, precision: str
+    kernels: KernelCosts, tokens: FloatArray, inputs: FloatArray | float, outputs: FloatArray | float, precision: str
 ) -> Linear:
-    """Return the three products of Y[tokens, outer] = X[tokens, inner] W[inner, outer]."""
-    width_in, width_out = np.broadcast_to(inner, tokens.shape), np.broadcast_to(outer, tokens.shape)
+    """Return the seconds of the linear layer Y[tokens, outputs] = X[tokens, inputs] W[inputs, outputs]."""
+    width_in, width_out = np.broadcast_to(inputs, tokens.shape), np.broadcast_to(outputs, tokens.shape)
     return Linear(
         kernels.gemm_seconds(tokens, width_out, width_in, precision),
         kernels.gemm_seconds(tokens, width_in, width_out, precision),

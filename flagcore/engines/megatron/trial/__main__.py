@@ -1,7 +1,7 @@
 """Entry point: `python -m flagcore.engines.megatron.trial JOB.json`.
 
-It forks the job's ranks, or the one that the job probes. Exit codes: 0 measured, 2 invalid configuration, 3 out of
-memory, 1 other errors, 128 + signal if ended by one.
+It forks the job's ranks, or the single rank of a probe. Exit codes: 0 success, 2 invalid configuration, 3 out of
+memory, 1 other errors, 128 + signal if a signal ended it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from flagcore.engines.megatron.trial.job import Job, JobError, load_job
 def main(arguments: list[str]) -> int:
     """Run the job named on the command line and return the exit code."""
     try:
-        job = read(arguments)
+        job = read_job(arguments)
     except JobError as error:
         return failures.report(error)
     prepare(job)
     try:
-        clear(job.output)
+        clear_output(job.output)
         import_s = warm_up(job)
     except Exception as error:
         return failures.report(error)
-    task = partial(work, job, import_s)
+    task = partial(run_forked_rank, job, import_s)
     if job.nodes == 1:
         return ranks.run_ranks(job.processes, task)
     first = int(os.environ["NODE_RANK"]) * job.processes
@@ -40,20 +40,20 @@ def main(arguments: list[str]) -> int:
 
 
 def ready(arguments: list[str]) -> None:
-    """Import what the job named on the command line needs, and start nothing."""
-    job = read(arguments)
+    """Import the modules that the job named on the command line needs, without running it."""
+    job = read_job(arguments)
     prepare(job)
     warm_up(job)
 
 
-def read(arguments: list[str]) -> Job:
+def read_job(arguments: list[str]) -> Job:
     """Return the job named on the command line. Raises JobError."""
     if len(arguments) != 1:
         raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
     return load_job(Path(arguments[0]))
 
 
-def clear(folder: Path) -> None:
+def clear_output(folder: Path) -> None:
     """Create the output folder and remove results of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("steps.jsonl", "metrics.json"):
@@ -70,16 +70,16 @@ def prepare(job: Job) -> None:
 
 
 def warm_up(job: Job) -> float:
-    """Import torch and megatron once for all ranks, on a CPU only; returns the seconds that it took.
+    """On a CPU, import torch and megatron once for all ranks; return the seconds of the imports.
 
-    On an accelerator nothing is imported before the fork: an initialized driver does not survive it, and the ranks have
+    On an accelerator nothing is imported before the fork: a fork breaks an initialized driver, and the ranks have
     enough cores to import in parallel.
     """
     return import_rank(job) if job.device.type == "cpu" else 0.0
 
 
 def import_rank(job: Job) -> float:
-    """Import torch, the modules that register the device, and the program of a rank; returns the seconds."""
+    """Import torch, the modules that register the device, and the program of a rank; return the seconds."""
     start = time.perf_counter()
     program = "flagcore.engines.megatron.trial." + ("rank" if job.probe is None else "probe")
     for name in ("torch", *job.device.preload, program):
@@ -87,8 +87,8 @@ def import_rank(job: Job) -> float:
     return time.perf_counter() - start
 
 
-def work(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
-    """Run rank `number`; returns the exit code. Failures are reported on stderr."""
+def run_forked_rank(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
+    """Run rank `number` and return its exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)
         if job.probe is not None:
@@ -108,4 +108,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a failed rank must not wait for collectives that no rank will answer
+    os._exit(code)  # a failed rank must not wait for collectives that never complete

@@ -1,4 +1,4 @@
-"""Megatron-core's configurations of the model, of the gradient buffers and of the optimizer, from the job."""
+"""Builds Megatron-core's configurations of the model, the gradient buffers and the optimizer from the job."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from flagcore.engines.megatron.trial.job import Job, JobError
-from flagcore.engines.megatron.trial.releases import accepted, configured
+from flagcore.engines.megatron.trial.releases import accepted_arguments, build_config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
 _EIGHT_BITS = {"fp8": "delayed", "mxfp8": "mxfp8"}
-"""Precisions whose matrix products are in 8 bits, and the recipe of their scales: Megatron-LM's default, and the one
-that gives the precision its name. Weights and activations between layers are bf16."""
-_WITHOUT_RANGE = ("mxfp8", "blockwise")
-"""Recipes with a scale for each small block: gradients need no format with a wider range."""
-_OF_MODEL = (
+"""Precisions with 8-bit matrix products, and the default recipe of their scales. Weights and activations between layers
+are bf16."""
+_BLOCK_RECIPES = ("mxfp8", "blockwise")
+"""Recipes with a scale for each small block: gradients do not need a format with a wider range."""
+_MODEL_FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("qk_layernorm", "add_qkv_bias", "gated_linear_unit"),
 )
-_OF_CANDIDATE = (
+_CANDIDATE_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("tp_comm_overlap", "cp_comm_type", "cross_entropy_loss_fusion"),
 )
-_OF_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_FUSED = (
+_RECOMPUTE_FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_FUSIONS = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
     *("gradient_accumulation_fusion", "apply_rope_fusion", "persist_layer_norm"),
 )
-_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_FIRST_LOSS_SCALE = 2.0**12  # fp16; the usual 2**32 skips the first steps, which are the ones measured here
+_STATE_FIELDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_FIRST_LOSS_SCALE = 2.0**12  # the default of 2**32 skips the first fp16 steps, which a trial measures
 
 
 def transformer_config(job: Job) -> Any:
-    """Translate the job into Megatron's configuration; its checks raise AssertionError or ValueError."""
+    """Return Megatron's configuration of the model. Its checks raise AssertionError or ValueError."""
     model, candidate = job.model, job.candidate
     dtype = _DTYPES.get(job.train.precision, torch.bfloat16)
     values: dict[str, Any] = {
-        **{name: getattr(model, name) for name in _OF_MODEL},
-        **{name: getattr(candidate, name) for name in _OF_CANDIDATE},
+        **{name: getattr(model, name) for name in _MODEL_FIELDS},
+        **{name: getattr(candidate, name) for name in _CANDIDATE_FIELDS},
         **_fusions(job),
-        **_eight_bits(job),
-        **_messages(job),
+        **_eight_bit_values(job),
+        **_message_values(job),
         "mtp_num_layers": model.mtp_num_layers or None,
         "mtp_loss_scaling_factor": 0.1,  # Megatron-LM's default, which 0.12 lacks
         "normalization": "RMSNorm",
@@ -57,43 +57,43 @@ def transformer_config(job: Job) -> Any:
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # The weights come from `set_initial_weights`. Megatron's own pass still marks which weights are split, and how.
+        # Megatron's initialization marks the split of each weight; `set_initial_weights` sets the values.
         "perform_initialization": True,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
+        "init_method": _keep_weight,
+        "output_layer_init_method": _keep_weight,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "virtual_pipeline_model_parallel_size": job.virtual_stages,
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
-        # Without tensor parallelism Megatron-LM clears the flag, where Megatron-core would refuse it.
+        # Megatron-core refuses sequence parallelism without tensor parallelism; Megatron-LM clears the flag.
         "sequence_parallel": candidate.sequence_parallel and candidate.tensor_model_parallel_size > 1,
         "pipeline_model_parallel_layout": candidate.pipeline_model_parallel_layout,
     }
     if candidate.recomputes:
-        values |= {name: getattr(candidate, name) for name in _OF_RECOMPUTE}
+        values |= {name: getattr(candidate, name) for name in _RECOMPUTE_FIELDS}
         if candidate.recompute_modules is not None:
             values["recompute_modules"] = list(candidate.recompute_modules)
     if model.num_moe_experts is not None:
         values.update(_expert_values(job))
     if model.multi_latent_attention:
-        return configured(MLATransformerConfig, values | _latent_attention_values(job))
-    return configured(TransformerConfig, values)
+        return build_config(MLATransformerConfig, values | _latent_attention_values(job))
+    return build_config(TransformerConfig, values)
 
 
 def ddp_config(job: Job) -> Any:
-    """Return the configuration of the gradient buffers, of the default widths of Megatron-LM."""
-    candidate, wide = job.candidate, job.candidate.accumulate_allreduce_grads_in_fp32
-    narrow = candidate.grad_reduce_in_bf16 or job.train.precision == "fp16"
+    """Return the configuration of the gradient buffers, with Megatron-LM's default widths."""
+    candidate, fp32_setting = job.candidate, job.candidate.accumulate_allreduce_grads_in_fp32
+    is_narrow = candidate.grad_reduce_in_bf16 or job.train.precision == "fp16"
     values = {
         "use_distributed_optimizer": candidate.use_distributed_optimizer,
-        "grad_reduce_in_fp32": not narrow if wide is None else wide,
+        "grad_reduce_in_fp32": not is_narrow if fp32_setting is None else fp32_setting,
         "overlap_grad_reduce": candidate.overlap_grad_reduce,
         "overlap_param_gather": candidate.overlap_param_gather,
         "align_param_gather": job.virtual_stages is not None,
     }
-    return configured(DistributedDataParallelConfig, values)
+    return build_config(DistributedDataParallelConfig, values)
 
 
 def optimizer_config(job: Job, config: Any) -> Any:
@@ -111,39 +111,39 @@ def optimizer_config(job: Job, config: Any) -> Any:
         "use_distributed_optimizer": candidate.use_distributed_optimizer,
         "use_precision_aware_optimizer": candidate.use_precision_aware_optimizer,
     }
-    values |= {name: _STATE_DTYPES[kind] for name in _STATE if (kind := getattr(candidate, name)) is not None}
-    # From 0.14 on the optimizer must know, too.
-    values |= accepted(OptimizerConfig, overlap_param_gather=candidate.overlap_param_gather)
-    return configured(OptimizerConfig, values)
+    values |= {name: _STATE_DTYPES[kind] for name in _STATE_FIELDS if (kind := getattr(candidate, name)) is not None}
+    # from 0.14 on, also a field of the optimizer
+    values |= accepted_arguments(OptimizerConfig, overlap_param_gather=candidate.overlap_param_gather)
+    return build_config(OptimizerConfig, values)
 
 
 def _fusions(job: Job) -> dict[str, bool]:
-    """Return which steps are fused kernels: with transformer-engine those of Megatron-LM's defaults.
+    """Return the fusions: Megatron-LM's defaults with transformer-engine, none without.
 
-    Without it none: they need more libraries, and then every device could not run the same program.
+    Without transformer-engine they need further libraries, which not every device has.
     """
     if not job.transformer_engine:
-        return dict.fromkeys(_FUSED, False)
-    return dict.fromkeys(_FUSED, True) | {
+        return dict.fromkeys(_FUSIONS, False)
+    return dict.fromkeys(_FUSIONS, True) | {
         "bias_activation_fusion": job.model.gated_linear_unit,  # gelu needs a bias
-        "apply_rope_fusion": not job.model.multi_latent_attention,  # there for Yarn only
+        "apply_rope_fusion": not job.model.multi_latent_attention,  # only implemented for YaRN
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,  # by APEX
     }
 
 
-def _eight_bits(job: Job) -> dict[str, Any]:
+def _eight_bit_values(job: Job) -> dict[str, Any]:
     if job.train.precision not in _EIGHT_BITS:
         return {}
     recipe = job.candidate.fp8_recipe or _EIGHT_BITS[job.train.precision]
-    return {"fp8": "e4m3" if recipe in _WITHOUT_RANGE else "hybrid", "fp8_recipe": recipe}
+    return {"fp8": "e4m3" if recipe in _BLOCK_RECIPES else "hybrid", "fp8_recipe": recipe}
 
 
-def _messages(job: Job) -> dict[str, Any]:
-    """Return how pipeline stages exchange messages: only the interleaved schedule can do so during compute."""
+def _message_values(job: Job) -> dict[str, Any]:
+    """Return how pipeline stages exchange messages: only the interleaved schedule can overlap them with compute."""
     interleaved = job.virtual_stages is not None
     overlapped = interleaved and job.candidate.overlap_p2p_comm
     if interleaved and not overlapped and job.candidate.pipeline_model_parallel_size == 2:
-        raise JobError("overlap_p2p_comm = False needs more than two stages: messages of two stages would be mixed up")
+        raise JobError("overlap_p2p_comm = False needs more than two stages: two stages confuse each other's messages")
     values = {
         "overlap_p2p_comm": overlapped,
         "batch_p2p_comm": not overlapped,
@@ -151,25 +151,25 @@ def _messages(job: Job) -> dict[str, Any]:
     }
     if job.device.type == "cpu":
         values["batch_p2p_sync"] = False  # a device synchronisation after each pipeline transfer
-        # Gloo may still be sending outputs under the interleaved schedule: freed, losses go wrong without an error.
+        # Under the interleaved schedule gloo may still send outputs; freeing them would corrupt losses silently.
         values["deallocate_pipeline_outputs"] = not interleaved
     return values
 
 
 def _expert_values(job: Job) -> dict[str, Any]:
     model = job.model
-    dense = model.moe_first_dense_layers
+    dense_layers = model.moe_first_dense_layers
     return {
         "num_moe_experts": model.num_moe_experts,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_pre_softmax": model.moe_router_topk == 1,  # Megatron requires it for a single choice
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense),
+        "moe_layer_freq": [0] * dense_layers + [1] * (model.num_layers - dense_layers),
         "moe_token_dispatcher_type": job.candidate.moe_token_dispatcher_type,
         "moe_grouped_gemm": job.candidate.moe_grouped_gemm,
         "moe_router_force_load_balancing": job.train.balanced_routing,
-        "moe_router_load_balancing_type": "none",  # an auxiliary loss would depend on the micro-batches
+        "moe_router_load_balancing_type": "none",  # an auxiliary loss depends on the split into micro-batches
         "moe_aux_loss_coeff": 0.0,
     }
 
@@ -183,5 +183,5 @@ def _latent_attention_values(job: Job) -> dict[str, Any]:
     return values
 
 
-def _leave(weight: torch.Tensor) -> torch.Tensor:
+def _keep_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight

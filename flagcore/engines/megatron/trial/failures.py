@@ -1,4 +1,4 @@
-"""What a failure means: the exit code of a trial and the first line that it leaves on stderr."""
+"""Maps a failure to the exit code of a trial and the first line on stderr."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INVALID = 2
 
 
 def report(error: BaseException) -> int:
-    """Write the failure to stderr, its meaning first and its traceback after, and return the exit code.
+    """Write the failure to stderr, its kind first and its traceback after it, and return the exit code.
 
-    A job that cannot be run is one line without a traceback: nothing in this program went wrong.
+    A JobError has no traceback: it is not a failure of this program.
     """
     code = classify(error)
     first_line = _first_line(error)
@@ -33,22 +33,22 @@ def report(error: BaseException) -> int:
 def classify(error: BaseException) -> int:
     """Return the exit code for a failure: out of memory, an invalid configuration, or anything else.
 
-    A configuration is invalid when this program's own checks, Megatron's or transformer-engine's refuse it. Some
-    checks run only in the first step (schedules, token dispatch), so what counts is who raised it, not when.
+    A configuration is invalid if a check of this program, Megatron or transformer-engine refuses it. Some checks run
+    only in the first step (schedules, token dispatch), so the module that raised the error counts, not the time.
     """
     if ran_out_of_memory(error):
         return OUT_OF_MEMORY
     if isinstance(error, JobError):
         return INVALID
-    where = _raised_in(error.__traceback__)
-    refusal = isinstance(error, AssertionError | ValueError | NotImplementedError)
-    if where.startswith("megatron."):
-        return INVALID if refusal or type(error) is RuntimeError else FAILED
-    return INVALID if refusal and where.startswith("transformer_engine.") else FAILED
+    module = _raised_in(error.__traceback__)
+    is_refusal = isinstance(error, AssertionError | ValueError | NotImplementedError)
+    if module.startswith("megatron."):
+        return INVALID if is_refusal or type(error) is RuntimeError else FAILED
+    return INVALID if is_refusal and module.startswith("transformer_engine.") else FAILED
 
 
 def _first_line(error: BaseException) -> str:
-    """The error in one line; for an assertion without a message, the assertion."""
+    """Return the error in one line; an assertion without a message is its source line."""
     lines = str(error).strip().splitlines()
     line = lines[0] if lines else type(error).__name__
     if isinstance(error, AssertionError) and (not lines or line.startswith("when instantiating")):

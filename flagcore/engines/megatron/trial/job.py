@@ -1,6 +1,6 @@
-"""The job file of a trial: the model, its split and the kind of device. Nothing here imports torch.
+"""The job file of a trial: the model, the candidate and the type of device. This module does not import torch.
 
-Sizes are counts; a null, or a 0 in an optional size, means "off" or "the default".
+Sizes are counts; null, or 0 in an optional size, means "off" or "the default".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flagcore.engines.megatron.stages import parse_layout
 T = TypeVar("T")
 
 _MIN_MICROBATCHES = 4
-"""Minimum number of micro-batches of a probe, since the first few differ from the others."""
+"""Minimum number of micro-batches of a probe, because the first ones take longer."""
 
 
 class JobError(ValueError):
@@ -26,10 +26,10 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Train:
-    """What all candidates share: the work of one step and the number of steps.
+    """Inputs that all candidates share: the work of one step and the number of steps.
 
-    `balanced_routing` assigns tokens to experts evenly at random: untrained routers favour a few experts.
-    `implementation` is whose layers are built: megatron-core's (local), or transformer_engine's.
+    `balanced_routing` assigns tokens to experts evenly at random, because an untrained router prefers a few experts.
+    `implementation` is `local` for megatron-core's layers, or `transformer_engine`.
     """
 
     seq_length: int
@@ -43,7 +43,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The knobs and settings, by their names in the spec."""
+    """The knobs and settings of a candidate, with their names in the spec."""
 
     data_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
@@ -85,13 +85,13 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed: `use_recompute`, else whether a granularity is given."""
+        """Whether activations are recomputed; if `use_recompute` is not set, a granularity decides."""
         return self.recompute_granularity is not None if self.use_recompute is None else self.use_recompute
 
 
 @dataclass(frozen=True)
 class Device:
-    """The kind of device, by torch's names of it and of its collectives.
+    """The type of device and the backend of its collectives, by torch's names.
 
     `preload` are modules that register the device, imported in order after torch.
     """
@@ -104,7 +104,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """This process runs one rank on one device; the other ranks do not exist."""
+    """A single rank that runs on one device without the other ranks."""
 
     rank: int
     device: int = 0
@@ -134,32 +134,32 @@ class Job:
 
     @property
     def transformer_engine(self) -> bool:
-        """Whether the layers are transformer-engine's."""
+        """Whether the layers are those of transformer-engine."""
         return self.train.implementation == "transformer_engine"
 
     @property
     def processes(self) -> int:
-        """Number of ranks that run on this host: its share of all, or the one that is probed."""
+        """Number of ranks on this host: its share of all ranks, or 1 for a probe."""
         return self.world_size // self.nodes if self.probe is None else 1
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches that each data-parallel copy runs in one step."""
+        """Micro-batches of each data-parallel replica in one step."""
         return self.train.global_batch_size // (self.candidate.micro_batch_size * self.candidate.data_parallel_size)
 
     def enough_microbatches(self, stage: int) -> int:
-        """Return how many micro-batches fill the pipeline up to `stage` and reach its steady state, or all there are.
+        """Return the number of micro-batches after which `stage` is in its steady state, at most all of a step.
 
-        1F1B begins with one forward pass per later stage. The interleaved schedule works on groups of as many
-        micro-batches as stages, and begins backward passes before the second group ends.
+        1F1B begins with one forward pass per later stage. The interleaved schedule has groups of as many micro-batches
+        as stages, and begins backward passes before the second group ends.
         """
         stages = self.candidate.pipeline_model_parallel_size
-        enough = 2 * stages if self.virtual_stages else max(_MIN_MICROBATCHES, stages - stage + 1)
-        return min(self.num_microbatches, enough)
+        count = 2 * stages if self.virtual_stages else max(_MIN_MICROBATCHES, stages - stage + 1)
+        return min(self.num_microbatches, count)
 
     @property
     def virtual_stages(self) -> int | None:
-        """Model chunks on each pipeline stage, or None when the schedule is not interleaved."""
+        """Model chunks on each pipeline stage, None if the schedule is not interleaved."""
         if layout := self.candidate.pipeline_model_parallel_layout:
             parts = len(parse_layout(layout, self.model.num_layers, self.model.mtp_num_layers))
             chunks = parts // self.candidate.pipeline_model_parallel_size
@@ -200,7 +200,7 @@ def parse_job(data: Any) -> Job:
 
 
 def _build(kind: type[T], data: dict[str, Any]) -> T:
-    """Build the dataclass `kind`. A null, or a 0 in an optional size, is its default."""
+    """Build the dataclass `kind`. Null, or 0 in an optional size, means its default."""
     optional = {field.name for field in dataclasses.fields(kind) if field.default is None}  # type: ignore[arg-type]
     values = {
         name: tuple(value) if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""The layers of a model: transformer-engine's or megatron-core's own.
+"""The layers of a model: those of transformer-engine or of megatron-core.
 
-The latter run on every device: two torch modules replace those that need extra libraries.
+Megatron-core's layers run on every device, because two torch modules replace those that need further libraries.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from flagcore.engines.megatron.trial.releases import accepted
+from flagcore.engines.megatron.trial.releases import accepted_arguments
 
 _attention = torch.nn.functional.scaled_dot_product_attention
-_SHARES_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and later
+_HAS_SHARED_KEYS = "enable_gqa" in (_attention.__doc__ or "")  # torch 2.5 and later
 
 
 class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
-    """RMS normalisation. Megatron's wrapper of it does not support sequence parallelism, which needs one attribute."""
+    """RMS norm with the attribute for sequence parallelism, which Megatron's wrapper lacks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -42,8 +42,8 @@ class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
 class CoreAttention(torch.nn.Module):  # type: ignore[misc]
     """Causal attention by torch's scaled_dot_product_attention.
 
-    Under context parallelism a rank holds chunks r and 2n-1-r of the sequence's 2n. Keys and values are
-    gathered from all ranks (and their gradients scattered back); queries stay.
+    Under context parallelism rank r of n holds the chunks r and 2n-1-r of the sequence's 2n chunks. Keys and values are
+    gathered from all ranks, and their gradients are scattered back; queries stay local.
     """
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
@@ -52,7 +52,7 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
         self._scale = softmax_scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Attend. Inputs are [sequence, batch, heads, channels], the output [sequence, batch, heads * channels]."""
+        """Return [sequence, batch, heads * channels] from inputs of shape [sequence, batch, heads, channels]."""
         length, batch = query.shape[:2]
         size = self._group.size()
         mask = None
@@ -61,35 +61,36 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
             value = gather_from_sequence_parallel_region(value.contiguous(), True, self._group)
             mask = _chunked_causal_mask(length, size, self._group.rank(), query.device)
         repeats = query.size(2) // key.size(2)
-        shares = {"enable_gqa": True} if repeats > 1 and _shares_keys(query, mask) else {}
-        if repeats > 1 and not shares:
+        shared_keys = {"enable_gqa": True} if repeats > 1 and _can_share_keys(query, mask) else {}
+        if repeats > 1 and not shared_keys:
             key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        output = _attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale, **shares)
+        output = _attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale, **shared_keys)
         return output.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
 
-def _shares_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Return whether a fused kernel takes keys and values that query heads share: no mask, and 16 bits on a device.
+def _can_share_keys(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Return whether a fused kernel supports keys and values that query heads share.
 
-    Without a fused kernel torch stores all scores, which costs more than repeated keys do.
+    It needs no mask, and 16 bits on an accelerator. Without a fused kernel torch stores all scores, which costs more
+    than repeated keys.
     """
-    return _SHARES_KEYS and mask is None and (query.device.type == "cpu" or query.element_size() == 2)
+    return _HAS_SHARED_KEYS and mask is None and (query.device.type == "cpu" or query.element_size() == 2)
 
 
 @functools.lru_cache(maxsize=4)
 def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return which gathered keys each query of this rank attends to: [length, length * size], boolean."""
+    """Return the causal mask of this rank's queries over all gathered keys, boolean [length, length * size]."""
     chunks = torch.arange(length * size, device=device).view(2 * size, -1)
     positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
-    own = positions[rank * length : (rank + 1) * length]
-    return own[:, None] >= positions[None, :]
+    own_positions = positions[rank * length : (rank + 1) * length]
+    return own_positions[:, None] >= positions[None, :]
 
 
 def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> TransformerBlockSubmodules:
-    """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert by the config."""
-    place = accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage)
-    spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", **place)
+    """Return the specification of the layers of this (virtual) pipeline stage."""
+    stage_argument = accepted_arguments(get_gpt_decoder_block_spec, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", **stage_argument)
     if not transformer_engine:
         spec.layer_norm = Norm
         for layer in spec.layer_specs:
@@ -98,12 +99,12 @@ def block_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = 
 
 
 def mtp_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> Any:
-    """Return the multi-token prediction layers of this stage, or None where there are none."""
+    """Return the specification of this stage's multi-token prediction layers, None without any."""
     if config.mtp_num_layers is None:
         return None
-    place = accepted(get_gpt_mtp_block_spec, vp_stage=vp_stage)
+    stage_argument = accepted_arguments(get_gpt_mtp_block_spec, vp_stage=vp_stage)
     last_layer = _last_layer(config, transformer_engine=transformer_engine)
-    spec = get_gpt_mtp_block_spec(config, last_layer, transformer_engine, **place)
+    spec = get_gpt_mtp_block_spec(config, last_layer, transformer_engine, **stage_argument)
     if not transformer_engine:
         _replace_modules(last_layer)
         for layer in spec.layer_specs if spec is not None else ():
@@ -113,7 +114,7 @@ def mtp_spec(config: Any, vp_stage: int | None, *, transformer_engine: bool = Fa
 
 
 def _last_layer(config: Any, *, transformer_engine: bool) -> ModuleSpec:
-    """Return the specification of the model's last layer, which a stage with extra predictions may not have."""
+    """Return the specification of the model's last layer, even if it is on another stage."""
     is_moe = config.num_moe_experts is not None and config.moe_layer_freq[-1]
     values = {
         "num_experts": config.num_moe_experts if is_moe else None,
@@ -127,11 +128,11 @@ def _last_layer(config: Any, *, transformer_engine: bool) -> ModuleSpec:
 
 
 def patch_without_transformer_engine() -> None:
-    """Patch places of megatron-core that assume transformer-engine is installed.
+    """Patch parts of megatron-core that assume that transformer-engine is installed.
 
-    The expert router reads a name that only a successful import binds. A recomputed normalisation asks for
-    fp8 state unless it gets None, and its default is False. Latent attention asks whether a layer is one
-    of transformer-engine's, which are None. The sharded optimizer of 0.12 raises where it has no fp8 weights to fill.
+    The expert router reads a name that only a successful import binds. A recomputed norm reads fp8 state unless its
+    argument is None, but the default is False. Latent attention compares layer classes with transformer-engine's, which
+    are None. The distributed optimizer of 0.12 raises an error if there are no fp8 weights.
     """
     if random.HAVE_TE:
         return

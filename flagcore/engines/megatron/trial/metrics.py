@@ -1,4 +1,4 @@
-"""The files of a trial: `steps.jsonl` while it runs, and `metrics.json`, written atomically, at its end."""
+"""Writes the files of a trial: `steps.jsonl` while it runs, and `metrics.json` at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core import parallel_state as groups
 
 from flagcore.engines.megatron.trial import te
 from flagcore.engines.megatron.trial.job import Job
-from flagcore.engines.megatron.trial.model import Built
+from flagcore.engines.megatron.trial.model import BuiltModel
 
 SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -36,24 +36,24 @@ class StepLog:
 
 def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
     """Write `metrics.json` atomically."""
-    draft = folder / ".metrics.json.tmp"
-    with draft.open("w", encoding="utf-8") as file:
+    temporary = folder / ".metrics.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
         json.dump(metrics, file, indent=1, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(folder / "metrics.json")
+    temporary.replace(folder / "metrics.json")
 
 
-def local_parameters(built: Built) -> int:
-    """Number of parameters that this rank holds, copies included."""
+def local_parameters(built: BuiltModel) -> int:
+    """Return the number of parameters on this rank, including replicas."""
     return sum(weight.numel() for chunk in built.chunks for weight in chunk.parameters())
 
 
-def counted_parameters(built: Built) -> int:
-    """This rank's share of a count over the whole model in which each parameter counts once.
+def distinct_parameters(built: BuiltModel) -> int:
+    """Return this rank's share of the model's parameters, in which each parameter counts once.
 
-    Summed over all ranks it gives the model's size, with the vocabulary as padded. A parameter is counted by
-    the first of the ranks that hold a copy; a tied embedding by the first pipeline stage.
+    The sum over all ranks is the size of the model with the padded vocabulary. The first rank with a replica counts a
+    parameter, the first pipeline stage a tied embedding.
     """
     first_dense = groups.get_data_parallel_rank(with_context_parallel=True) == 0
     first_expert = groups.get_expert_data_parallel_rank() == 0
@@ -61,44 +61,44 @@ def counted_parameters(built: Built) -> int:
     for weight in (weight for chunk in built.chunks for weight in chunk.parameters()):
         is_expert = not getattr(weight, "allreduce", True)
         tensor_rank = groups.get_expert_tensor_parallel_rank() if is_expert else groups.get_tensor_model_parallel_rank()
-        whole = tensor_rank == 0 or getattr(weight, "tensor_model_parallel", False)
-        if (first_expert if is_expert else first_dense) and whole and not getattr(weight, "shared", False):
+        counts_part = tensor_rank == 0 or getattr(weight, "tensor_model_parallel", False)
+        if (first_expert if is_expert else first_dense) and counts_part and not getattr(weight, "shared", False):
             count += weight.numel()
     return count
 
 
-def local_layers(built: Built) -> int:
-    """Number of transformer layers on this rank's pipeline stage, over all its model chunks."""
+def local_layers(built: BuiltModel) -> int:
+    """Return the number of transformer layers on this rank, over all its model chunks."""
     count = 0
     for chunk in built.chunks:
-        while not hasattr(chunk, "decoder"):  # inside its wrappers
+        while not hasattr(chunk, "decoder"):  # unwrap
             chunk = chunk.module
         count += len(chunk.decoder.layers)
     return count
 
 
-def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
-    """Return the knobs that Megatron uses, read from its own objects, by the candidate's names."""
+def effective(job: Job, built: BuiltModel, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
+    """Return the knobs that Megatron's objects use, by the candidate's names."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
-    copies = groups.get_data_parallel_world_size()
+    replicas = groups.get_data_parallel_world_size()
     chunks = groups.get_virtual_pipeline_model_parallel_world_size()
     recomputes = config.recompute_granularity is not None
-    of_chunk = layers_per_stage[0] // chunks if chunks else None
-    split = {"num_layers_per_virtual_pipeline_stage": of_chunk}
+    chunk_layers = layers_per_stage[0] // chunks if chunks else None
+    split_values = {"num_layers_per_virtual_pipeline_stage": chunk_layers}
     if layout := getattr(config, "pipeline_model_parallel_layout", None):
-        split = {"layout": str(layout)}
+        split_values = {"layout": str(layout)}
     return {
-        "data_parallel_size": copies,
+        "data_parallel_size": replicas,
         "tensor_model_parallel_size": groups.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": groups.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": groups.get_context_parallel_world_size(),
         "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
-        **split,
+        **split_values,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
         "layers_per_stage": layers_per_stage,
-        "micro_batch_size": job.train.global_batch_size // (num_microbatches * copies),
+        "micro_batch_size": job.train.global_batch_size // (num_microbatches * replicas),
         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
         "sequence_parallel": config.sequence_parallel,
         "use_recompute": recomputes,
@@ -120,7 +120,7 @@ def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: l
 
 
 def versions(job: Job) -> dict[str, str]:
-    """Return the versions of the measured software."""
+    """Return the versions of the software that the trial runs."""
     extra = {te.DISTRIBUTION: te.installed_version()} if job.transformer_engine else {}
     return {
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""One rank: join the others, build its part, train, and report through rank 0."""
+"""Runs one rank: it joins the others, builds its part of the model, trains, and reports through rank 0."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from flagcore.domain.devices import SPEED_TEST
-from flagcore.engines.megatron.trial import metrics, stand_ins, te
+from flagcore.engines.megatron.trial import metrics, te, torch_patches
 from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job
-from flagcore.engines.megatron.trial.model import Built, build
+from flagcore.engines.megatron.trial.model import BuiltModel, build
 from flagcore.engines.megatron.trial.training import Step, train
 
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
 
 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
-    """Run the job as rank `number`. The ranks meet at `listener`, a socket that the parent opened on the first host.
+    """Run the job as rank `number`.
 
-    `import_s` is what importing took, for the record.
+    `listener` is the socket of the rendezvous, which the parent opened on the first host. `import_s`, the seconds of
+    the imports, is written to the metrics.
     """
     rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
     log = metrics.StepLog(job.output) if number == 0 else None
@@ -42,27 +43,27 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     if log is not None:
         log.close()
         metrics.write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
-    dist.barrier()  # rank 0 may hold the meeting place: no rank leaves before it has written
+    dist.barrier()  # rank 0 may serve the rendezvous, so all ranks wait until it has written the metrics
     dist.destroy_process_group()
 
 
-def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDevice, Built, dict[str, float]]:
-    """Take device `number`, join the other ranks, and build this rank's part.
+def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDevice, BuiltModel, dict[str, float]]:
+    """Open the device of rank `number`, join the other ranks, and build this rank's part of the model.
 
-    Returns the seconds of joining (`groups`) and building (`build`), too.
+    The returned dictionary has the seconds of joining (`groups`) and of building (`build`).
     """
     te.check(job)
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number % job.processes)
     if job.device.type == "cpu":
-        stand_ins.stand_in_for_cuda()
+        torch_patches.map_cuda_to_cpu()
     start = time.perf_counter()
     join()
     _make_groups(job)
     rank_device.set_baseline()
     groups_end = time.perf_counter()
     built = build(job, rank_device.device)
-    rank_device.model_built()
+    rank_device.reset_after_build()
     return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
 
 
@@ -73,7 +74,7 @@ def _join(job: Job, number: int, listener: socket.socket | None) -> None:
         assert listener
         host, port = listener.getsockname()
     if job.device.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it resolves the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by default it resolves the host name
     store = dist.TCPStore(
         host,
         port,
@@ -86,7 +87,7 @@ def _join(job: Job, number: int, listener: socket.socket | None) -> None:
 
 
 def _make_groups(job: Job) -> None:
-    """Create Megatron's process groups, which checks the sizes."""
+    """Create Megatron's process groups. Megatron checks the sizes."""
     candidate = job.candidate
     groups.initialize_model_parallel(
         tensor_model_parallel_size=candidate.tensor_model_parallel_size,
@@ -100,9 +101,11 @@ def _make_groups(job: Job) -> None:
     )
 
 
-def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, cpu_time_s: float) -> dict[str, Any]:
-    """Gather all ranks' numbers; every rank returns the same report."""
-    own = {
+def _report(
+    job: Job, built: BuiltModel, steps: list[Step], rank_device: RankDevice, cpu_time_s: float
+) -> dict[str, Any]:
+    """Gather the measurements of all ranks; every rank returns the same report."""
+    own_report = {
         "rank": dist.get_rank(),
         "parameters": metrics.local_parameters(built),
         **dataclasses.asdict(rank_device.memory()),
@@ -112,18 +115,18 @@ def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, 
         ],
         SPEED_TEST: speed_test(job, rank_device),
     }
-    counted = metrics.counted_parameters(built)
+    own_parameters = metrics.distinct_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (own, counted, stage, metrics.local_layers(built)))
-    layers = {stage: count for _, _, stage, count in gathered}
+    all_reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_reports, (own_report, own_parameters, stage, metrics.local_layers(built)))
+    layers = {stage: count for _, _, stage, count in all_reports}
     layers_per_stage = [layers[stage] for stage in sorted(layers)]
     return {
         "schema_version": metrics.SCHEMA_VERSION,
         "steps": [dataclasses.asdict(step) for step in steps],
-        "parameters": sum(counted for _, counted, _, _ in gathered),
+        "parameters": sum(own_parameters for _, own_parameters, _, _ in all_reports),
         "num_microbatches": job.num_microbatches,
-        "ranks": [rank for rank, _, _, _ in gathered],
+        "ranks": [rank for rank, _, _, _ in all_reports],
         "effective": metrics.effective(job, built, job.num_microbatches, layers_per_stage),
         "versions": metrics.versions(job),
     }

@@ -1,4 +1,4 @@
-"""What the installed release of megatron-core takes: releases (0.12 and later) differ in arguments and fields."""
+"""Adapts arguments and fields to the installed release of megatron-core (0.12 and later)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flagcore.engines.megatron.trial.job import JobError
 T = TypeVar("T")
 
 
-def accepted(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Return those `values` that `function` takes; the others are of later releases and not needed here."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in values.items() if name in known}
+def accepted_arguments(function: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """Return the `values` that `function` accepts; the others belong to later releases."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in parameters}
 
 
-def configured(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build one of megatron-core's configurations. Raises JobError for a setting that this release does not have.
+def build_config(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build a configuration of megatron-core. Raises JobError for a setting that this release does not support.
 
-    A field that it lacks is left out where its value switches it off.
+    An unsupported field is skipped if its value is off.
     """
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in known and value:
-            raise JobError(f"megatron-core {megatron.core.__version__} has no {name} (here {value})")
+            raise JobError(f"megatron-core {megatron.core.__version__} does not support {name} = {value}")
     return kind(**{name: value for name, value in values.items() if name in known})

@@ -1,4 +1,4 @@
-"""What transformer-engine's layers need before a model is built of them."""
+"""Prepares transformer-engine before a model is built with its layers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flagcore.engines.megatron.trial.job import Job, JobError
 
 DISTRIBUTION = "transformer-engine"
 EIGHT_BITS = ("fp8", "mxfp8")
-"""Precisions of matrix products that only transformer-engine's layers have."""
+"""Precisions of matrix products that only transformer-engine supports."""
 
 
 def check(job: Job) -> None:
-    """Raise JobError if the job needs transformer-engine, and it does not work on the job's device."""
+    """Raise JobError if the job needs transformer-engine and it does not work on the job's device."""
     precision = job.train.precision
     if not job.transformer_engine and precision in EIGHT_BITS:
         raise JobError(f"train.precision = {precision} needs transformer-engine, which does not import here; use bf16")
     if not job.transformer_engine:
         return
     if job.device.type == "cpu":
-        raise JobError("train.implementation = transformer_engine needs an accelerator, this is a CPU; leave it out")
+        raise JobError("train.implementation = transformer_engine needs an accelerator, this is a CPU; remove it")
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
@@ -30,7 +30,7 @@ def check(job: Job) -> None:
 
 
 def start_buffers(job: Job) -> None:
-    """Allocate what collectives need to overlap with matrix products (Megatron-LM `training/initialize.py`)."""
+    """Allocate the buffers for collectives that overlap matrix products (Megatron-LM `training/initialize.py`)."""
     base = importlib.import_module("transformer_engine.pytorch.module").base
     candidate, is_8_bit = job.candidate, job.train.precision in EIGHT_BITS
     rows = job.train.seq_length * candidate.micro_batch_size // candidate.context_parallel_size

@@ -1,6 +1,6 @@
-"""The step loop, timed between barriers: generated tokens, forward, backward and optimizer over the global batch.
+"""The training loop with times between barriers, on generated tokens.
 
-The global batch of a step is the same in every layout: it depends on seed and step alone.
+The global batch of a step depends only on the seed and the step, so it is the same in every layout.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from flagcore.engines.megatron.trial.device import RankDevice
 from flagcore.engines.megatron.trial.job import Job
-from flagcore.engines.megatron.trial.model import Built
+from flagcore.engines.megatron.trial.model import BuiltModel
 
 LEARNING_RATE = 1e-3
-"""From the second step on. The first step does not train, as in a warm-up, so that memory is measured with initial
-weights: a router trained on a single batch would send most tokens to a few experts."""
+"""The learning rate from the second step on. It is 0 in the first step, so that memory is measured with initial
+weights: after one step on a single batch a router would send most tokens to a few experts."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step on this rank; seconds of wall time.
+    """One training step on this rank, in seconds of wall time.
 
-    `step_time_s` runs from a barrier of all ranks to the next, so it is the slowest rank's time. The `own` times are
-    those of `RankDevice.clock`: on a CPU without waiting for others. `loss` is the mean over the global batch; None
-    if it is not finite, or if the norm was not computed because fp16 overflowed.
+    `step_time_s` is the time between two barriers of all ranks, so it is the time of the slowest rank. The `own` times
+    are those of `RankDevice.clock`, on a CPU without waits for other ranks. `loss` is the mean over the global batch,
+    None if it is not finite. `grad_norm` is None if fp16 overflowed.
     """
 
     step: int
@@ -44,8 +44,8 @@ class Step:
     grad_norm: float | None
 
 
-def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
-    """Run `train_iters` steps, yielding each as it ends. All ranks must run this together."""
+def train(job: Job, built: BuiltModel, rank_device: RankDevice) -> Iterator[Step]:
+    """Run `train_iters` steps and yield each at its end. All ranks must call this together."""
     for number in range(job.train.train_iters):
         for group in built.optimizer.param_groups:
             group["lr"] = LEARNING_RATE if number else 0.0
@@ -55,7 +55,7 @@ def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
         clear_gradients(built)
         losses = forward_backward(job, built, batches)
         rank_device.synchronize()
-        middle, own_middle = time.perf_counter(), rank_device.clock()
+        backward_end, own_backward_end = time.perf_counter(), rank_device.clock()
         _, grad_norm, _ = built.optimizer.step()
         rank_device.synchronize()
         optimizer_end, own_end = time.perf_counter(), rank_device.clock()
@@ -63,19 +63,19 @@ def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
         yield Step(
             step=number,
             step_time_s=end - start,
-            forward_backward_s=middle - start,
-            optimizer_s=optimizer_end - middle,
-            own_forward_backward_s=own_middle - own_start,
-            own_optimizer_s=own_end - own_middle,
-            loss=_finite(_mean_loss(losses, rank_device.device)),
-            grad_norm=_finite(grad_norm),
+            forward_backward_s=backward_end - start,
+            optimizer_s=optimizer_end - backward_end,
+            own_forward_backward_s=own_backward_end - own_start,
+            own_optimizer_s=own_end - own_backward_end,
+            loss=_float_if_finite(_mean_loss(losses, rank_device.device)),
+            grad_norm=_float_if_finite(grad_norm),
         )
         if number == 0 and rank_device.needs_memory_step:
             memory_step(job, built, rank_device, batches)
 
 
-def memory_step(job: Job, built: Built, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
-    """Run an additional step to measure memory; returns the peaks of forward and backward, and of the optimizer."""
+def memory_step(job: Job, built: BuiltModel, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
+    """Run an additional step to measure memory; return the peaks of forward and backward, and of the optimizer."""
     rank_device.start_peak()
     clear_gradients(built)
     forward_backward(job, built, batches)
@@ -85,19 +85,19 @@ def memory_step(job: Job, built: Built, rank_device: RankDevice, batches: list[B
     built.optimizer.step()
     rank_device.synchronize()
     optimizer_peak = rank_device.peak_bytes()
-    rank_device.memory_measured(max(forward_backward_peak, optimizer_peak))
+    rank_device.end_memory_measurement(max(forward_backward_peak, optimizer_peak))
     return forward_backward_peak, optimizer_peak
 
 
-def clear_gradients(built: Built) -> None:
+def clear_gradients(built: BuiltModel) -> None:
     """Reset gradients before a step."""
     for chunk in built.chunks:
         chunk.zero_grad_buffer()
     built.optimizer.zero_grad()
 
 
-def forward_backward(job: Job, built: Built, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
-    """Run Megatron's schedule over these micro-batches; returns the losses of the last pipeline stage."""
+def forward_backward(job: Job, built: BuiltModel, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
+    """Run Megatron's schedule over `batches`; return the losses, which only the last pipeline stage has."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=_for_schedule([iter(batches) for _ in built.chunks]),
@@ -118,7 +118,7 @@ def _synchronize(rank_device: RankDevice) -> float:
 
 
 def _for_schedule(items: list[Any]) -> Any:
-    """Return a list for the interleaved schedule, the only item for other schedules."""
+    """Return `items` for the interleaved schedule, the only item for other schedules."""
     return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
 
 
@@ -128,16 +128,16 @@ def _forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, C
 
 
 def _loss(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean over this rank's tokens of one micro-batch.
+    """Return the mean loss over this rank's tokens of one micro-batch.
 
-    The schedule multiplies it by the context-parallel size again, and divides it in place, hence the clone.
+    The schedule multiplies it by the context-parallel size, and divides it in place, hence the clone.
     """
     loss = token_losses.float().mean()
     return loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """Mean loss of the global batch, known to all ranks though only the last pipeline stage computed it."""
+    """Return the mean loss of the global batch on all ranks; only the last pipeline stage computed it."""
     total = torch.zeros(2, device=device)
     for loss in losses:
         total[0] += loss["loss"]
@@ -146,13 +146,13 @@ def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> f
     return float(total[0] / total[1])
 
 
-def _finite(value: Any) -> float | None:
+def _float_if_finite(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of this rank: three [micro_batch_size, seq_length / context_parallel_size] tensors."""
+    """One micro-batch of this rank: tensors of shape [micro_batch_size, seq_length / context_parallel_size]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -160,21 +160,21 @@ class Batch:
 
 
 def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[Batch]:
-    """Return this rank's first `count` micro-batches of one step, on its device."""
+    """Return this rank's first `count` micro-batches of one step on its device."""
     size = job.candidate.micro_batch_size
-    copies, copy = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
+    replicas, replica = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
     batches = []
     for index in range(count):
-        first = (index * copies + copy) * size
-        rows = torch.stack([_row(job, step, row) for row in range(first, first + size)])
+        first = (index * replicas + replica) * size
+        rows = torch.stack([_token_row(job, step, row) for row in range(first, first + size)])
         positions = torch.arange(job.train.seq_length).expand(size, -1)
         parts = (_own_chunks(part).to(device) for part in (rows[:, :-1], rows[:, 1:], positions))
         batches.append(Batch(*parts))
     return batches
 
 
-def _row(job: Job, step: int, row: int) -> torch.Tensor:
-    """One sequence of seq_length + 1 tokens. Small tokens are more frequent, so that there is something to learn."""
+def _token_row(job: Job, step: int, row: int) -> torch.Tensor:
+    """Return one sequence of seq_length + 1 tokens. Small tokens are more frequent, so the loss can decrease."""
     number = step * job.train.global_batch_size + row
     generator = torch.Generator().manual_seed(((job.train.seed << 32) + number) % 2**63)
     share = torch.rand(job.train.seq_length + 1, generator=generator) ** 3
@@ -182,7 +182,7 @@ def _row(job: Job, step: int, row: int) -> torch.Tensor:
 
 
 def _own_chunks(tensor: torch.Tensor) -> torch.Tensor:
-    """Keep this context-parallel rank's two of the 2n chunks of each sequence: the r-th and the r-th last."""
+    """Return the chunks r and 2n-1-r of the 2n chunks of each sequence, for context-parallel rank r of n."""
     size, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
     if size == 1:
         return tensor.contiguous()

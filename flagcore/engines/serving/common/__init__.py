@@ -1,1 +1,1 @@
-"""One file an engine, behind `contract.Engine`."""
+"""Modules that all serving engines share."""

@@ -1,4 +1,4 @@
-"""The devices of a task, and the names of the knobs that all serving engines may have."""
+"""The devices of a task, and the names of the knobs that serving engines share."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 
 CORES = "cores"
-"""Column of the CPU cores of one instance if instances differ; else 0."""
+"""Column of the CPU cores of one instance if instances differ, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """`cards` are the devices that a candidate may use, `memory_bytes` is that of one, NaN if unknown.
+    """The devices that a candidate may use.
 
-    `on_cores`: devices are CPU cores, which share the machine's memory; an instance is pinned to some. `fp8`: the chip
-    has a known peak rate in fp8. A host has `per_host` of the devices, all if there is one host or several kinds.
+    `cards` is their number, `memory_bytes` the memory of one device, NaN if unknown. With `on_cores` devices are CPU
+    cores, which share the machine's memory; instances are pinned to cores. With `fp8` the chip has a peak rate in fp8.
+    A host has `per_host` of the devices, all if there is one host, or several kinds of them.
     """
 
     cards: int
@@ -37,72 +38,72 @@ class Hardware:
     @classmethod
     def of(cls, task: Task) -> Hardware:
         """Return the hardware of a task, from its first chip. Raises SpecError for too many cards."""
-        group, wanted = task.cluster.groups[0], task.spec.serve.cards
-        if wanted is not None and wanted > task.cluster.devices:
+        group, cards = task.cluster.groups[0], task.spec.serve.cards
+        if cards is not None and cards > task.cluster.devices:
             problem = f"is more than the {task.cluster.devices} devices of the cluster"
             fix = f"use at most {task.cluster.devices}, or a larger cluster"
-            raise SpecError(key="auto_tuner.cards", value=wanted, problem=problem, fix=fix)
+            raise SpecError(key="auto_tuner.cards", value=cards, problem=problem, fix=fix)
         chip = group.chip
-        known = group.memory_bytes or (chip.memory_bytes.value if chip.memory_bytes else math.nan)
+        memory = group.memory_bytes or (chip.memory_bytes.value if chip.memory_bytes else math.nan)
         several = len(task.cluster.groups) == 1 and group.nodes > 1
         return cls(
-            cards=wanted or task.cluster.devices,
+            cards=cards or task.cluster.devices,
             hosts=group.nodes if several else 1,
             per_host=group.devices_per_node if several else task.cluster.devices,
             on_cores=chip.link is not None and chip.link.topology == "shared-memory",
-            memory_bytes=float(known),
+            memory_bytes=float(memory),
             fp8="fp8" in chip.dense_flops_per_second,
         )
 
     def cores(self, first: int, count: int) -> tuple[int, ...]:
-        """Return `count` of the CPU cores that this process may use, from number `first` on; on other hosts of all.
+        """Return `count` of the CPU cores that this process may use, from the index `first` on; on other hosts of all.
 
-        Empty if devices are not cores. If the process may use fewer, the last ones are used again.
+        The tuple is empty if devices are not cores. If the process may use fewer cores, the last ones are reused.
         """
         if not self.on_cores:
             return ()
         if self.hosts > 1:
             return tuple(range(first, first + count))
-        usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        return tuple(usable[first : first + count]) or tuple(usable[-count:])
+        own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        return tuple(own[first : first + count]) or tuple(own[-count:])
 
     def share(self, instances: IntArray, columns: Columns) -> IntArray:
-        """Return the cores of one instance: an even share, or those of `CORES`."""
+        """Return the cores of one instance: the column `CORES`, by default an even share."""
         instances = np.maximum(instances, 1)
         on_host = self.per_host // -(-instances // self.hosts)
-        even: IntArray = np.maximum(np.minimum(self.cards // instances, on_host), 1)
-        return np.where(columns[CORES] > 0, columns[CORES], even) if CORES in columns else even
+        even_share: IntArray = np.maximum(np.minimum(self.cards // instances, on_host), 1)
+        return np.where(columns[CORES] > 0, columns[CORES], even_share) if CORES in columns else even_share
 
 
-def longest(loads: tuple[Load, ...]) -> int:
-    """Return the tokens of the longest request, prompt and answer, without those of traces."""
-    found = [1]
+def longest_request(loads: tuple[Load, ...]) -> int:
+    """Return the tokens of the longest request, prompt and answer, without requests of traces."""
+    lengths = [1]
     for load in loads:
         spread = load.range_spread or 0.0
-        drawn = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
-        found.append(load.prefix_len + sum(drawn))
-    return max(found)
+        upper_lengths = [each + math.ceil(round(each * spread, 6)) for each in (load.input_len, load.output_len)]
+        lengths.append(load.prefix_len + sum(upper_lengths))
+    return max(lengths)
 
 
-def most_in_flight(loads: tuple[Load, ...]) -> int:
-    """Return the most requests in flight of any load: its concurrency, or all of an open loop."""
+def max_in_flight(loads: tuple[Load, ...]) -> int:
+    """Return the maximum number of requests in flight: the concurrency of a load, or all requests of an open loop."""
     return max((load.concurrency or load.num_prompts or 1 for load in loads), default=1)
 
 
 INSTANCES = "instances"
 SIZES = "instance_sizes"
-"""Devices of each instance if they are not equal, such as 4+2+2. It replaces INSTANCES and TP."""
+"""Devices of each instance if instances differ, such as 4+2+2. It replaces INSTANCES and TP."""
 TP, PP, DP, EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "data_parallel_size",
     "expert_model_parallel_size",
 )
-"""DP is attention data parallelism inside one instance, which has TP x PP x DP devices, even if the engine's flags
-count them differently."""
+"""DP is attention data parallelism inside one instance. An instance has TP x PP x DP devices, even if the engine's
+flags count differently."""
 
 
 def count(values: Mapping[str, KnobValue], knob: str) -> int:
-    """Return the value of a knob that counts devices or groups of them; 1 if it is not set."""
+    """Return the value of a knob that is a count, 1 if it is not set."""
     value = values.get(knob)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1

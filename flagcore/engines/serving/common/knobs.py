@@ -1,4 +1,4 @@
-"""Knobs of serving engines: the common ones, and how specs and job records set them."""
+"""The common knobs of serving engines, and the parser of knob values in specs and job records."""
 
 from __future__ import annotations
 
@@ -15,80 +15,81 @@ from flagcore.domain.objective import is_rate
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, SIZES, TP, Hardware, most_in_flight
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, SIZES, TP, Hardware, max_in_flight
 from flagcore.errors import SpecError
 
 LAYOUT = (INSTANCES, TP, PP, DP, EP)
 DEFAULT_SPACE = (*LAYOUT, "max_num_seqs", "max_num_batched_tokens")
 """Names or aliases of the knobs that a spec without a space searches: layouts and limits of the batch."""
-IMPLIED: Mapping[str, tuple[object, ...]] = {
+IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
     **dict.fromkeys((SIZES, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
     "enforce_eager": (None, False),
 }
-"""Knobs that every job record may have, and the values that an engine without the knob has anyway."""
+"""Knobs that every job record may have, and their values that an engine without the knob accepts."""
 
 
 def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
-    """Return the axes of all knobs: the values that the spec names, or the fixed or neutral value.
+    """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
 
     Without a space, those of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the space that
     is not a knob.
     """
     baseline = task.spec.baseline or {}
-    for named, where in ((task.spec.space, "space"), (baseline, "baseline")):
-        _knobs_by_key(named, knobs, task.spec.serve.engine, f"auto_tuner.{where}.")
-    found = []
+    for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
+        _knobs_by_key(values, knobs, task.spec.serve.engine, f"auto_tuner.{section}.")
+    result = []
     for knob in knobs:
         if knob.name == SIZES:
-            knob = replace(knob, words=heterogeneous.words(task))
+            knob = replace(knob, words=heterogeneous.known_sizes(task))
         value = fixed.get(knob.name, knob.neutral)
-        own = knob.value_in(baseline)
-        also = [value, knob.neutral, *([] if own is None else [knob.parse(own, f"auto_tuner.baseline.{knob.name}")])]
+        extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
+        if baseline_value is not None:
+            extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
         default = not task.spec.space and knob.name not in fixed and any(name in DEFAULT_SPACE for name in knob.names)
-        found.append(knob.axis(knob.parse_space(task, AUTO if default else [value]), also))
-    return tuple(found)
+        result.append(knob.axis(knob.parse_space(task, AUTO if default else [value]), extra_values))
+    return tuple(result)
 
 
 def parse(values: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
     """Return the knob values of a spec or a job record. Raises SpecError."""
-    named = _knobs_by_key(values, knobs, engine, "")
-    return {knob.name: knob.parse(values[key], key) for key, knob in named.items()}
+    knobs_by_key = _knobs_by_key(values, knobs, engine, "")
+    return {knob.name: knob.parse(values[key], key) for key, knob in knobs_by_key.items()}
 
 
-def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: str, where: str) -> dict[str, Knob]:
-    """Return the knob behind each key. Raises SpecError for an unknown key, and for two keys of one knob."""
+def _knobs_by_key(values: Mapping[str, object], knobs: Sequence[Knob], engine: str, prefix: str) -> dict[str, Knob]:
+    """Return the knob of each key. Raises SpecError for an unknown key, and for two keys of one knob."""
     by_name = {name: knob for knob in knobs for name in knob.names}
-    found: dict[str, Knob] = {}
+    result: dict[str, Knob] = {}
     for key, value in values.items():
         knob = by_name.get(key)
         if knob is None:
-            if value in IMPLIED.get(key, ()):
+            if value in IMPLIED_VALUES.get(key, ()):
                 continue
-            own = [knob.name for knob in knobs]
-            near = get_close_matches(str(key), own, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]}?" if near else f"its knobs: {', '.join(own)}"
-            raise SpecError(key=f"{where}{key}", problem=f"is not a knob of {engine}", fix=fix)
-        other = next((other for other, same in found.items() if same is knob), None)
+            names = [knob.name for knob in knobs]
+            close_matches = get_close_matches(str(key), names, n=1, cutoff=0.5)
+            fix = f"did you mean {close_matches[0]}?" if close_matches else f"its knobs: {', '.join(names)}"
+            raise SpecError(key=f"{prefix}{key}", problem=f"is not a knob of {engine}", fix=fix)
+        other = next((other for other, same in result.items() if same is knob), None)
         if other is not None:
-            raise SpecError(key=f"{where}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
-        found[key] = knob
-    return found
+            raise SpecError(key=f"{prefix}{key}", problem=f"is the same knob as {other}", fix="remove one of the two")
+        result[key] = knob
+    return result
 
 
 def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue]) -> tuple[str, ...]:
-    """Return the command line of a candidate's knobs."""
+    """Return the flags of a candidate's knobs."""
     return tuple(word for knob in knobs for word in knob.arguments(values.get(knob.name, knob.neutral)))
 
 
 def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return a column of each knob; if there is none, of the fixed or the neutral value."""
-    like = next(iter(columns.values()), np.zeros(1))
-    found = dict(columns)
+    """Return a column of each knob; a missing column has the fixed or the neutral value."""
+    column = next(iter(columns.values()), np.zeros(1))
+    result = dict(columns)
     for knob in knobs:
         if knob.name not in columns:
-            found[knob.name] = np.full(like.shape, code(knob, fixed.get(knob.name, knob.neutral)))
-    return found
+            result[knob.name] = np.full(column.shape, code(knob, fixed.get(knob.name, knob.neutral)))
+    return result
 
 
 def code(knob: Knob, value: KnobValue) -> int:
@@ -98,12 +99,12 @@ def code(knob: Knob, value: KnobValue) -> int:
 
 
 def or_default(codes: IntArray, default: IntArray | int) -> IntArray:
-    """Return the column of a number, `default` where it is not set."""
+    """Return the values of a numeric column, `default` where it is not set."""
     return np.where(codes > 0, codes, default)
 
 
 def shares(codes: IntArray, default: FloatArray | float) -> FloatArray:
-    """Return the column of a share as numbers, `default` where it is not set."""
+    """Return the shares of a column of codes, `default` where it is not set."""
     return np.where(codes > 0, codes / len(SHARES), default)
 
 
@@ -113,53 +114,52 @@ def divisors(task: Task) -> tuple[int, ...]:
     return tuple(each for each in range(1, cards + 1) if cards % each == 0)
 
 
-def in_flight(task: Task, last: int, most: int = 1 << 30) -> tuple[int, ...]:
-    """Return the `last` powers of two up to the requests in flight and `most`."""
-    limit = min(most, 1 << (max(1, most_in_flight(task.spec.serve.loads)) - 1).bit_length())
-    return tuple(1 << step for step in range(limit.bit_length()))[-last:]
+def powers_in_flight(task: Task, count: int, maximum: int = 1 << 30) -> tuple[int, ...]:
+    """Return the `count` powers of two up to the requests in flight, limited to `maximum`."""
+    limit = min(maximum, 1 << (max(1, max_in_flight(task.spec.serve.loads)) - 1).bit_length())
+    return tuple(1 << step for step in range(limit.bit_length()))[-count:]
 
 
 class Auto(NamedTuple):
-    """The values that `auto` stands for in a task, and the same in words."""
+    """The values of `auto` for a task, and their description."""
 
     values: Callable[[Task], Sequence[KnobValue]]
     help: str
 
 
 def fixed_values(*values: KnobValue) -> Auto:
-    """Return the same values for every task."""
-    return Auto(lambda task: values, ", ".join(map(_spelled, values)))
+    """Return an `auto` with the same values for every task."""
+    return Auto(lambda task: values, ", ".join(map(_value_text, values)))
 
 
-def _spelled(value: KnobValue) -> str:
+def _value_text(value: KnobValue) -> str:
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def by_hardware(cores: Auto, devices: Auto) -> Auto:
-    """Return the values to try on CPU cores and on devices."""
+    """Return an `auto` with different values on CPU cores and on devices."""
     return Auto(
         lambda task: (cores if Hardware.of(task).on_cores else devices).values(task),
         f"{devices.help}; on cores {cores.help}",
     )
 
 
-def if_fp8(wide: str, fp8: str) -> Auto:
-    """Return the formats of a cache: `fp8` only where the chip computes in it."""
-    return Auto(
-        lambda task: (wide, fp8) if Hardware.of(task).fp8 else (wide,), f"{wide}, and {fp8} if the chip supports it"
-    )
+def if_fp8(default: str, fp8: str) -> Auto:
+    """Return an `auto` of cache formats: `default`, and `fp8` if the chip supports it."""
+    help_text = f"{default}, and {fp8} if the chip supports it"
+    return Auto(lambda task: (default, fp8) if Hardware.of(task).fp8 else (default,), help_text)
 
 
 NOT_SET = fixed_values(None)
 DIVISORS = Auto(divisors, "divisors of the devices")
-WITH_EXPERTS = Auto(
+DIVISORS_WITH_EXPERTS = Auto(
     lambda task: divisors(task) if task.spec.model.num_moe_experts else (1,), "1; with experts divisors of the devices"
 )
-FOUR_IN_FLIGHT = Auto(lambda task: in_flight(task, last=4), "four powers of two up to the requests in flight")
-FOR_A_RATE = Auto(
+POWERS_IN_FLIGHT = Auto(lambda task: powers_in_flight(task, count=4), "four powers of two up to the requests in flight")
+DIVISORS_FOR_RATES = Auto(
     lambda task: divisors(task) if is_rate(task.spec.objective) else (1,), "divisors of the devices; 1 for a latency"
 )
-"""More than one instance does not lower a latency."""
+"""Several instances do not reduce a latency."""
 
 
 def knob(
@@ -171,9 +171,9 @@ def knob(
     auto: Auto = NOT_SET,
     **fields: Any,
 ) -> Knob:
-    """Return a knob with its spellings on the command line, the preferred one first; by default that of its name.
+    """Return a knob with its flags, the preferred one first; the default flag is its name with hyphens.
 
-    `off` is the flag that means False; `fields` are those of `Knob`.
+    `off` is the flag that means False; `fields` are fields of `Knob`.
     """
     spellings = (name.replace("_", "-"),) if flags is None else flags
     rows = tuple(Flag(name=each, off=off) for each in spellings)
@@ -181,7 +181,7 @@ def knob(
 
 
 def variant(common: Knob, *flags: str, off: str = "", auto: Auto | None = None, **fields: Any) -> Knob:
-    """Return a common knob with an engine's flags, the preferred spelling first, and what else differs."""
+    """Return a common knob with an engine's flags, the preferred one first, and changed fields."""
     if auto is not None:
         fields |= {"auto": auto.values, "auto_help": auto.help}
     names = flags or (("",) if off else ())
@@ -189,7 +189,7 @@ def variant(common: Knob, *flags: str, off: str = "", auto: Auto | None = None, 
 
 
 class SizesKnob(Knob):
-    """The devices of each instance, as a word such as 4+2+2. Its words depend on the task."""
+    """The devices of each instance, as a text such as 4+2+2. The possible values depend on the task."""
 
     def parse(self, value: object, key: str) -> KnobValue:
         return None if value is None else heterogeneous.parse_sizes(value, key)
@@ -197,10 +197,10 @@ class SizesKnob(Knob):
 
 INSTANCES_KNOB = knob(
     INSTANCES,
-    "Number of servers, each with its own devices or CPU cores; a request goes to the least busy one.",
+    "Number of servers, each with its own devices or CPU cores; a request goes to the least busy server.",
     flags=(),
     neutral=1,
-    auto=FOR_A_RATE,
+    auto=DIVISORS_FOR_RATES,
     aliases=("instance",),
 )
 SIZES_KNOB = SizesKnob(
@@ -208,7 +208,7 @@ SIZES_KNOB = SizesKnob(
     help=f"Devices (or CPU cores) of each instance if they differ, such as 4+2+2; replaces {INSTANCES} and {TP}.",
     label="sizes",
     kind="word",
-    auto=heterogeneous.worth_trying,
+    auto=heterogeneous.auto_sizes,
     auto_help="not set; for a rate also splits of all devices into unequal powers of two",
 )
 TP_KNOB = knob(TP, "Devices that split each layer's matrices.", flags=(), label="TP", neutral=1, auto=DIVISORS)
@@ -221,13 +221,13 @@ DP_KNOB = knob(
     flags=(),
     label="DP",
     neutral=1,
-    auto=WITH_EXPERTS,
+    auto=DIVISORS_WITH_EXPERTS,
 )
-EP_KNOB = knob(EP, "Devices that share the experts.", flags=(), label="EP", neutral=1, auto=WITH_EXPERTS)
+EP_KNOB = knob(EP, "Devices that share the experts.", flags=(), label="EP", neutral=1, auto=DIVISORS_WITH_EXPERTS)
 CONTEXT_KNOB = knob("context_len", "Tokens of one sequence, prompt and answer.", flags=())
 PREFIX_KNOB = knob(
     "enable_prefix_caching",
-    "Prompt prefixes that are in the cache are not computed again.",
+    "Whether cached prompt prefixes are reused.",
     flags=(),
     label="prefix caching",
     kind="flag",

@@ -1,4 +1,4 @@
-"""Reads what engines print: Prometheus text at /metrics, and log lines."""
+"""Parses Prometheus text at /metrics and log lines of engines."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from flagcore.domain.candidate import KnobValue
 
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-AVERAGED = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
-"""Counters that ranks and instances have in the mean; of the others they have the sum."""
+AVERAGED_COUNTERS = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
+"""Counters that are averaged over ranks and instances; others are summed."""
 
 
 def samples(text: str) -> dict[str, list[float]]:
-    """Return the values of each sample, one for each set of labels, by name; values that are not finite are dropped."""
-    found: dict[str, list[float]] = {}
+    """Return the finite values of each sample by name, one for each set of labels."""
+    result: dict[str, list[float]] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
         with suppress(ValueError):
             if sample and math.isfinite(value := float(sample["value"])):
-                found.setdefault(sample["name"], []).append(value)
-    return found
+                result.setdefault(sample["name"], []).append(value)
+    return result
 
 
-def joined(name: str, values: Sequence[float]) -> float:
-    """Return the total over ranks or instances of the counter `name`: one or more `values`."""
-    return sum(values) / (len(values) if name in AVERAGED else 1)
+def combine(name: str, values: Sequence[float]) -> float:
+    """Return the sum or the mean of a counter's `values` over ranks or instances."""
+    return sum(values) / (len(values) if name in AVERAGED_COUNTERS else 1)
 
 
 def labels(text: str, name: str) -> dict[str, str]:
-    """Return the labels of the first sample called `name`; empty if there is none."""
+    """Return the labels of the first sample `name`; empty if there is none."""
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
         if sample and sample["name"] == name:
@@ -40,30 +40,30 @@ def labels(text: str, name: str) -> dict[str, str]:
     return {}
 
 
-def largest(log: str, patterns: Mapping[str, str], scale: float = 1.0) -> dict[str, float]:
-    """Return by name the largest number that a pattern's only group finds in a log, times `scale`."""
-    found = {}
+def largest_matches(log: str, patterns: Mapping[str, str], scale: float = 1.0) -> dict[str, float]:
+    """Return, by name, the largest number that a pattern's group matches in a log, times `scale`."""
+    result = {}
     for name, pattern in patterns.items():
         with suppress(ValueError):
-            found[name] = scale * max(float(each.replace(",", "")) for each in re.findall(pattern, log))
-    return found
+            result[name] = scale * max(float(each.replace(",", "")) for each in re.findall(pattern, log))
+    return result
 
 
 def settings(log: str, patterns: Mapping[str, Sequence[str]]) -> dict[str, KnobValue]:
-    """Return by knob what the group of the first pattern that matches finds first in a log."""
-    found: dict[str, KnobValue] = {}
-    for knob, several in patterns.items():
-        match = next((match for pattern in several if (match := re.search(pattern, log))), None)
+    """Return, by knob, the first match in a log of the group of its first matching pattern."""
+    result: dict[str, KnobValue] = {}
+    for knob, knob_patterns in patterns.items():
+        match = next((match for pattern in knob_patterns if (match := re.search(pattern, log))), None)
         if match:
             text = match[1]
-            found[knob] = text == "True" if text in ("True", "False") else int(text) if text.isdigit() else text
-    return found
+            result[knob] = text == "True" if text in ("True", "False") else int(text) if text.isdigit() else text
+    return result
 
 
-def counters(fetch: Callable[[str], str], named: Mapping[str, str]) -> dict[str, float]:
-    """Return figures of /metrics under our names; none where the server does not answer."""
+def counters(fetch: Callable[[str], str], names: Mapping[str, str]) -> dict[str, float]:
+    """Return samples of /metrics, renamed by `names`; empty if the server does not respond."""
     try:
-        found = samples(fetch("/metrics"))
+        values = samples(fetch("/metrics"))
     except OSError:
         return {}
-    return {ours: joined(ours, found[theirs]) for theirs, ours in named.items() if theirs in found}
+    return {name: combine(name, values[sample]) for sample, name in names.items() if sample in values}

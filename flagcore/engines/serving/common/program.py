@@ -1,4 +1,4 @@
-"""The program that starts a server, and its version from package metadata, without running it."""
+"""Finds the program that starts a server, and its version in package metadata, without running it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flagcore.errors import NoDevice, SpecError
 _FIRST_LINE = 512
 
 
-def bare(flag: str) -> str:
-    """Return a flag without leading dashes, words joined by dashes."""
+def strip_dashes(flag: str) -> str:
+    """Return a flag without leading dashes and with hyphens in place of underscores."""
     return flag.lstrip("-").replace("_", "-")
 
 
-def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of a spec, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
+def find_command(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the spec's command, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
     command = spec.serve.command or default
     program = command[0]
     bin_folder = os.path.dirname(sys.executable)
@@ -33,35 +33,35 @@ def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
         path = shutil.which(program, path=bin_folder) or shutil.which(program)
     if path is None:
         raise NoDevice(
-            f"{program}, which starts {spec.serve.engine}, is not installed; install it, or give a serve.command"
+            f"{program}, which starts {spec.serve.engine}, is not installed; install it, or set serve.command"
         )
     return (os.path.abspath(path), *command[1:])
 
 
 @lru_cache(maxsize=64)
 def package_folders(program: str) -> tuple[str, ...]:
-    """Return the package folders of the Python that runs `program`, itself or a script; none for a binary."""
+    """Return the package folders of the Python interpreter that runs `program`; empty for a binary."""
     python = interpreter(program)
     if python is None:
         return ()
     if os.path.samefile(python, sys.executable) and os.path.dirname(python) == os.path.dirname(sys.executable):
         return tuple(sys.path)
     folder = Path(python).parent.parent
-    near = [str(path) for path in sorted(folder.glob("lib*/python3*/site-packages"))]
-    return (*near, *_sys_path(python)) if not (folder / "pyvenv.cfg").exists() else tuple(near)
+    site_packages = [str(path) for path in sorted(folder.glob("lib*/python3*/site-packages"))]
+    return (*site_packages, *_sys_path(python)) if not (folder / "pyvenv.cfg").exists() else tuple(site_packages)
 
 
 def _sys_path(python: str) -> list[str]:
-    asked = (python, "-c", "import sys; print('\\n'.join(sys.path))")
+    command = (python, "-c", "import sys; print('\\n'.join(sys.path))")
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line for line in answer.stdout.splitlines() if line]
+    return [line for line in process.stdout.splitlines() if line]
 
 
 def interpreter(program: str) -> str | None:
-    """Return the Python that runs `program`: itself, or that of its first line; None for another program."""
+    """Return the Python interpreter that runs `program`: itself, or the one in its first line; None for others."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
         return program
     try:
@@ -72,13 +72,13 @@ def interpreter(program: str) -> str | None:
     words = line.removeprefix("#!").split()
     if not line.startswith("#!") or not words:
         return None
-    named = shutil.which(words[-1]) if os.path.basename(words[0]) == "env" else words[0]
-    return named if named and "python" in os.path.basename(named) and os.path.exists(named) else None
+    path = shutil.which(words[-1]) if os.path.basename(words[0]) == "env" else words[0]
+    return path if path and "python" in os.path.basename(path) and os.path.exists(path) else None
 
 
 @lru_cache(maxsize=64)
 def package_version(program: str, *names: str) -> str:
-    """Return the version of the first installed package for the Python of `program`; empty if there is none."""
+    """Return the version of the first of `names` that the Python of `program` has installed; empty if none is."""
     folders = package_folders(program)
     for name in names:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
@@ -87,15 +87,15 @@ def package_version(program: str, *names: str) -> str:
 
 
 def check_version(spec: Spec, installed: str) -> None:
-    """Raise SpecError if the spec names another release than the `installed` one."""
-    planned = spec.serve.engine_version
-    if planned and installed and planned != installed and release(planned) != release(installed):
+    """Raise SpecError if the release in the spec is not the `installed` one."""
+    version = spec.serve.engine_version
+    if version and installed and version != installed and release(version) != release(installed):
         problem = f"is not the installed release, {installed}: defaults and speed may differ"
-        fix = "remove it, or install that release; `flag estimate` plans for any"
-        raise SpecError(key="serve.engine_version", value=planned, problem=problem, fix=fix)
+        fix = "remove it, or install that release; `flag estimate` accepts any release"
+        raise SpecError(key="serve.engine_version", value=version, problem=problem, fix=fix)
 
 
 def release(version: str) -> tuple[int, ...] | None:
-    """Return the leading numbers of a version, (0, 11, 2) of 0.11.2rc1+cpu; None if it does not begin with two."""
+    """Return the numbers of a version, such as (0, 11, 2) for 0.11.2rc1+cpu; None for an invalid version."""
     parts = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
     return tuple(int(part) for part in parts.groups(default="0")) if parts else None

@@ -1,4 +1,4 @@
-"""Rules and merges of every serving engine."""
+"""Rules and merges that serving engines share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.common.knobs import code
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
-    """Return the rules of instances and of splitting a model.
+    """Return the rules for instances and for splits of the model.
 
-    `data`: the engine has attention DP and EP, and splits attention by heads. `pipeline`: it has pipeline stages.
-    `span`: an instance may span hosts.
+    With `data` the engine has attention DP and EP, and splits attention by heads. With `pipeline` it has stages, with
+    `span` an instance may span hosts.
     """
     hardware, model = Hardware.of(task), task.spec.model
     knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
@@ -88,18 +88,18 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
 
 
 def context_rule(task: Task, knob: str) -> Rule:
-    """Return the rule that a sequence has room for the longest request: engines silently cut a longer answer."""
-    need = longest(task.spec.serve.loads)
+    """Return the rule that the context fits the longest request, because engines silently truncate longer answers."""
+    need = longest_request(task.spec.serve.loads)
     return Rule(
         name="context_length",
         knobs=(knob,),
-        message=f"{knob} must hold the longest request, prompt and answer: {need} tokens",
+        message=f"{knob} must be at least the tokens of the longest request, {need}",
         broken=lambda c: (c[knob] > 0) & (c[knob] < need),
     )
 
 
 def same_as_unset(knobs: Sequence[Knob], defaults: Mapping[str, KnobValue]) -> list[Merge]:
-    """Return the merges of values that are the engine's own defaults with the knob not being set."""
+    """Return the merges of the engine's default values with knobs that are not set."""
 
     def merge(knob: Knob) -> Merge:
         name, default = knob.name, code(knob, defaults[knob.name])

@@ -1,4 +1,4 @@
-"""Weights: their sizes, checks of a Hugging Face directory, and the fewest devices that a model needs."""
+"""Sizes of weights, checks of a Hugging Face directory, and the minimum number of devices of a model."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ import os
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.program import bare
+from flagcore.engines.serving.common.program import strip_dashes
 from flagcore.engines.transformer import attended, widths
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.roofline import BYTES
 
-_WIDE = ("bf16", "fp16", "fp32")
+_WIDE_PRECISIONS = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
-_NARROWS = ("quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config")
-"""Flags that make an engine serve weights narrower than they are stored."""
+_QUANTIZERS = ("quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config")
+"""Flags that make an engine quantize weights when it loads them."""
 
 
 def check_directory(spec: Spec) -> None:
-    """Raise SpecError unless the weights are a directory with a config.json, quantized if the spec requires it.
+    """Raise SpecError unless the weights are a directory with a config.json, quantized if the spec's precision is.
 
-    Engines serve weights as they are stored: with fp8 in the spec and plain weights, predictions of fp8 would be
-    compared with measurements of bf16.
+    Engines serve weights as they are stored: for fp8 in the spec and unquantized weights, predictions for fp8 would be
+    compared with measurements in bf16.
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is None or not os.path.isfile(os.path.join(weights, _CONFIG)):
         problem = "is missing" if weights is None else f"is not a directory with a {_CONFIG}"
-        fix = "give a Hugging Face directory; nothing is downloaded"
+        fix = "set the path of a Hugging Face directory; nothing is downloaded"
         raise SpecError(key="serve.weights", value=weights, problem=problem, fix=fix)
-    names = {bare(key) for key in spec.serve.engine_args}
-    if precision not in _WIDE and not names & set(_NARROWS) and not _quantized(weights):
+    names = {strip_dashes(key) for key in spec.serve.engine_args}
+    if precision not in _WIDE_PRECISIONS and not names & set(_QUANTIZERS) and not _is_quantized(weights):
         problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
         fix = "set engine_args: {quantization: ...}, or the precision of the weights"
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
 
 
-def _quantized(weights: str) -> bool:
+def _is_quantized(weights: str) -> bool:
     try:
         with open(os.path.join(weights, _CONFIG), encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError):
         return False
-    inner = config.get("text_config") if isinstance(config, dict) else None
-    return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, inner))
+    text_config = config.get("text_config") if isinstance(config, dict) else None
+    return any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text_config))
 
 
-ROOM = 0.85
-"""Share of a device's memory for weights (a choice): the rest is for activations, graphs and cache."""
+MAX_WEIGHT_SHARE = 0.85
+"""Maximum share of a device's memory for weights by default; the rest is for activations, graphs and cache."""
 
 
 def parameters(model: Model) -> float:
     """Return the number of weights of a model."""
-    hidden, gates = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
+    hidden, matrices = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
     query, key, value = widths(model)
     rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
     attention = hidden * (query + key + value + attended(model)) if not rank else hidden * (rank + attended(model))
@@ -62,15 +62,15 @@ def parameters(model: Model) -> float:
         heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
         attention += (model.q_lora_rank or hidden) * query + (model.kv_lora_rank or 0) * heads
     experts = model.num_moe_experts or 0
-    sparse = model.num_layers - model.moe_first_dense_layers if experts else 0
-    routed = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
-    layers = model.num_layers * attention + (model.num_layers - sparse) * gates * hidden * model.ffn_hidden_size
+    moe_layers = model.num_layers - model.moe_first_dense_layers if experts else 0
+    expert_width = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
+    layers = model.num_layers * attention + (model.num_layers - moe_layers) * matrices * hidden * model.ffn_hidden_size
     tables = (1 + model.untie_embeddings_and_output_weights) * model.vocab_size * hidden
-    return layers + sparse * (gates * hidden * routed + hidden * experts) + tables
+    return layers + moe_layers * (matrices * hidden * expert_width + hidden * experts) + tables
 
 
 def weight_bytes(task: Task) -> float:
-    """Return the bytes of a task's weights: the size of a file, else their number at the job's precision."""
+    """Return the bytes of a task's weights: the size of the file, or their number times the width of the precision."""
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
@@ -78,22 +78,22 @@ def weight_bytes(task: Task) -> float:
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float) -> float:
-    """Return the bytes of one token in the KV cache, over all devices without replication."""
+    """Return the bytes of one token in the KV cache over all devices, without replication."""
     if model.multi_latent_attention:
         return model.num_layers * ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
     return 2.0 * model.num_layers * model.num_query_groups * model.kv_channels * element_bytes
 
 
-def fewest_devices(task: Task) -> int:
-    """Return the smallest power of two of devices that the weights fit into; 1 if the memory is unknown.
+def min_devices(task: Task) -> int:
+    """Return the smallest power of two of devices that the weights fit into, 1 if the memory is unknown.
 
-    At most the largest one that there are devices for, and that divides the attention heads.
+    It is limited by the number of devices and divides the attention heads.
     """
     hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
     if hardware.on_cores or math.isnan(hardware.memory_bytes):
         return 1
     devices = 1
-    while weight_bytes(task) > ROOM * hardware.memory_bytes * devices and devices * 2 <= hardware.cards:
+    while weight_bytes(task) > MAX_WEIGHT_SHARE * hardware.memory_bytes * devices and devices * 2 <= hardware.cards:
         if heads % (devices * 2):
             break
         devices *= 2

@@ -1,6 +1,6 @@
-"""The flags of llama-server that the embedded server takes, in `flags.json`.
+"""The flags of llama-server that the embedded server supports, from `flags.json`.
 
-The embedded server reads them in its own process, so nothing large is imported here. Spellings and defaults: llama.cpp
+The process of the embedded server imports this module, so it imports nothing large. Spellings and defaults: llama.cpp
 `tools/server/README.md` (00dc8057); fields: `xllamacpp.CommonParams` (2026.10).
 """
 
@@ -14,11 +14,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag: its spellings, the dotted field that it sets, and how its text is read.
+    """One flag: its spellings, the dotted field that it sets, and the type of its value.
 
-    `kind` is int, float, text, list (numbers with commas), on/off, switch, or the name of an enum of the wheel whose
-    members `words` name. A switch sets True, and its `off` spellings set False. Fields that hold several values are
-    given one, but for `tensor_split`.
+    `kind` is int, float, text, list (comma-separated numbers), on/off, switch, or the name of an enum of the wheel with
+    the members `words`. A switch sets True, and its `off` spellings set False. Only `tensor_split` has several values.
     """
 
     names: Sequence[str]

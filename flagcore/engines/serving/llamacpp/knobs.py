@@ -1,4 +1,4 @@
-"""The knobs of llama-server, its command line, and what follows from both.
+"""The knobs of llama-server, its command line, and its effective settings.
 
 Flags and defaults: llama.cpp `tools/server/README.md` (00dc8057).
 """
@@ -15,7 +15,7 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
-from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest
+from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.common.knobs import Auto, by_hardware, fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.llamacpp import flags
@@ -28,7 +28,7 @@ N_BATCH, N_UBATCH, FLASH, KV = "batch_size", "ubatch_size", "flash_attention", "
 SPLIT, LAYERS, UNIFIED = "split_mode", "n_gpu_layers", "kv_unified"
 
 AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
-"""Default slots, the most that llama.cpp takes, and the step to which the context of a slot is rounded up."""
+"""The default and the maximum number of slots, and the multiple to which the context of a slot is rounded up."""
 BATCH, UBATCH = 2048, 512
 """llama.cpp's defaults."""
 KV_BYTES = {
@@ -42,7 +42,7 @@ KV_BYTES = {
     "q5_0": 22 / 32,
     "q5_1": 24 / 32,
 }
-"""Bytes of one cached element: blocks of 32 with their scales (ggml `ggml-common.h`)."""
+"""Bytes of one cached element; quantized types have blocks of 32 with scales (ggml `ggml-common.h`)."""
 PLAIN_KV = ("f32", "f16", "bf16")
 
 _SPLIT_DEVICES = by_hardware(fixed_values(1), knobs.DIVISORS)
@@ -61,8 +61,8 @@ KNOBS = (
     ),
     knob(
         LAYERS,
-        "Layers on the device, counting the output head as one; `auto` is -1, `all` is 9999. With fewer than all, "
-        "memory is predicted and time is not.",
+        "Layers on the device, with the output head as one layer; `auto` is -1, `all` is 9999. With fewer layers, only "
+        "memory is predicted.",
         label="GPU layers",
         neutral=-1,
         minimum=-1,
@@ -79,7 +79,7 @@ KNOBS = (
         flags=("parallel", "np", "max-num-seqs"),
         aliases=("max_num_seqs", "max_running_requests"),
         auto=Auto(
-            lambda task: knobs.in_flight(task, last=6, most=MAX_SLOTS),
+            lambda task: knobs.powers_in_flight(task, count=6, maximum=MAX_SLOTS),
             "six powers of two up to the requests in flight",
         ),
         memory_order=1,
@@ -131,7 +131,7 @@ KNOBS = (
     variant(knobs.KV_KNOB, words=tuple(KV_BYTES), auto=fixed_values("f16", "q8_0")),
     knob(
         UNIFIED,
-        "One cache that all slots share, instead of one for each.",
+        "Whether all slots share one cache.",
         flags=(),
         label="unified KV cache",
         kind="word",
@@ -145,17 +145,15 @@ PACKAGE = "xllamacpp"
 
 
 class LlamaProgram(Program):
-    """The user's own llama-server, which may be of any release, or the embedded one of a wheel, whose flags are
-    checked.
-    """
+    """The user's own llama-server of any release, or the embedded server of a wheel, whose flags are checked."""
 
     def parse(self, spec: Spec) -> EngineArgs:
-        found = self.split(spec)
-        for name in found.others:
+        engine_args = self.split(spec)
+        for name in engine_args.others:
             flag = flags.BY_NAME.get(name)
             self.check([flag.names[-1].lstrip("-") if flag else name], ())
             self.check([name], flags.BY_NAME if spec.serve.command is None else ())
-        return found
+        return engine_args
 
     def version(self, spec: Spec) -> str:
         wheel = "" if spec.serve.command is not None else program.package_version(sys.executable, PACKAGE)
@@ -164,15 +162,15 @@ class LlamaProgram(Program):
     def ready(self, spec: Spec) -> None:
         serve = spec.serve
         if serve.weights is None or not os.path.isfile(serve.weights):
-            fix = "give the path of a GGUF file; examples/tiny_gguf.py makes a small one"
+            fix = "set the path of a GGUF file; examples/tiny_gguf.py creates a small one"
             problem = "is missing" if serve.weights is None else "is not a file"
             raise SpecError(key="serve.weights", value=serve.weights, problem=problem, fix=fix)
         self.parse(spec)
         if serve.command is not None:
-            program.found(spec, serve.command)
+            program.find_command(spec, serve.command)
         elif find_spec(PACKAGE) is None:
             raise NoDevice(
-                f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or give a serve.command such as "
+                f"{PACKAGE} is not installed; pip install 'flagcore[llamacpp]', or set a serve.command such as "
                 "[llama-server]"
             )
         else:
@@ -183,26 +181,26 @@ PROGRAM = LlamaProgram.read("flagcore.engines.serving.llamacpp", KNOBS)
 
 
 def total_context(task: Task) -> int:
-    """Return the context of all slots that `engine_args` fix; 0 where it follows from the slots."""
+    """Return the total context of all slots that `engine_args` fix, 0 if it depends on the slots."""
     others = PROGRAM.parse(task.spec).others
     fixed = others.get("ctx-size", others.get("c"))
     return fixed if isinstance(fixed, int) and not isinstance(fixed, bool) else 0
 
 
 def slot_context(task: Task, context: int | None) -> int:
-    """Return the context of one slot: as set, else that of the longest request, rounded up."""
-    return -(-(context or longest(task.spec.serve.loads)) // SLOT_GRAIN) * SLOT_GRAIN
+    """Return the context of one slot, by default the tokens of the longest request, rounded up."""
+    return -(-(context or longest_request(task.spec.serve.loads)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return the context of a slot with a fixed total: a share, or all if the cache is unified."""
+    """Return the context of a slot if the total is fixed: an even share, or the total if the cache is unified."""
     slots, on = columns[PARALLEL], knobs.code(BY_NAME[UNIFIED], "on")
-    whole = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
-    return np.where(whole, total, total // np.maximum(slots, 1))
+    is_unified = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
+    return np.where(is_unified, total, total // np.maximum(slots, 1))
 
 
 def _trained_context(spec: Spec) -> int | None:
-    """Return the context that the weights were trained for, llama.cpp's default choice; None if they are missing."""
+    """Return the trained context of the weights, llama.cpp's default; None if the weights are missing."""
     weights = spec.serve.weights
     try:
         return None if weights is None else gguf.context_length(weights)
@@ -211,15 +209,15 @@ def _trained_context(spec: Spec) -> int | None:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return llama.cpp's effective settings for candidates. Slots are sequences; an iteration is a logical batch."""
+    """Return llama.cpp's effective settings for candidates; a slot is a sequence, a logical batch an iteration."""
     get = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
     slots, batch = or_default(get[PARALLEL], AUTO_SLOTS), or_default(get[N_BATCH], BATCH)
     context = or_default(get[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
     if trained := _trained_context(task.spec):  # shared by all slots if their number is not set
-        own = (get[PARALLEL] == 0) & (get[CONTEXT] == 0) & (total == 0)
-        context, pool = np.where(own, trained, context), np.where(own, trained, pool)
+        is_trained_context = (get[PARALLEL] == 0) & (get[CONTEXT] == 0) & (total == 0)
+        context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
     element = np.array([KV_BYTES["f16"], *KV_BYTES.values()])[get[KV]]
     devices = get[TP] * get[PP]
     if hardware.on_cores:
@@ -241,6 +239,6 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _on_device(task: Task, layers: IntArray) -> FloatArray:
-    """Return the share of the layers that devices have: the output head comes last, and -1 is as many as fit."""
-    every = task.spec.model.num_layers + 1
-    return np.where(layers < 0, 1.0, np.minimum(layers / every, 1.0))
+    """Return the share of the layers on devices, with the output head as the last layer; -1 counts as all."""
+    total = task.spec.model.num_layers + 1
+    return np.where(layers < 0, 1.0, np.minimum(layers / total, 1.0))

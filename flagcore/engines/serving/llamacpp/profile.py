@@ -1,6 +1,6 @@
-"""llama.cpp: the user's own llama-server, or the server of the xllamacpp wheel behind the same flags.
+"""llama.cpp: the user's own llama-server, or the server of the xllamacpp wheel with the same flags.
 
-Rules: the server's README, and what the server of xllamacpp 2026.10.11549 did.
+Sources of the rules: the server's README, and runs of the server of xllamacpp 2026.10.11549.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
-from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest
+from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
@@ -49,9 +49,9 @@ RUNNER = "flagcore.engines.serving.llamacpp.server"
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec = task.spec
-    others = own.PROGRAM.parse(spec).others
-    embedded = spec.serve.command is None
-    command = (sys.executable, "-m", RUNNER) if embedded else program.found(spec, spec.serve.command or ())
+    other_args = own.PROGRAM.parse(spec).others
+    is_embedded = spec.serve.command is None
+    command = (sys.executable, "-m", RUNNER) if is_embedded else program.find_command(spec, spec.serve.command or ())
     argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in own.KNOBS if knob.name != own.CONTEXT], values)
     slots, context = _int(values.get(own.PARALLEL)), _int(values.get(own.CONTEXT))
@@ -65,26 +65,28 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv += ["--split-mode", "row"]
     if values.get(own.THREADS) is None and cores and count(values, INSTANCES) > 1:
         argv += ["--threads", str(len(cores))]
-    if not others.keys() & {"cache-ram", "cram"}:
-        argv += ["--cache-ram", "0"]  # prompts of a trial are new, so keeping them in the host's memory only costs
-    if embedded and not others.keys() & {"verbosity", "log-verbosity", "lv"}:
+    if not other_args.keys() & {"cache-ram", "cram"}:
+        argv += ["--cache-ram", "0"]  # prompts of a trial never repeat, so a prompt cache only costs time
+    if is_embedded and not other_args.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level that logs batch sizes and attention
-    argv += [word for name, value in others.items() for word in _flag(name, value)]
+    argv += [word for name, value in other_args.items() for word in _flag(name, value)]
     return Instance(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
 def _flag(name: str, value: EngineArg) -> Sequence[str]:
-    """Return a flag of `engine_args` as words: true is a bare flag, false its opposite, unless it takes on and off."""
+    """Return a flag of `engine_args` as words. True is a bare flag, false its opposite, unless its values are on and
+    off.
+    """
     flag = flags.BY_NAME.get(name)
-    spelled = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
+    spelling = f"-{name}" if flag and f"-{name}" in (*flag.names, *flag.off) else f"--{name}"
     if value is None:
         return ()
     if not isinstance(value, bool):
-        return (spelled, str(value))
+        return (spelling, str(value))
     if flag and (flag.kind == "on/off" or "on" in flag.words):
-        return (spelled, "on" if value else "off")
+        return (spelling, "on" if value else "off")
     if value:
-        return (spelled,)
+        return (spelling,)
     return (flag.off[-1],) if flag and flag.off and name not in flag.off else (f"--no-{name}",)
 
 
@@ -97,21 +99,21 @@ _OFFLOADED_LINE = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the values in /props and the log, without the later lines of a draft model."""
+    """Return the knob values in /props and the log, without those of a draft model."""
     props = json.loads(fetch("/props"))
-    found = {own.PARALLEL: int(props["total_slots"])} | metrics.settings(log, own.PROGRAM.settings)
+    values = {own.PARALLEL: int(props["total_slots"])} | metrics.settings(log, own.PROGRAM.settings)
     words = {"enabled": "on", "disabled": "off", "true": "on", "false": "off"}
     for knob in (own.FLASH, own.UNIFIED):
-        if knob in found:
-            found[knob] = words.get(str(found[knob]), found[knob])
-    if found.get(own.UNIFIED) != "on":
-        found[own.CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
+        if knob in values:
+            values[knob] = words.get(str(values[knob]), values[knob])
+    if values.get(own.UNIFIED) != "on":
+        values[own.CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
     if cache := _CACHE_LINE.search(log):
-        found[own.KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
-    offloaded = _OFFLOADED_LINE.search(log)
-    if offloaded and offloaded[1] != offloaded[2]:  # any larger number means all
-        found[own.LAYERS] = int(offloaded[1])
-    return found
+        values[own.KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
+    layers = _OFFLOADED_LINE.search(log)
+    if layers and layers[1] != layers[2]:  # any larger number means all
+        values[own.LAYERS] = int(layers[1])
+    return values
 
 
 _BUFFER_LINE = re.compile(r"\b(\w+)\s+(model|KV|compute) buffer size\s*=\s*([\d.]+) MiB")
@@ -120,20 +122,20 @@ _CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return the sizes of the buffers of each kind; a unified cache has its cells once for all slots."""
+    """Return the GiB of buffers by kind on the fullest device, and the tokens of the cache."""
     buffers: dict[tuple[str, str], float] = {}
     for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
         buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for (kind, _), gib in buffers.items():
-        found[_KINDS[kind]] = max(gib, found.get(_KINDS[kind], 0.0))
+        figures[_KINDS[kind]] = max(gib, figures.get(_KINDS[kind], 0.0))
     if cells := [float(size) * float(streams) for size, streams in _CELLS_LINE.findall(log)]:
-        found["kv_cache_tokens"] = max(cells)
-    return found
+        figures["kv_cache_tokens"] = max(cells)
+    return figures
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of illegal values, with the wheel's log lines as sources."""
+    """Return the rules of llama.cpp for legal candidates."""
     hardware, total = Hardware.of(task), own.total_context(task)
     return (
         *split_rules(task, data=False),
@@ -159,12 +161,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
-    none, layer, *by_rows = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
+    none_code, layer_code, *row_codes = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
     return (
         Rule(
             name="cores_are_not_split",
             knobs=(TP, PP),
-            message=f"{TP} and {PP} are 1 where devices are cores: threads share the work there",
+            message=f"{TP} and {PP} must be 1 on CPU cores: threads share the work",
             broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & hardware.on_cores,
         ),
         Rule(
@@ -178,9 +180,9 @@ def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
             knobs=(TP, PP, SPLIT),
             message=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
             broken=lambda c: (
-                (np.isin(c[SPLIT], by_rows) & ((c[TP] == 1) | (c[PP] > 1)))
-                | ((c[SPLIT] == layer) & ((c[PP] == 1) | (c[TP] > 1)))
-                | ((c[SPLIT] == none) & ((c[TP] > 1) | (c[PP] > 1)))
+                (np.isin(c[SPLIT], row_codes) & ((c[TP] == 1) | (c[PP] > 1)))
+                | ((c[SPLIT] == layer_code) & ((c[PP] == 1) | (c[TP] > 1)))
+                | ((c[SPLIT] == none_code) & ((c[TP] > 1) | (c[PP] > 1)))
             ),
         ),
         Rule(
@@ -193,8 +195,8 @@ def _split_mode_rules(hardware: Hardware) -> tuple[Rule, ...]:
 
 
 def _batch_rules() -> tuple[Rule, ...]:
-    plain = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
-    off = code(own.BY_NAME[FLASH], "off")
+    plain_codes = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
+    off_code = code(own.BY_NAME[FLASH], "off")
     return (
         Rule(
             name="most_slots",
@@ -205,38 +207,38 @@ def _batch_rules() -> tuple[Rule, ...]:
         Rule(
             name="batch_holds_slots",
             knobs=(PARALLEL, N_BATCH),
-            message=f"{N_BATCH} must not be below {PARALLEL}, or llama.cpp aborts",
+            message=f"{N_BATCH} must be at least {PARALLEL}, or llama.cpp aborts",
             broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
         ),
         Rule(
             name="ubatch_in_batch",
             knobs=(N_BATCH, N_UBATCH),
-            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH}), to which llama.cpp lowers it",
+            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH})",
             broken=lambda c: c[N_UBATCH] > or_default(c[N_BATCH], BATCH),
         ),
         Rule(
             name="quantized_cache",
             knobs=(FLASH, KV),
             message=f"a quantized {KV} needs flash_attention",
-            broken=lambda c: (c[FLASH] == off) & ~np.isin(c[KV], plain),
+            broken=lambda c: (c[FLASH] == off_code) & ~np.isin(c[KV], plain_codes),
         ),
     )
 
 
 def _slot_context(task: Task, total: int) -> Rule:
-    need = longest(task.spec.serve.loads)
+    need = longest_request(task.spec.serve.loads)
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),
-        message=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
+        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {need} per slot, the longest request",
         broken=lambda c: own.slot_share(c, total) < need,
     )
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return knobs without effect, and values that are llama.cpp's defaults."""
+    """Return the merges of knobs without effect and of llama.cpp's defaults."""
     hardware = Hardware.of(task)
-    whole = [code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row")]
+    default_codes = [code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row")]
 
     def batches(c: Columns) -> Columns:
         default = np.minimum(UBATCH, or_default(c[N_BATCH], BATCH))
@@ -256,7 +258,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         Merge(
             name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
             knobs=(SPLIT,),
-            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], whole), 0, c[SPLIT])},
+            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], default_codes), 0, c[SPLIT])},
         ),
         Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
         *((on_cores,) if hardware.on_cores else ()),

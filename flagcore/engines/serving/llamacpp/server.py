@@ -1,8 +1,8 @@
-"""A llama-server out of the xllamacpp wheel: llama.cpp's own HTTP server, with llama-server's spellings of its flags.
+"""A llama-server from the xllamacpp wheel: llama.cpp's own HTTP server with the flags of llama-server.
 
     python -m flagcore.engines.serving.llamacpp.server -m model.gguf --port 8080 -np 4 -c 4096
 
-Only started, never imported by the rest.
+Other modules start it as a process and do not import it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from flagcore.engines.serving.llamacpp.flags import FLAGS, Flag
 
 AUTO_SLOTS = 4
-"""Slots of `-np -1`, with one KV cache for all (llama.cpp `tools/server/server.cpp`)."""
+"""Number of slots for `-np -1`; they share one KV cache (llama.cpp `tools/server/server.cpp`)."""
 
 LOG_SECONDS = 0.5
-"""llama.cpp writes its log in a thread: the cause of a failure is lost if the process ends before."""
+"""Time for llama.cpp's log thread to write the cause of a failure before the process exits."""
 
 
 def main() -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 1 if the server cannot be started."""
-    given = _parser().parse_args()
+    """Serve until SIGTERM or SIGINT, and return the exit code: 1 if the server cannot be started."""
+    options = _parser().parse_args()
     try:
         import xllamacpp  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
@@ -37,7 +37,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        server = xllamacpp.Server(_params(xllamacpp, given))
+        server = xllamacpp.Server(_params(xllamacpp, options))
     except Exception as error:
         time.sleep(LOG_SECONDS)
         print(f"error: the server cannot be started: {error}", file=sys.stderr)
@@ -63,31 +63,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layers(text: str) -> int:
-    """Return a number of layers; llama.cpp's own codes for auto and all are -1 and -2."""
+    """Return a number of layers; -1 and -2 are llama.cpp's codes for auto and all."""
     return {"auto": -1, "all": -2}.get(text) or int(text)
 
 
-def _params(wheel: Any, given: argparse.Namespace) -> Any:
-    """Return the wheel's parameters, llama-server's defaults where nothing is given."""
+def _params(wheel: Any, options: argparse.Namespace) -> Any:
+    """Return the wheel's parameters, with llama-server's defaults for missing flags."""
     params = wheel.CommonParams()
     params.n_parallel, params.hostnames = -1, ["127.0.0.1"]
     for flag in FLAGS:
-        value = getattr(given, flag.field)
+        value = getattr(options, flag.field)
         if value is not None:
             *path, name = flag.field.split(".")
             setattr(reduce(getattr, path, params), name, _value(wheel, flag, value))
-    if getattr(given, "cpuparams_batch.n_threads") is None:
+    if getattr(options, "cpuparams_batch.n_threads") is None:
         params.cpuparams_batch.n_threads = params.cpuparams.n_threads
     if params.n_parallel < 0:
         params.n_parallel = AUTO_SLOTS
-        if given.kv_unified is None:
+        if options.kv_unified is None:
             params.kv_unified = True
     params.timeout_write = params.timeout_read
     return params
 
 
 MEMBERS = {"on": "enabled", "off": "disabled", "dio": "direct_io"}
-"""The last part of a member of an enum, where it is not the word itself."""
+"""Enum members whose name differs from the value of the flag."""
 
 
 def _value(wheel: Any, flag: Flag, value: Any) -> Any:

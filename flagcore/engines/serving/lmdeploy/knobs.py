@@ -1,4 +1,4 @@
-"""The knobs of `lmdeploy serve api_server`, its command line, and the values that LMDeploy fills in.
+"""The knobs of `lmdeploy serve api_server`, its command line, and LMDeploy's defaults.
 
 Sources: lmdeploy 0.18.0 `cli/serve.py`, `cli/utils.py`, `messages.py`, `utils.py` (get_max_batch_size),
 `turbomind/parallel_config.py`, `pytorch/engine/executor/base.py`, `src/turbomind/turbomind.cc` (cache budget).
@@ -25,7 +25,7 @@ PYTORCH = BACKENDS.index("pytorch") + 1
 KV_BYTES = {"none": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0, "fp8_e5m2": 1.0, "turbo_quant": 3 / 8}
 """Bytes of one cached element, without scales. turbo_quant has 4 bits for keys and 2 for values."""
 CODES = {"0": "none", "4": "int4", "8": "int8", "16": "fp8", "17": "fp8_e5m2", "42": "turbo_quant", "fp8_e4m3": "fp8"}
-"""LMDeploy's other spellings of the same."""
+"""Other spellings of cache types in LMDeploy."""
 DEFAULT_CACHE, DEFAULT_BLOCK, DEFAULT_PREFILL = 0.8, 64, 8192
 
 KNOBS = (
@@ -51,12 +51,12 @@ KNOBS = (
         BATCH,
         "Maximum number of sequences in one iteration.",
         aliases=("max_num_seqs", "max_running_requests"),
-        auto=knobs.FOUR_IN_FLIGHT,
+        auto=knobs.POWERS_IN_FLIGHT,
         memory_order=1,
     ),
     knob(
         CACHE,
-        "Share of the memory that weights leave free, for the cache.",
+        "Share of the free memory after loading the weights, for the cache.",
         label="cache share",
         kind="share",
         auto=fixed_values(None, "0.9"),
@@ -97,10 +97,10 @@ PROGRAM = Program.read("flagcore.engines.serving.lmdeploy", KNOBS)
 
 
 def default_batch(task: Task) -> int:
-    """Return LMDeploy's own max_batch_size.
+    """Return LMDeploy's default of max_batch_size.
 
-    LMDeploy decides by the names of chips of one vendor, others have 128 (256 on other device types); here chips that
-    compute in fp8 on at least 70 GiB have the largest size, as all of those names do.
+    LMDeploy has a large value for some chips of one vendor by name, otherwise 128 (256 on other device types). All
+    named chips compute in fp8 and have at least 70 GiB, which is the condition here.
     """
     hardware = Hardware.of(task)
     return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
@@ -126,7 +126,9 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _cache_bytes(task: Task, get: Columns, buffer_tokens: IntArray) -> FloatArray:
-    """Return the bytes of cache of one device: a share of the free memory, less the PyTorch engine's logit buffers."""
+    """Return the bytes of cache of one device: a share of the free memory without the PyTorch engine's logit
+    buffers.
+    """
     free = Hardware.of(task).memory_bytes - weight_bytes(task) / (get[TP] * get[DP])
     buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)
     return knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers, 0.0)

@@ -1,7 +1,7 @@
-"""LMDeploy, by its own program `lmdeploy serve api_server`: release 0.18. No server was run.
+"""LMDeploy (`lmdeploy serve api_server`), release 0.18; no server was run.
 
-Rules: lmdeploy 0.18.0 `messages.py` (both configs), `turbomind/parallel_config.py`, `cli/serve.py` (dp of the PyTorch
-engine), `cli/utils.py` (block sizes, powers of two), `docs/en/quantization/kv_quant.md`.
+Sources of the rules: lmdeploy 0.18.0 `messages.py` (both configs), `turbomind/parallel_config.py`, `cli/serve.py` (dp
+of the PyTorch engine), `cli/utils.py` (block sizes, powers of two), `docs/en/quantization/kv_quant.md`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
-from flagcore.engines.serving.common.command_line import written
+from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, count
 from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
@@ -34,12 +34,12 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv = [*own.PROGRAM.command(spec), spec.serve.weights or ""]
     argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
     argv += knobs.arguments(own.KNOBS, values)
-    argv += written(own.PROGRAM.parse(spec).others, negated=False)
+    argv += as_words(own.PROGRAM.parse(spec).others, has_negation=False)
     return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the settings of the selected engine from its log."""
+    """Return the knob values of the selected backend from its log."""
     for backend, line in (("pytorch", "Building CacheEngine with config"), ("turbomind", "turbomind engine config")):
         if line in log:
             return {own.BACKEND: backend, **metrics.settings(log, own.PROGRAM.settings)}
@@ -47,18 +47,18 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return the size of the cache, which TurboMind logs in MB and the PyTorch engine in blocks."""
+    """Return the size of the cache; TurboMind logs MB, the PyTorch engine logs blocks."""
     if blocks := re.search(r"CacheConfig\(.*\bblock_size=(\d+).*\bnum_gpu_blocks=(\d+)", log):
         return {"kv_cache_tokens": float(blocks[1]) * float(blocks[2])}
-    return metrics.largest(log, {"kv_cache_gib": r"Object cache budget: ([\d.]+) MB"}, 1 / 1024)
+    return metrics.largest_matches(log, {"kv_cache_gib": r"Object cache budget: ([\d.]+) MB"}, 1 / 1024)
 
 
-WHOLE = 1000
-"""The code of a share of 1."""
+FULL_SHARE_CODE = 1000
+"""The code of a share of 100%."""
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of illegal values."""
+    """Return the rules of LMDeploy for legal candidates."""
     on_cores = Hardware.of(task).on_cores
     return (
         *split_rules(task, data=True, pipeline=False),
@@ -97,14 +97,14 @@ def _parallel_rules(experts: int) -> tuple[Rule, ...]:
         Rule(
             name="pytorch_parallel",
             knobs=(BACKEND, DP, EP),
-            message=f"{DP} and {EP} must be 1 with backend pytorch, which starts one server a rank for them",
+            message=f"{DP} and {EP} must be 1 with backend pytorch, which needs one server per rank for them",
             broken=lambda c: (c[BACKEND] == PYTORCH) & ((c[DP] > 1) | (c[EP] > 1)),
         ),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
             message=f"{EP} must be a multiple of {DP}, and divide {TP} x {DP} and the {experts} experts",
-            broken=lambda c: (c[EP] > 1) & _uneven(c, experts),
+            broken=lambda c: (c[EP] > 1) & _splits_experts_unevenly(c, experts),
         ),
     )
 
@@ -113,12 +113,15 @@ def _cache_rules() -> tuple[Rule, ...]:
     pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
     return (
         Rule(
-            name="cache_share", knobs=(CACHE,), message=f"{CACHE} must be below 1", broken=lambda c: c[CACHE] == WHOLE
+            name="cache_share",
+            knobs=(CACHE,),
+            message=f"{CACHE} must be below 1",
+            broken=lambda c: c[CACHE] == FULL_SHARE_CODE,
         ),
         Rule(
             name="cache_type",
             knobs=(BACKEND, KV),
-            message=f"{KV} fp8 and fp8_e5m2 need backend pytorch, and so does turbo_quant",
+            message=f"{KV} fp8, fp8_e5m2 and turbo_quant need backend pytorch",
             broken=lambda c: (c[BACKEND] != PYTORCH) & np.isin(c[KV], pytorch_only),
         ),
         Rule(
@@ -135,15 +138,15 @@ def _cache_rules() -> tuple[Rule, ...]:
     )
 
 
-def _uneven(c: Columns, experts: int) -> BoolArray:
-    """Return where experts are not shared evenly (the constraints of `turbomind/parallel_config.py`)."""
+def _splits_experts_unevenly(c: Columns, experts: int) -> BoolArray:
+    """Return where experts are not split evenly (the constraints of `turbomind/parallel_config.py`)."""
     shares = c[EP].clip(1)
     uneven: BoolArray = (shares % c[DP].clip(1) != 0) | ((c[TP] * c[DP]) % shares != 0) | (experts % shares != 0)
     return uneven
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return values that are LMDeploy's defaults."""
+    """Return the merges of LMDeploy's defaults."""
     return (
         *heterogeneous.merges(),
         *same_as_unset(
@@ -164,6 +167,6 @@ WORKLOAD: ServingWorkload = Engine(
     server=_server,
     effective=effective,
     memory=memory,
-    api=GENERATE,  # its completions take text only
+    api=GENERATE,  # its completions need text
     untested="written from its documentation, no trial has run; times are those of its kernels alone",
 )

@@ -1,4 +1,4 @@
-"""The figures of a load."""
+"""Computes the metrics of a load."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flagcore.domain.serving import LATENCIES
 from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.load.result import Answer, LoadResult
 
-_OF_REQUEST = ("ttft_s", "tpot_s", "e2e_s")
-QUANTILES = 201
-"""Most stored values of a latency: each half percent, so that p50, p90 and p99 are among them."""
+_REQUEST_LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+MAX_QUANTILES = 201
+"""Maximum number of stored values of a latency: one per half percent, which includes p50, p90 and p99."""
 
 
 def duration_s(answers: Sequence[Answer]) -> float:
@@ -23,15 +23,15 @@ def duration_s(answers: Sequence[Answer]) -> float:
 def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, float]:
     """Return latencies by statistic, and rates over `duration_s`, as `vllm bench serve` defines them.
 
-    TPOT has one value a request, ITL all gaps of all requests together; a latency that no request has is left out.
-    `steady_output_tokens_per_s` is added where all `concurrency` slots were busy for long enough, see `steady_rate`.
+    TPOT has one value per request, ITL all gaps of all requests; a latency without values is omitted.
+    `steady_output_tokens_per_s` is added if all `concurrency` slots were busy for long enough, see `steady_rate`.
     """
     wall = duration_s(answers)
-    made = sum(answer.output_tokens for answer in answers)
-    read = sum(answer.input_tokens for answer in answers)
+    output_tokens = sum(answer.output_tokens for answer in answers)
+    input_tokens = sum(answer.input_tokens for answer in answers)
     figures = {
-        "output_tokens_per_s": made / wall,
-        "total_tokens_per_s": (made + read) / wall,
+        "output_tokens_per_s": output_tokens / wall,
+        "total_tokens_per_s": (output_tokens + input_tokens) / wall,
         "requests_per_s": len(answers) / wall,
     }
     for name in LATENCIES:
@@ -43,26 +43,26 @@ def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, 
 
 
 def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Return each latency in seconds from its least to its greatest value, at evenly spaced quantiles.
+    """Return the sorted values of each latency in seconds.
 
-    All of them up to `QUANTILES`, else as many quantiles. Either way a percentile of the list is that of all values. A
-    latency that no request has is left out.
+    More than `MAX_QUANTILES` values are reduced to evenly spaced quantiles, which preserves percentiles. A latency
+    without values is omitted.
     """
-    found = {}
+    quantiles = {}
     for name in LATENCIES:
         values = _values(answers, name)
-        if values.size > QUANTILES:
-            values = np.percentile(values, np.linspace(0.0, 100.0, QUANTILES))
+        if values.size > MAX_QUANTILES:
+            values = np.percentile(values, np.linspace(0.0, 100.0, MAX_QUANTILES))
         if values.size:
-            found[name] = [float(each) for each in np.sort(values)]
-    return found
+            quantiles[name] = [float(each) for each in np.sort(values)]
+    return quantiles
 
 
 def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:
-    """Return the output tokens per second while all slots of a closed loop were busy; None if too few requests were.
+    """Return the output tokens per second while all slots of a closed loop were busy; None for too few requests.
 
-    From the first finish, when the first wave is over, to the last send, after which slots stay empty; the tokens of a
-    request are spread evenly over its pieces. At least as many requests as slots must have ended in between.
+    The interval is from the first finish to the last send, after which slots stay empty. At least as many requests as
+    slots must end in it. The tokens of a request are distributed evenly over its pieces.
     """
     begin, end = min(answer.end_s for answer in answers), max(answer.start_s for answer in answers)
     if sum(begin < answer.end_s <= end for answer in answers) < concurrency:
@@ -75,13 +75,12 @@ def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:
 
 
 def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
-    """Return the requests per second that keep all limits of `slo`: figure (`ttft_s.p99` or `ttft_s`) to seconds.
+    """Return the requests per second that meet all limits of `slo`: seconds by metric (`ttft_s.p99` or `ttft_s`).
 
-    A request has one value of each latency, and of limits on several statistics of one the widest counts; its ITL is
-    that statistic of its own gaps. One token has no TPOT and no ITL, and keeps any limit on them; a rate bounds no
-    request.
+    A request has one value per latency, so the widest of several limits on its statistics counts; its ITL is the
+    statistic of its own gaps. A request of one token meets every limit on TPOT and ITL. Limits on rates are ignored.
     """
-    widest = {name: limit for name, limit in widest_limits(slo).items() if name in _OF_REQUEST}
+    widest = {name: limit for name, limit in widest_limits(slo).items() if name in _REQUEST_LATENCIES}
     gaps = {figure: limit for figure, limit in slo.items() if figure.partition(".")[0] == "itl_s"}
     if not result.requests:
         return 0.0
@@ -89,7 +88,7 @@ def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
 
 
 def widest_limits(slo: Mapping[str, float]) -> dict[str, float]:
-    """Return the limit of each latency of one request: the widest of those on its statistics."""
+    """Return the widest limit on the statistics of each latency."""
     widest: dict[str, float] = {}
     for figure, limit in slo.items():
         name = figure.partition(".")[0]
@@ -106,8 +105,8 @@ def statistics_of(values: FloatArray) -> dict[str, float]:
 def _values(answers: Sequence[Answer], latency: str) -> FloatArray:
     if latency == "itl_s":
         return np.array([gap for answer in answers for gap in answer.gaps_s])
-    found = [getattr(answer, latency) for answer in answers]
-    return np.array([value for value in found if value is not None])
+    values = [getattr(answer, latency) for answer in answers]
+    return np.array([value for value in values if value is not None])
 
 
 def _is_good(answer: Answer, limits: Mapping[str, float], gaps: Mapping[str, float]) -> bool:
@@ -115,10 +114,10 @@ def _is_good(answer: Answer, limits: Mapping[str, float], gaps: Mapping[str, flo
         value = getattr(answer, name)
         if value is not None and value > limit:
             return False
-    return not answer.gaps_s or all(_of_gaps(answer, figure) <= limit for figure, limit in gaps.items())
+    return not answer.gaps_s or all(_gap_statistic(answer, figure) <= limit for figure, limit in gaps.items())
 
 
-def _of_gaps(answer: Answer, figure: str) -> float:
+def _gap_statistic(answer: Answer, figure: str) -> float:
     statistic = figure.partition(".")[2] or "mean"
     if statistic == "mean":
         return float(np.mean(answer.gaps_s))

@@ -1,8 +1,8 @@
-"""Reports of other clients, read into our figures: `vllm bench serve --save-result`, `sglang.bench_serving`
-(`--output-file`), guidellm (`benchmarks.json`) and aiperf (`profile_export_aiperf.json`).
+"""Reads reports of other clients: `vllm bench serve --save-result`, `sglang.bench_serving` (`--output-file`), guidellm
+(`benchmarks.json`) and aiperf (`profile_export_aiperf.json`).
 
-What guidellm and aiperf call inter-token latency is one value a request, our TPOT (guidellm weighs it by tokens);
-aiperf's inter-chunk latency is our ITL. Goodput is left out: its limits are not in the report, or not ours.
+The inter-token latency of guidellm and aiperf has one value per request, so it is flagcore's TPOT (guidellm weights it
+by tokens); aiperf's inter-chunk latency is flagcore's ITL. Goodput is omitted, because reports do not have the SLO.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class ReportError(UsageError):
 
 
 def read_report(path: str | Path) -> dict[str, float]:
-    """Return the figures of a report, named as ours: `ttft_s.p99` in seconds, `output_tokens_per_s`.
+    """Return the metrics of a report by flagcore's names, such as `ttft_s.p99` in seconds and `output_tokens_per_s`.
 
-    A report always has the three rates; latencies are those that the client wrote. Raises ReportError for an unknown or
-    unfinished report, one of several benchmarks, with failed requests, or without a rate.
+    The three rates are required; latencies are optional. Raises ReportError for an unknown, incomplete or ambiguous
+    report, for failed requests, and for a missing rate.
     """
     try:
         figures = _figures(Path(path))
-        if lacking := [name for name in RATES if name not in figures]:
-            raise ReportError(f"it lacks {', '.join(lacking)}")
+        if missing := [name for name in RATES if name not in figures]:
+            raise ReportError(f"it lacks {', '.join(missing)}")
     except OSError as error:
         raise ReportError(f"{path}: cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ReportError(f"{path}: is not as its client writes it: {type(error).__name__} {error}") from None
+        raise ReportError(f"{path}: has an unknown format: {type(error).__name__} {error}") from None
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from None
     return figures
@@ -48,11 +48,11 @@ def _figures(path: Path) -> dict[str, float]:
     try:
         data: Any = json.loads(text)
     except ValueError:
-        data = _only([_line(line) for line in text.split("\n") if line.strip()])
+        data = _single_benchmark([_line(line) for line in text.split("\n") if line.strip()])
     if not isinstance(data, dict):
         raise ReportError("is not a report: the JSON is not an object")
     if isinstance(data.get("benchmarks"), list):
-        return _guidellm(_only(data["benchmarks"]))
+        return _guidellm(_single_benchmark(data["benchmarks"]))
     if isinstance(data.get("output_token_throughput"), dict):
         return _aiperf(data)
     if "median_e2e_latency_ms" in data:
@@ -69,21 +69,21 @@ def _line(line: str) -> Any:
         raise ReportError("is neither JSON nor JSON lines") from None
 
 
-def _only(several: Sequence[Any]) -> Any:
-    if len(several) != 1:
-        raise ReportError(f"it has {len(several)} benchmarks instead of one")
-    return several[0]
+def _single_benchmark(benchmarks: Sequence[Any]) -> Any:
+    if len(benchmarks) != 1:
+        raise ReportError(f"it has {len(benchmarks)} benchmarks instead of one")
+    return benchmarks[0]
 
 
 def _bench(data: Mapping[str, Any], *, e2e: str, total: str) -> dict[str, float]:
-    """Read what vLLM's and SGLang's clients write: milliseconds, under nearly the same names."""
+    """Read a report of vLLM's or SGLang's client: milliseconds with nearly the same names."""
     failed = data.get("failed") or sum(1 for error in data.get("errors") or () if error)
     _require_no_failures(failed, data.get("completed"))
     latencies = {}
-    for ours, theirs in zip(LATENCIES, ("ttft", "tpot", "itl", e2e), strict=True):
-        summary = {statistic: data.get(f"{statistic}_{theirs}_ms") for statistic in STATISTICS}
-        latencies[ours] = {"p50": data.get(f"median_{theirs}_ms"), **_present(summary)}, 1e-3
-    return _named([data.get("output_throughput"), data.get(total), data.get("request_throughput")], latencies)
+    for name, report_name in zip(LATENCIES, ("ttft", "tpot", "itl", e2e), strict=True):
+        summary = {statistic: data.get(f"{statistic}_{report_name}_ms") for statistic in STATISTICS}
+        latencies[name] = {"p50": data.get(f"median_{report_name}_ms"), **_without_none(summary)}, 1e-3
+    return _report_figures([data.get("output_throughput"), data.get(total), data.get("request_throughput")], latencies)
 
 
 def _guidellm(data: Mapping[str, Any]) -> dict[str, float]:
@@ -92,15 +92,15 @@ def _guidellm(data: Mapping[str, Any]) -> dict[str, float]:
     _require_no_failures(totals.get("errored"), totals.get("successful"))
     rates = ("output_tokens_per_second", "tokens_per_second", "requests_per_second")
     latencies = {}
-    for ours, theirs, unit in (
+    for name, report_name, unit in (
         ("ttft_s", "time_to_first_token_ms", 1e-3),
         ("tpot_s", "inter_token_latency_ms", 1e-3),
         ("e2e_s", "request_latency", 1.0),
     ):
-        summary = (metrics.get(theirs) or {}).get("successful")
+        summary = (metrics.get(report_name) or {}).get("successful")
         if summary and summary.get("count", 1):
-            latencies[ours] = {"mean": summary["mean"], **summary["percentiles"]}, unit
-    return _named([metrics[name]["successful"]["mean"] for name in rates], latencies)
+            latencies[name] = {"mean": summary["mean"], **summary["percentiles"]}, unit
+    return _report_figures([metrics[name]["successful"]["mean"] for name in rates], latencies)
 
 
 def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
@@ -110,14 +110,14 @@ def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
         (data.get("error_request_count") or {}).get("avg"), (data.get("request_count") or {}).get("avg")
     )
     rates = ("output_token_throughput", "total_token_throughput", "request_throughput")
-    theirs = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency", "request_latency")
+    report_names = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency", "request_latency")
     latencies = {}
-    for ours, name in zip(LATENCIES, theirs, strict=True):
+    for latency, name in zip(LATENCIES, report_names, strict=True):
         if summary := data.get(name):
             if summary["unit"] not in _SECONDS:
                 raise ReportError(f"{name} is in {summary['unit']!r}, which is an unknown unit of time")
-            latencies[ours] = {**summary, "mean": summary.get("avg")}, _SECONDS[summary["unit"]]
-    return _named([(data.get(name) or {}).get("avg") for name in rates], latencies)
+            latencies[latency] = {**summary, "mean": summary.get("avg")}, _SECONDS[summary["unit"]]
+    return _report_figures([(data.get(name) or {}).get("avg") for name in rates], latencies)
 
 
 def _require_no_failures(failed: Any, completed: Any) -> None:
@@ -127,20 +127,21 @@ def _require_no_failures(failed: Any, completed: Any) -> None:
         raise ReportError("no request was completed")
 
 
-def _present(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _named(rates: Sequence[Any], latencies: Mapping[str, tuple[Mapping[str, Any], float]]) -> dict[str, float]:
-    """Return the figures that there are: rates, and latencies by statistic with their unit in seconds.
+def _report_figures(rates: Sequence[Any], latencies: Mapping[str, tuple[Mapping[str, Any], float]]) -> dict[str, float]:
+    """Return the rates, and the latencies by statistic in seconds, that are not None.
 
-    Raises ReportError for one that is not finite, or a rate of 0.
+    `latencies` has the statistics and the unit in seconds of each latency. Raises ReportError for a value that is not
+    finite, and for a rate of 0.
     """
-    found = {name: float(rate) for name, rate in _present(dict(zip(RATES, rates, strict=True))).items()}
+    figures = {name: float(rate) for name, rate in _without_none(dict(zip(RATES, rates, strict=True))).items()}
     for name, (summary, unit) in latencies.items():
         statistics = {statistic: summary.get(statistic) for statistic in STATISTICS}
-        found |= {f"{name}.{statistic}": value * unit for statistic, value in _present(statistics).items()}
-    for name, value in found.items():
+        figures |= {f"{name}.{statistic}": value * unit for statistic, value in _without_none(statistics).items()}
+    for name, value in figures.items():
         if not math.isfinite(value) or value < 0 or (name in RATES and value == 0):
             raise ReportError(f"{name} is {value}")
-    return found
+    return figures

@@ -1,4 +1,4 @@
-"""The result of a load: complete answers, or problems and no figures."""
+"""The result of a load: complete answers, or problems without metrics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
-"""APIs that take token ids: OpenAI's, and that of engines whose completions take text only."""
+"""APIs that accept token ids: OpenAI's completions, and SGLang's API, also of engines whose completions need text."""
 
 
 class ProblemKind(Enum):
-    """Why an answer does not count. A problem reads `kind: what happened`."""
+    """The kind of a failed request. The text of a problem is `kind: message`."""
 
     NOT_REACHED = "not reached"
     CONNECTION_LOST = "connection lost"
@@ -24,20 +24,20 @@ class ProblemKind(Enum):
 
 
 class RequestFailed(Exception):
-    """One request was not answered. Not raised outside this package."""
+    """A request failed. It is not raised outside this package."""
 
     def __init__(self, kind: ProblemKind, message: str) -> None:
         self.kind = kind
-        super().__init__(f"{kind.value}: {' '.join(message.split())[:MESSAGE]}")
+        super().__init__(f"{kind.value}: {' '.join(message.split())[:MAX_MESSAGE]}")
 
 
-MESSAGE = 400
-"""Characters of a problem's message."""
+MAX_MESSAGE = 400
+"""Maximum number of characters of a problem's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One instance. `url` is the server's root: `http://127.0.0.1:8000`, `path` its API for prompts of token ids."""
+    """One instance. `url` is the root of the server, such as `http://127.0.0.1:8000`, `path` its API for token ids."""
 
     url: str
     path: str = COMPLETIONS
@@ -45,11 +45,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request that was answered in full. Times are seconds, `start_s` since the load's first send.
+    """The complete answer to one request. Times are seconds; `start_s` is relative to the load's first send.
 
-    `ttft_s` is send to first piece of text, `e2e_s` send to last piece, `tpot_s` the time between the two per token
-    after the first, None for one token or an answer in one piece; `gaps_s` lie between pieces. Tokens are what was sent
-    and what the server counted, never pieces. `target` is the place of the instance in the load's targets.
+    `ttft_s` is the time from send to the first piece of text, `e2e_s` to the last piece. `tpot_s` is the time between
+    both per token after the first, None for one token or one piece. `gaps_s` are the times between pieces. Token counts
+    are those sent and those that the server reports. `target` is the index of the instance in the load's targets.
     """
 
     start_s: float
@@ -68,11 +68,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """One load. With a problem there are no figures; `completed` and `failed` count requests.
+    """The result of one load. If there are problems, `figures` is empty; `completed` and `failed` are counts of
+    requests.
 
-    `figures` are named as in `flagcore.domain.serving`. `duration_s` is first send to last finish. `notes` are for the
-    reader: what was estimated, and whether the client may have been the limit. A load that was `stopped` because it was
-    certain to exceed a limit has no figures.
+    The names of `figures` are those of `flagcore.domain.serving`. `duration_s` is the time from the first send to the
+    last finish. `notes` tell the user which values are estimated and whether the client may be the bottleneck. A load
+    that was `stopped` because it was certain to exceed a limit has no figures.
     """
 
     figures: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Sends a load to servers and measures their answers. A failed request ends the load."""
+"""Sends a load to servers and measures their answers. The first failed request stops the load."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 LATE_S = 0.1
-"""Seconds after which a late request is noted: the load was not quite as specified."""
+"""A request that is sent later than this adds a note to the result."""
 
 GRACE_S = 0.5
-"""Seconds after the first failure in which other failures are reported, too."""
+"""Seconds after the first failure during which further failures are collected."""
 
 
 def measure(
@@ -43,35 +43,35 @@ def measure(
     timeout_s: float,
     limits: Mapping[str, float] | None = None,
 ) -> LoadResult:
-    """Send `load` once to `targets`, each request to the least busy one, and return what was measured.
+    """Send `load` once to `targets`, each request to the least busy one, and return the measurements.
 
-    `load.warmup` requests go first and do not count. `seed` is that of the repeat: it changes prompts, but not lengths
-    or arrivals. The load ends after `timeout_s`, when a request fails, or when it is certain to exceed one of `limits`.
-    Raises SpecError for a load that cannot be sent. Must not be called inside an event loop.
+    The first `load.warmup` requests do not count. `seed` is the seed of the repeat: it changes prompts, but not lengths
+    or arrivals. The load ends after `timeout_s` when a request fails, or when it is certain to exceed one of `limits`.
+    Raises SpecError for an invalid load. It must not be called inside an event loop.
     """
     load, path = in_flight(load), targets[0].path
-    asked = traffic(load)
-    first = warm_up(asked, load.warmup)
+    requests = traffic(load)
+    warmup_requests = warm_up(requests, load.warmup)
     draw = partial(prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=(load.seed, seed))
-    main = _requests(model, path, asked, draw(asked))
-    warm = _requests(model, path, first, draw(first, warm_up=True))
+    main = _requests(model, path, requests, draw(requests))
+    warmup = _requests(model, path, warmup_requests, draw(warmup_requests, warm_up=True))
     deadline = time.perf_counter() + timeout_s
-    _allow_connections(max(len(main), len(warm)) if load.concurrency is None else load.concurrency)
+    _allow_connections(max(len(main), len(warmup)) if load.concurrency is None else load.concurrency)
 
     async def run() -> LoadResult:
         from flagcore.engines.serving.load.client import session
 
         async with session() as http:
-            if warm:
-                sent = _Run(http, targets, warm, LimitCheck({}, len(warm)))
-                await sent.send(load.concurrency or len(warm), deadline)
-                if sent.problems:
-                    return sent.result(load.concurrency, asked.notes, None)
-            sent = _Run(http, targets, main, LimitCheck(limits or {}, len(main)))
+            if warmup:
+                sender = _LoadSender(http, targets, warmup, LimitCheck({}, len(warmup)))
+                await sender.send(load.concurrency or len(warmup), deadline)
+                if sender.problems:
+                    return sender.result(load.concurrency, requests.notes, None)
+            sender = _LoadSender(http, targets, main, LimitCheck(limits or {}, len(main)))
             gc.collect()
             meter = Meter()
-            await sent.send(load.concurrency, deadline)
-            return sent.result(load.concurrency, asked.notes, meter)
+            await sender.send(load.concurrency, deadline)
+            return sender.result(load.concurrency, requests.notes, meter)
 
     return asyncio.run(run())
 
@@ -84,8 +84,8 @@ class _Request:
     arrive_s: float | None
 
 
-class _Run:
-    """The requests of one load."""
+class _LoadSender:
+    """Sends the requests of one load."""
 
     def __init__(
         self, http: aiohttp.ClientSession, targets: Sequence[Target], requests: Sequence[_Request], check: LimitCheck
@@ -95,49 +95,49 @@ class _Run:
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
         self._failed = self._stopped = False
-        self._began = self._late_s = 0.0
+        self._start = self._late_s = 0.0
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float) -> None:
-        """Send all requests; return when all are answered, one failed, or the time is over."""
-        self._began = time.perf_counter()
-        tasks = [asyncio.create_task(work) for work in self._work(concurrency)]
-        left = max(0.0, deadline - self._began)
-        _, waiting = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        """Send all requests; return when all are answered, one fails, or `deadline` passes."""
+        self._start = time.perf_counter()
+        tasks = [asyncio.create_task(work) for work in self._tasks(concurrency)]
+        timeout_s = max(0.0, deadline - self._start)
+        _, waiting = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if self._failed and waiting:
             await asyncio.wait(waiting, timeout=GRACE_S)
         elif waiting and not self._stopped:
             unanswered = len(self._requests) - len(self._answers)
-            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.1f} s"] += unanswered
+            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {timeout_s:.1f} s"] += unanswered
         for task in tasks:
             task.cancel()
-        for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, RequestFailed):
-                self.problems[str(ended)] += 1
-            elif isinstance(ended, Exception) and not isinstance(ended, _Stopped):
-                raise ended
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, RequestFailed):
+                self.problems[str(result)] += 1
+            elif isinstance(result, Exception) and not isinstance(result, _Stopped):
+                raise result
 
-    def _work(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
-        """Return the concurrent tasks: slots that send requests in turn, or requests that wait until they are due."""
+    def _tasks(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
+        """Return the concurrent tasks: slots that send requests in turn, or requests with their own arrival times."""
         if self._requests[0].arrive_s is None and concurrency is not None:
             queue = iter(self._requests)
-            return (self._slot(queue) for _ in range(min(concurrency, len(self._requests))))
-        free = asyncio.Semaphore(concurrency or len(self._requests))
-        return (self._arrival(request, free) for request in self._requests)
+            return (self._run_slot(queue) for _ in range(min(concurrency, len(self._requests))))
+        slots = asyncio.Semaphore(concurrency or len(self._requests))
+        return (self._send_at_arrival(request, slots) for request in self._requests)
 
-    async def _slot(self, queue: Iterator[_Request]) -> None:
+    async def _run_slot(self, queue: Iterator[_Request]) -> None:
         for request in queue:
-            await self._one(request)
+            await self._send_one(request)
 
-    async def _arrival(self, request: _Request, free: asyncio.Semaphore) -> None:
-        due = self._began + (request.arrive_s or 0.0)
+    async def _send_at_arrival(self, request: _Request, slots: asyncio.Semaphore) -> None:
+        due = self._start + (request.arrive_s or 0.0)
         await asyncio.sleep(due - time.perf_counter())
         self._late_s = max(self._late_s, time.perf_counter() - due)
-        async with free:
-            await self._one(request)
+        async with slots:
+            await self._send_one(request)
 
-    async def _one(self, request: _Request) -> None:
-        from flagcore.engines.serving.load.client import ask
+    async def _send_one(self, request: _Request) -> None:
+        from flagcore.engines.serving.load.client import send_request
 
         if self._failed or self._stopped:
             return
@@ -146,10 +146,10 @@ class _Run:
         self._sent[target] += 1
         stream = Stream()
         try:
-            sent = await ask(self._http, self._urls[target], request.body, stream)
+            sent = await send_request(self._http, self._urls[target], request.body, stream)
             answer = stream.answer(
                 sent_s=sent,
-                start_s=sent - self._began,
+                start_s=sent - self._start,
                 input_tokens=request.input_tokens,
                 output_tokens=request.output_tokens,
                 target=target,
@@ -168,17 +168,17 @@ class _Run:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
         figures: dict[str, float] = {}
         if meter is not None and not self.problems and not self._stopped:
-            closed = self._requests[0].arrive_s is None
-            cost = meter.figures()
-            figures = {**figures_of(answers, concurrency if closed else None), **cost}
-            if cost["client_cpu_share"] > NEAR_LIMIT:
-                share = f"{cost['client_cpu_share']:.2f}"
+            is_closed = self._requests[0].arrive_s is None
+            client_load = meter.figures()
+            figures = {**figures_of(answers, concurrency if is_closed else None), **client_load}
+            if client_load["client_cpu_share"] > NEAR_LIMIT:
+                share = f"{client_load['client_cpu_share']:.2f}"
                 notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
             if self._late_s > LATE_S:
                 notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
         return LoadResult(
             figures=figures,
-            duration_s=duration_s(answers) if figures else time.perf_counter() - self._began,
+            duration_s=duration_s(answers) if figures else time.perf_counter() - self._start,
             completed=len(answers),
             failed=self.problems.total(),
             problems=tuple(
@@ -194,55 +194,55 @@ class _Stopped(Exception):
     """A load is certain to exceed a limit. Ends it; not raised outside this module."""
 
 
-def _requests(model: str, path: str, asked: Traffic, texts: Sequence[IntArray]) -> list[_Request]:
-    arrive_s = [None] * len(texts) if asked.arrive_s is None else asked.arrive_s.tolist()
+def _requests(model: str, path: str, requests: Traffic, texts: Sequence[IntArray]) -> list[_Request]:
+    arrive_s = [None] * len(texts) if requests.arrive_s is None else requests.arrive_s.tolist()
     return [
-        _Request(body(model, ids, made, path), int(ids.size), made, arrive)
-        for ids, made, arrive in zip(texts, asked.output_len.tolist(), arrive_s, strict=True)
+        _Request(body(model, ids, output_len, path), int(ids.size), output_len, arrive)
+        for ids, output_len, arrive in zip(texts, requests.output_len.tolist(), arrive_s, strict=True)
     ]
 
 
 def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files to what the load needs, as far as allowed."""
+    """Raise this process's limit of open files for `count` connections, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + 256
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    required = count + 256
+    if soft != resource.RLIM_INFINITY and soft < required:
+        limit = required if hard == resource.RLIM_INFINITY else min(required, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 NEAR_LIMIT = 0.8
-"""Share of one core above which the client, which runs on one, may be the bottleneck."""
+"""Share of one core above which the single-threaded client may be the bottleneck."""
 
 
 class Meter:
-    """Counts from its creation on: this process, its descendants, the whole machine."""
+    """Measures the CPU time of this process, its descendants and the whole machine since its creation."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._own = time.process_time()
+        self._start = time.perf_counter()
+        self._own_cpu = time.process_time()
         self._tree, self._busy = _process_tree_s(), _busy_s()
 
     def figures(self) -> Mapping[str, float]:
         """Return `client_cpu_s`, `client_cpu_share` of one core, and `others_cores`.
 
-        `others_cores` are the busy cores of processes that this one did not start, on average.
+        `others_cores` is the mean number of cores that unrelated processes use.
         """
-        wall = max(time.perf_counter() - self._began, 1e-9)
-        own = time.process_time() - self._own
+        wall = max(time.perf_counter() - self._start, 1e-9)
+        own = time.process_time() - self._own_cpu
         others = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
         return {"client_cpu_s": own, "client_cpu_share": own / wall, "others_cores": max(0.0, others / wall)}
 
 
 def _busy_s() -> float:
-    """Return the core seconds that the machine was not idle; waiting for a disk is idle, stolen time is not."""
+    """Return the busy core seconds of the machine; I/O wait counts as idle, stolen time as busy."""
     times = psutil.cpu_times()
     busy = times.user + times.system
     return float(busy + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal")))
 
 
 def _process_tree_s() -> float:
-    """Return the core seconds of this process and its descendants, ended and waited for ones included."""
+    """Return the core seconds of this process and its descendants, including ended ones."""
     own = psutil.Process()
     total = 0.0
     for process in (own, *own.children(recursive=True)):

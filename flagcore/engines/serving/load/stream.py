@@ -1,7 +1,7 @@
-"""One streamed answer: server-sent events of the OpenAI completions API, without any I/O.
+"""Parses one streamed answer: server-sent events of the OpenAI completions API, without I/O.
 
-An engine's events of one answer differ in the text only, so an event is parsed where it differs in more than that from
-the last one that was; comparing bytes costs a tenth of parsing.
+The events of one answer usually differ only in their text. An event is parsed only if it differs in more from the last
+parsed one; the comparison of bytes is ten times as fast as parsing.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Any
 
 from flagcore.engines.serving.load.result import Answer, ProblemKind, RequestFailed
 
-_IGNORED = (b":", b"event:", b"id:", b"retry:")
+_IGNORED_FIELDS = (b":", b"event:", b"id:", b"retry:")
 _TEXT = b'"text":'
-_NEVER = b"\n"
-"""No line begins with it."""
-_LONGEST = 1 << 24
-_ENDED = (None, "length", "stop")
+_NO_PREFIX = b"\n"
+"""A prefix that no line has."""
+_MAX_LINE = 1 << 24
+_FINISH_REASONS = (None, "length", "stop")
 
 
 class Stream:
-    """Takes bytes as they arrive; raises RequestFailed at the first invalid event."""
+    """Parses bytes as they arrive. Raises RequestFailed at the first invalid event."""
 
     def __init__(self) -> None:
         self.done = False
         self._rest = b""
-        self._head, self._tail = _NEVER, _NEVER
+        self._head, self._tail = _NO_PREFIX, _NO_PREFIX
         self._pieces: list[float] = []
-        self._silent: list[float] = []
+        self._textless: list[float] = []
         self._last = 0.0
         self._usage: dict[str, Any] | None = None
         self._finish: str | None = None
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what arrived at `now`, seconds of any clock."""
+        """Parse the bytes that arrived at `now`, in seconds of any clock."""
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
-        if len(self._rest) > _LONGEST:
+        if len(self._rest) > _MAX_LINE:
             raise RequestFailed(ProblemKind.BROKEN, f"a line has no end: {self._rest[:80]!r}")
         head, tail = self._head, self._tail
         begin, end = len(head), len(tail)
@@ -53,25 +53,25 @@ class Stream:
 
     @property
     def events(self) -> int:
-        return len(self._pieces) + len(self._silent)
+        return len(self._pieces) + len(self._textless)
 
     def answer(self, *, sent_s: float, start_s: float, input_tokens: int, output_tokens: int, target: int) -> Answer:
-        """Return the answer if it is what was asked for; `sent_s` is on the clock of `feed`."""
+        """Return the answer. `sent_s` is a time of the clock of `feed`. Raises RequestFailed for a wrong answer."""
         usage = self._usage
         if not self.done:
             if (rest := self._rest.strip()).startswith(b"{"):
-                self._unstreamed(rest)
+                self._raise_unstreamed(rest)
             how = "unfinished" if usage is None else "without [DONE]"
             raise RequestFailed(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
         if usage is None:
             raise RequestFailed(ProblemKind.NO_USAGE, "the stream ended without token counts")
-        if self._finish not in _ENDED:
+        if self._finish not in _FINISH_REASONS:
             raise RequestFailed(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
-        # Where no event has text (special tokens only, or bytes of a character that is not complete) all of them count.
-        pieces = self._pieces or self._silent
+        # If no event has text (special tokens or incomplete characters only), all events count.
+        pieces = self._pieces or self._textless
         if not pieces:
-            raise RequestFailed(ProblemKind.BROKEN, f"{output_tokens} tokens are counted, but no event carried any")
+            raise RequestFailed(ProblemKind.BROKEN, f"the server counts {output_tokens} tokens, but no event has any")
         first = pieces[0]
         return Answer(
             start_s=start_s,
@@ -85,24 +85,26 @@ class Stream:
         )
 
     def _check_counts(self, usage: dict[str, Any], input_tokens: int, output_tokens: int) -> None:
-        made, read = usage.get("completion_tokens"), usage.get("prompt_tokens")
-        if type(made) is not int or made < 0:
-            raise RequestFailed(ProblemKind.NO_USAGE, f"completion_tokens is {made!r}")
-        if made == 0 and self._pieces:
+        completion, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+        if type(completion) is not int or completion < 0:
+            raise RequestFailed(ProblemKind.NO_USAGE, f"completion_tokens is {completion!r}")
+        if completion == 0 and self._pieces:
             raise RequestFailed(
-                ProblemKind.NO_USAGE, f"0 tokens are counted, but {len(self._pieces)} events carried text"
+                ProblemKind.NO_USAGE, f"the server counts 0 tokens, but {len(self._pieces)} events have text"
             )
-        if made != output_tokens:
-            why = (
+        if completion != output_tokens:
+            reason = (
                 "ignore_eos was ignored"
                 if self._finish == "stop"
                 else "prompt and answer do not fit into the context of one request"
-                if made < output_tokens
+                if completion < output_tokens
                 else "max_tokens was ignored"
             )
-            raise RequestFailed(ProblemKind.WRONG_LENGTH, f"{made} tokens instead of {output_tokens}; {why}")
-        if isinstance(read, int) and read < input_tokens:
-            raise RequestFailed(ProblemKind.WRONG_LENGTH, f"{read} tokens of the prompt were read, {input_tokens} sent")
+            raise RequestFailed(ProblemKind.WRONG_LENGTH, f"{completion} tokens instead of {output_tokens}; {reason}")
+        if isinstance(prompt, int) and prompt < input_tokens:
+            raise RequestFailed(
+                ProblemKind.WRONG_LENGTH, f"the server counts {prompt} prompt tokens, but {input_tokens} were sent"
+            )
 
     def _line(self, line: bytes, now: float) -> None:
         if self.done:
@@ -110,18 +112,18 @@ class Stream:
         if line.startswith(b"data:"):
             payload = line[5:].strip()
             if payload == b"[DONE]":
-                self.done, self._head = True, _NEVER
+                self.done, self._head = True, _NO_PREFIX
             else:
                 self._event(payload, now, line)
         elif line.startswith(b"error:"):
             raise RequestFailed(ProblemKind.ERROR, message_of(line[6:].strip()))
         elif line.startswith(b"{"):
-            self._unstreamed(line)
-        elif not line.startswith(_IGNORED):
+            self._raise_unstreamed(line)
+        elif not line.startswith(_IGNORED_FIELDS):
             raise RequestFailed(ProblemKind.BROKEN, f"a line is not an event: {line[:80]!r}")
 
     def _event(self, payload: bytes, now: float, line: bytes) -> None:
-        data = _parsed(payload)
+        data = _parse_json(payload)
         if not isinstance(data, dict):
             raise RequestFailed(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
         if _is_error(data):
@@ -140,13 +142,13 @@ class Stream:
                 raise RequestFailed(ProblemKind.BROKEN, "the answer has several choices instead of one")
             self._choice(choices[0], now)
             if choices[0].get("finish_reason") is None and usage is None:
-                self._learn(line)
+                self._store_frame(line)
         elif choices != [] and not isinstance(usage, dict):
             raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
-    def _unstreamed(self, body: bytes) -> None:
-        """Raise the error that a JSON body without a stream contains, or that such an answer cannot be timed."""
-        data = _parsed(body)
+    def _raise_unstreamed(self, body: bytes) -> None:
+        """Raise the error in a JSON body without a stream, or the error that the answer is not streamed."""
+        data = _parse_json(body)
         if isinstance(data, dict) and _is_error(data):
             raise RequestFailed(ProblemKind.ERROR, message_of(body))
         raise RequestFailed(ProblemKind.BROKEN, f"the answer is not streamed: {body[:80]!r}")
@@ -155,13 +157,13 @@ class Stream:
         text, finish = choice.get("text"), choice.get("finish_reason")
         if not isinstance(text, str | None):
             raise RequestFailed(ProblemKind.BROKEN, f"the text of a choice is {type(text).__name__}")
-        (self._pieces if text or choice.get("token_ids") else self._silent).append(now)
+        (self._pieces if text or choice.get("token_ids") else self._textless).append(now)
         self._last = now
         if finish is not None:
             self._finish = str(finish)
 
-    def _learn(self, line: bytes) -> None:
-        """Store what surrounds the text, so that an event that differs only in its text is not parsed."""
+    def _store_frame(self, line: bytes) -> None:
+        """Store the bytes before and after the text, so that events that differ only in the text are not parsed."""
         begin = line.find(_TEXT)
         if begin < 0 or line.find(_TEXT, begin + 1) >= 0:
             return
@@ -173,7 +175,7 @@ class Stream:
             self._head, self._tail = line[: begin + 1], line[end:]
 
 
-def _parsed(text: bytes) -> Any:
+def _parse_json(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -185,7 +187,7 @@ def _is_error(data: dict[str, Any]) -> bool:
 
 
 def message_of(body: bytes) -> str:
-    """Return the message of an error, in any of the forms that engines use, or the body."""
+    """Return the message in the body of an error in any known format, by default the body."""
     text = body.decode("utf-8", "replace").strip()
     try:
         data = json.loads(text)

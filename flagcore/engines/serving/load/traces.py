@@ -1,4 +1,4 @@
-"""Traces of real traffic: lengths of requests and, where the trace has them, when they came and what they share.
+"""Reads traces of real traffic: lengths of requests and, if present, arrival times and shared blocks.
 
 Formats: ShareGPT (conversations, as JSON or JSON lines), Mooncake (JSON lines: timestamp in milliseconds, input_length,
 output_length, hash_ids of blocks of 512 tokens; kvcache-ai/Mooncake), BurstGPT (CSV: Timestamp in seconds, Request
@@ -24,9 +24,9 @@ from flagcore.files import read_regular
 BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
 MAX_TOKENS = 10_000_000
-"""Of a prompt, and of an answer, as in a spec."""
+"""Maximum number of tokens of a prompt or an answer, as in a spec."""
 CHARACTERS_PER_TOKEN = 4
-"""Of English text with the usual vocabularies; an estimate without a tokenizer."""
+"""An estimate for English text and common vocabularies, without a tokenizer."""
 
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens")
@@ -34,11 +34,11 @@ _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Requests in order. Lengths are tokens.
+    """The requests of a load in order; lengths are in tokens.
 
-    `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
-    request, ids of pieces of `BLOCK` tokens that requests share; empty if unknown. `notes` list what differs from the
-    load, and what is estimated.
+    `arrive_s` are seconds after the first request, None for a closed loop. `blocks` are the ids of each request's
+    blocks of `BLOCK` tokens, which requests may share; empty if unknown. `notes` tell the user about differences from
+    the load and about estimates.
     """
 
     input_len: IntArray
@@ -48,9 +48,9 @@ class Traffic:
     notes: tuple[str, ...] = ()
 
     def first(self, count: int | None) -> Traffic:
-        """Return the first `count` requests, all for None or if there are fewer, which is noted."""
-        have = self.input_len.size
-        notes = (f"the trace has {have} requests, not {count}: {have} are sent",) if count and count > have else ()
+        """Return the first `count` requests, all for None. If there are fewer, all are returned with a note."""
+        available = self.input_len.size
+        notes = (f"the trace has only {available} of {count} requests",) if count and count > available else ()
         return Traffic(
             input_len=self.input_len[:count],
             output_len=self.output_len[:count],
@@ -60,8 +60,8 @@ class Traffic:
         )
 
 
-class _Bad(Exception):
-    """A row that is not of its format."""
+class _InvalidRow(Exception):
+    """The trace has an invalid row."""
 
 
 def read_trace(path: str) -> Traffic:
@@ -72,7 +72,7 @@ def read_trace(path: str) -> Traffic:
         trace = _burstgpt(text) if file.suffix.lower() == ".csv" else _json(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
-    except (_Bad, csv.Error) as error:
+    except (_InvalidRow, csv.Error) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"is not a valid trace: {error}") from None
     if not trace.input_len.size:
         raise SpecError(key="serve.profile.trace", value=path, problem="has no request with both lengths")
@@ -82,32 +82,34 @@ def read_trace(path: str) -> Traffic:
 def _json(text: str) -> Traffic:
     rows = _rows(text)
     if not rows:
-        raise _Bad("it is empty")
+        raise _InvalidRow("it is empty")
     first = rows[0]
     if "conversations" in first or "messages" in first:
         return _sharegpt(rows)
     if any(name in first for name in _INPUT):
         return _lengths(rows)
-    raise _Bad(f"row 1 has neither conversations nor one of {', '.join(_INPUT)}")
+    raise _InvalidRow(f"row 1 has neither conversations nor one of {', '.join(_INPUT)}")
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
-    """Return the objects of JSON, or of JSON lines: only a line feed ends one, texts may hold other ends (U+2028)."""
+    """Return the objects of JSON or JSON lines. Only a line feed ends a line, because texts may have U+2028."""
     rows: list[Any] = []
     for number, part in enumerate([text] if text.lstrip().startswith("[") else text.split("\n"), 1):
         try:
-            found = json.loads(part) if part.strip() else []
+            parsed = json.loads(part) if part.strip() else []
         except (ValueError, RecursionError) as error:
-            raise _Bad(f"it is neither JSON nor JSON lines (line {number}): {error}") from None
-        rows += found if isinstance(found, list) else [found]
+            raise _InvalidRow(f"it is neither JSON nor JSON lines (line {number}): {error}") from None
+        rows += parsed if isinstance(parsed, list) else [parsed]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise _Bad(f"row {number} is not an object")
+            raise _InvalidRow(f"row {number} is not an object")
     return rows
 
 
 def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
-    """Read Mooncake's rows, and any with lengths under a usual name; times and blocks where all rows have them."""
+    """Read rows of Mooncake, or rows with lengths under a common name; times and blocks are read if all rows have
+    them.
+    """
     inputs = [_count(row, _INPUT, number) for number, row in enumerate(rows, 1)]
     outputs = [_count(row, _OUTPUT, number) for number, row in enumerate(rows, 1)]
     times: list[float] | None = None
@@ -118,16 +120,16 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
         for number, (row, length) in enumerate(zip(rows, inputs, strict=True), 1):
             ids = row["hash_ids"]
             if not isinstance(ids, list) or not all(isinstance(one, int) and one >= 0 for one in ids):
-                raise _Bad(f"row {number}: hash_ids is not a list of counts")
+                raise _InvalidRow(f"row {number}: hash_ids is not a list of counts")
             if len(ids) * BLOCK < length:
-                raise _Bad(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
+                raise _InvalidRow(f"row {number}: {len(ids)} hash_ids of {BLOCK} tokens do not cover {length}")
             blocks.append(tuple(ids))
     return _trace(inputs, outputs, times, blocks)
 
 
 def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Traffic:
-    """Take the first question and answer of each conversation; one without both is left out."""
-    inputs, outputs, estimated = [], [], 0
+    """Read the first question and answer of each conversation; conversations without both are skipped."""
+    inputs, outputs, estimate_count = [], [], 0
     for number, row in enumerate(rows, 1):
         if any(name in row for name in _INPUT):
             inputs.append(_count(row, _INPUT, number))
@@ -135,33 +137,33 @@ def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Traffic:
             continue
         turns = row.get("conversations", row.get("messages"))
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise _Bad(f"row {number} has no list of turns")
+            raise _InvalidRow(f"row {number} has no list of turns")
         texts = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
         if len(texts) < 2 or not texts[0] or not texts[1]:
             continue
         inputs.append(max(1, round(len(texts[0]) / CHARACTERS_PER_TOKEN)))
         outputs.append(max(1, round(len(texts[1]) / CHARACTERS_PER_TOKEN)))
-        estimated += 1
-    note = f"lengths of {estimated} conversations are estimated: {CHARACTERS_PER_TOKEN} characters a token"
-    return _trace(inputs, outputs, None, (), (note,) if estimated else ())
+        estimate_count += 1
+    note = f"lengths of {estimate_count} conversations are estimated: {CHARACTERS_PER_TOKEN} characters a token"
+    return _trace(inputs, outputs, None, (), (note,) if estimate_count else ())
 
 
 def _burstgpt(text: str) -> Traffic:
-    """Leave out requests without an answer: BurstGPT's failures have 0 response tokens."""
+    """Read BurstGPT without its failed requests, which have 0 response tokens."""
     table = csv.DictReader(io.StringIO(text, newline=""))
-    needed = ("Timestamp", "Request tokens", "Response tokens")
-    lacking = [name for name in needed if name not in (table.fieldnames or ())]
-    if lacking and text.strip():
-        raise _Bad(f"it lacks the column {lacking[0]!r}")
+    columns = ("Timestamp", "Request tokens", "Response tokens")
+    missing = [name for name in columns if name not in (table.fieldnames or ())]
+    if missing and text.strip():
+        raise _InvalidRow(f"it lacks the column {missing[0]!r}")
     rows = list(table)
     for number, row in enumerate(rows, 2):
-        if short := [name for name in needed if row[name] is None]:
-            raise _Bad(f"row {number} lacks {short[0]}")
-    answered = [(n, row) for n, row in enumerate(rows, 2) if _number(row["Response tokens"], needed[2], n) > 0]
+        if missing_values := [name for name in columns if row[name] is None]:
+            raise _InvalidRow(f"row {number} lacks {missing_values[0]}")
+    numbered_rows = [(n, row) for n, row in enumerate(rows, 2) if _number(row["Response tokens"], columns[2], n) > 0]
     return _trace(
-        [_count(row, needed[1:2], number) for number, row in answered],
-        [_count(row, needed[2:], number) for number, row in answered],
-        [_number(row["Timestamp"], needed[0], number) for number, row in answered],
+        [_count(row, columns[1:2], number) for number, row in numbered_rows],
+        [_count(row, columns[2:], number) for number, row in numbered_rows],
+        [_number(row["Timestamp"], columns[0], number) for number, row in numbered_rows],
     )
 
 
@@ -175,12 +177,12 @@ def _trace(
     lengths, answers = np.array(list(inputs), dtype=np.int64), np.array(list(outputs), dtype=np.int64)
     if times is None:
         return Traffic(input_len=lengths, output_len=answers, blocks=blocks, notes=notes)
-    at = np.array(list(times), dtype=np.float64)
-    order = np.argsort(at, kind="stable")
+    arrivals = np.array(list(times), dtype=np.float64)
+    order = np.argsort(arrivals, kind="stable")
     return Traffic(
         input_len=lengths[order],
         output_len=answers[order],
-        arrive_s=at[order] - at.min(initial=np.inf) if at.size else at,
+        arrive_s=arrivals[order] - arrivals.min(initial=np.inf) if arrivals.size else arrivals,
         blocks=[blocks[i] for i in order] if blocks else (),
         notes=notes,
     )
@@ -189,20 +191,20 @@ def _trace(
 def _count(row: Mapping[str, Any], names: Sequence[str], number: int) -> int:
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
-        raise _Bad(f"row {number} lacks {' or '.join(names)}")
+        raise _InvalidRow(f"row {number} lacks {' or '.join(names)}")
     value = _number(row[name], name, number)
     if value < 1 or value != int(value):
-        raise _Bad(f"row {number}: {name} is {row[name]!r}, not a count of tokens")
+        raise _InvalidRow(f"row {number}: {name} is {row[name]!r}, not a count of tokens")
     if value > MAX_TOKENS:
-        raise _Bad(f"row {number}: {name} is {row[name]!r}, and no request has more than {MAX_TOKENS:,} tokens")
+        raise _InvalidRow(f"row {number}: {name} is {row[name]!r}, and no request has more than {MAX_TOKENS:,} tokens")
     return int(value)
 
 
 def _number(value: object, name: str, number: int) -> float:
     try:
-        found = float(value)  # type: ignore[arg-type]
+        number_ = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        found = float("nan")
-    if isinstance(value, bool) or not np.isfinite(found):
-        raise _Bad(f"row {number}: {name} is {value!r}, not a number")
-    return found
+        number_ = float("nan")
+    if isinstance(value, bool) or not np.isfinite(number_):
+        raise _InvalidRow(f"row {number}: {name} is {value!r}, not a number")
+    return number_

@@ -1,7 +1,7 @@
-"""The requests of a load: lengths, arrivals and prompts.
+"""Generates the requests of a load: lengths, arrivals and prompts.
 
-Lengths and arrivals are the same in every repeat and for every candidate. Prompts differ by seed, so that no repeat
-finds its prompts in a server's prefix cache.
+Lengths and arrivals are equal in every repeat and for every candidate. Prompts depend on the seed, so that the prefix
+cache of a server does not have the prompts of a repeat.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from flagcore.errors import SpecError
 
 
 def traffic(load: Load) -> Traffic:
-    """Return the requests of a load point; `input_len` has the shared prefix.
+    """Return the requests of a load point; `input_len` includes the shared prefix.
 
-    Raises SpecError for one that cannot be sent, or an unreadable trace.
+    Raises SpecError for an invalid load or an unreadable trace.
     """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
     if load.trace is not None:
-        asked = read_trace(load.trace).first(load.num_prompts)
+        requests = read_trace(load.trace).first(load.num_prompts)
     elif not load.num_prompts:
         raise SpecError(key="num_prompts", problem="is required to generate load", fix="set the number of requests")
     else:
-        asked = Traffic(
+        requests = Traffic(
             input_len=_lengths(lengths, load.input_len, load), output_len=_lengths(lengths, load.output_len, load)
         )
-    return replace(asked, input_len=asked.input_len + load.prefix_len, arrive_s=_arrivals(times, load, asked))
+    return replace(requests, input_len=requests.input_len + load.prefix_len, arrive_s=_arrivals(times, load, requests))
 
 
 def in_flight(load: Load) -> Load:
-    """Return a load with DEFAULT_CONCURRENCY in flight if nothing sets when its requests come.
+    """Return `load`, with DEFAULT_CONCURRENCY in flight if nothing determines its arrivals.
 
     Raises SpecError for an unreadable trace.
     """
@@ -48,7 +48,7 @@ def in_flight(load: Load) -> Load:
 
 
 def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
-    """Draw lengths; the meaning of both ratios is that of `Load`, their rounding that of the engines' own clients."""
+    """Draw lengths in the range of `Load`, rounded as in the engines' own clients."""
     if load.range_spread is not None:
         low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
     else:
@@ -56,63 +56,64 @@ def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
     return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
 
 
-def _arrivals(rng: np.random.Generator, load: Load, asked: Traffic) -> FloatArray | None:
-    """Return the arrival times of requests: drawn by rate, from the trace, or None (when others end).
+def _arrivals(rng: np.random.Generator, load: Load, requests: Traffic) -> FloatArray | None:
+    """Return the arrival times of requests, drawn by rate or from the trace; None for a closed loop.
 
-    Drawn gaps are stretched to the asked mean, so that the load that is offered is the one that was asked.
+    Drawn gaps are scaled to the exact mean, so that the offered load equals the specified one.
     """
     if load.request_rate is None:
         if load.concurrency is not None:
             return None
-        if asked.arrive_s is not None:
-            return asked.arrive_s
+        if requests.arrive_s is not None:
+            return requests.arrive_s
         problem = "or request_rate is required to generate load"
         raise SpecError(key="concurrency", problem=problem, fix="set one, or a trace with times")
-    count = asked.input_len.size
+    count = requests.input_len.size
     if math.isinf(load.request_rate):
         return np.zeros(count)
     gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
     total = float(gaps.sum())
-    stretch = gaps.size / load.request_rate / total if total > 0 else 0.0
-    return np.concatenate([[0.0], np.cumsum(gaps) * stretch])[:count]
+    scale = gaps.size / load.request_rate / total if total > 0 else 0.0
+    return np.concatenate([[0.0], np.cumsum(gaps) * scale])[:count]
 
 
-LOWEST, HIGHEST = 0.1, 0.9
-"""Ids are drawn between these shares of the vocabulary: special ids, bytes and padding are at its ends."""
+LOWEST_SHARE, HIGHEST_SHARE = 0.1, 0.9
+"""Token ids are drawn between these shares of the vocabulary, because special ids, bytes and padding are at its
+ends."""
 
 _PREFIX, _PROMPT, _BLOCK, _WARMUP = range(4)
 
 
-def warm_up(asked: Traffic, count: int) -> Traffic:
-    """Return `count` requests with the lengths of the load's first ones."""
-    return Traffic(input_len=np.resize(asked.input_len, count), output_len=np.resize(asked.output_len, count))
+def warm_up(requests: Traffic, count: int) -> Traffic:
+    """Return `count` requests with the lengths of the load's first requests."""
+    return Traffic(input_len=np.resize(requests.input_len, count), output_len=np.resize(requests.output_len, count))
 
 
 def prompts(
     traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int], warm_up: bool = False
 ) -> list[IntArray]:
-    """Return the token ids of each request. The same seed gives the same, another seed shares nothing with it.
+    """Return the token ids of each request. They are deterministic; different seeds share no ids.
 
-    The first `prefix_len` ids are the same in all requests, also in those of the `warm_up`, which shares nothing else;
-    equal blocks of a trace are equal ids.
+    The first `prefix_len` ids are equal in all requests, including those of the `warm_up`, which shares nothing else.
+    Equal blocks of a trace have equal ids.
     """
-    prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
+    prefix = _draw_tokens(prefix_len, vocab_size, (*seed, _PREFIX))
     rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
-    low, high = _range(vocab_size)
+    low, high = _token_range(vocab_size)
     if not traffic.blocks:
-        own = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
+        ids_by_request = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
-        every = {block for blocks in traffic.blocks for block in blocks}
-        drawn = {block: _draw(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in every}
-        own = [
-            np.concatenate([drawn[block] for block in blocks])[: length - prefix_len]
+        block_ids = {block for blocks in traffic.blocks for block in blocks}
+        tokens_by_block = {block: _draw_tokens(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in block_ids}
+        ids_by_request = [
+            np.concatenate([tokens_by_block[block] for block in blocks])[: length - prefix_len]
             for blocks, length in zip(traffic.blocks, traffic.input_len, strict=True)
         ]
-    return [np.concatenate([prefix, ids]) for ids in own]
+    return [np.concatenate([prefix, ids]) for ids in ids_by_request]
 
 
 def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS) -> bytes:
-    """Return a request for exactly `output_len` streamed tokens and their count, as the API at `path` has it."""
+    """Return the body of a request to the API at `path` for exactly `output_len` streamed tokens and their count."""
     ids = prompt.tolist()
     request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
     if path == GENERATE:
@@ -122,13 +123,13 @@ def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS)
     return json.dumps(request, separators=(",", ":")).encode()
 
 
-def _draw(count: int, vocab_size: int, seed: Sequence[int]) -> IntArray:
-    low, high = _range(vocab_size)
+def _draw_tokens(count: int, vocab_size: int, seed: Sequence[int]) -> IntArray:
+    low, high = _token_range(vocab_size)
     return np.random.default_rng(seed).integers(low, high, size=count)
 
 
-def _range(vocab_size: int) -> tuple[int, int]:
-    low, high = int(vocab_size * LOWEST), int(vocab_size * HIGHEST)
+def _token_range(vocab_size: int) -> tuple[int, int]:
+    low, high = int(vocab_size * LOWEST_SHARE), int(vocab_size * HIGHEST_SHARE)
     if high - low < 2:
         raise SpecError(key="model.vocab_size", value=vocab_size, problem="is too small to draw prompts from")
     return low, high

@@ -1,1 +1,1 @@
-"""Memory and time of a serving engine, for whole columns of candidates."""
+"""Memory and time of a serving engine for columns of candidates."""

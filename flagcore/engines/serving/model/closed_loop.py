@@ -1,7 +1,7 @@
-"""The steady state of a closed loop in closed form: what a simulation tends to, for all candidates at once.
+"""The steady state of a closed loop for all candidates at once, as an approximation of the simulation.
 
-Each request needs its prompt computed and then one iteration a token; in the mean an iteration decodes `decoding`
-sequences and computes as many tokens of prompts as they use up. Solved by repeating Little's law until it holds.
+A request needs its prompt and then one iteration per token. A mean iteration decodes `decoding` sequences and computes
+the prompt tokens that replace ended sequences. Little's law is iterated until it holds.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.engines.serving.model.iteration import IterationCosts, at
+from flagcore.engines.serving.model.iteration import IterationCosts, interpolate
 from flagcore.engines.serving.model.work import Overheads
 
 ROUNDS = 30
-"""Repetitions: the number of decoding sequences moves half of the way each time."""
+"""Number of damped iterations: the number of decoding sequences moves half of the way each time."""
 
-BUSIEST = 0.95
-"""Share of the time with prompts beyond which no queue is computed: a closed loop keeps it finite."""
+MAX_BUSY = 0.95
+"""Upper limit of the share of time with prompts, for a finite queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """One lane of each candidate, and its load: `flight` requests of `prompt` and `output` tokens.
+    """One lane of each candidate and its load: `flight` requests of `prompt` and `output` tokens.
 
-    `budget` tokens and `running` sequences of an iteration and `cache_tokens` are those of all `ranks` and `stages`
-    together.
+    `budget` (tokens of an iteration), `running` (sequences) and `cache_tokens` are totals over all `ranks` and
+    `stages`.
     """
 
     flight: FloatArray
@@ -40,94 +40,108 @@ class ClosedLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
-    """Seconds to the first token and between tokens, and output tokens per second of one lane, by candidate."""
+class SteadyState:
+    """Mean TTFT and TPOT in seconds, and output tokens per second of one lane, by candidate."""
 
     ttft: FloatArray
     tpot: FloatArray
     rate: FloatArray
 
 
-def steady(costs: IterationCosts, over: Overheads, loop: ClosedLoop) -> Steady:
-    """Return the mean figures of a closed loop."""
+def steady_state(costs: IterationCosts, overheads: Overheads, loop: ClosedLoop) -> SteadyState:
+    """Return the mean latencies and the rate of a closed loop."""
     context = loop.prompt + 0.5 * loop.output
     room = np.maximum(loop.cache_tokens / context, 1.0)
-    most = np.minimum(np.minimum(loop.flight, loop.running), room)
-    decoding = most.copy()
-    more = np.maximum(loop.output - 1.0, 1.0)
+    limit = np.minimum(np.minimum(loop.flight, loop.running), room)
+    decoding = limit.copy()
+    decode_steps = np.maximum(loop.output - 1.0, 1.0)
     for _ in range(ROUNDS):
-        plain, mixed, prompt_tokens = _iterations(costs, over, loop, decoding, context)
-        used = decoding * loop.prompt / (loop.output * prompt_tokens)  # iterations with prompts for each that decodes
-        tpot = plain + used * (mixed - plain if over.mixes else mixed)
-        busy = np.minimum(used * mixed / tpot, BUSIEST)
+        plain, mixed, prompt_tokens = _iterations(costs, overheads, loop, decoding, context)
+        prompt_share = (
+            decoding * loop.prompt / (loop.output * prompt_tokens)
+        )  # iterations with prompts for each that decodes
+        tpot = plain + prompt_share * (mixed - plain if overheads.mixes else mixed)
+        busy = np.minimum(prompt_share * mixed / tpot, MAX_BUSY)
         pieces = np.maximum(loop.prompt / prompt_tokens, 1.0)
-        wait = 0.5 * over.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
-        ttft = over.request + over.entry + wait + pieces * mixed
-        here = np.minimum(loop.flight, most) * more * tpot / (ttft + more * tpot)
-        decoding = 0.5 * (decoding + np.maximum(here, 1e-3))
-    whole = (ttft + more * tpot) * loop.flight / most
-    return Steady(whole - more * tpot, tpot, loop.flight * loop.output / whole)
+        wait = 0.5 * overheads.receive * tpot + busy / (1.0 - busy) * 0.5 * mixed
+        ttft = overheads.request + overheads.entry + wait + pieces * mixed
+        active = np.minimum(loop.flight, limit) * decode_steps * tpot / (ttft + decode_steps * tpot)
+        decoding = 0.5 * (decoding + np.maximum(active, 1e-3))
+    e2e = (ttft + decode_steps * tpot) * loop.flight / limit
+    return SteadyState(e2e - decode_steps * tpot, tpot, loop.flight * loop.output / e2e)
 
 
 def _iterations(
-    costs: IterationCosts, over: Overheads, loop: ClosedLoop, decoding: FloatArray, context: FloatArray
+    costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, decoding: FloatArray, context: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return an iteration without prompts, one with, and how many tokens of prompts that has."""
+    """Return the seconds of an iteration without and with prompts, and the prompt tokens of the latter."""
     ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
-    here, reads = decoding / ranks, costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
-    plain = at(costs.local, here) + at(costs.shared, batch) + at(costs.sampled, here) + reads
+    per_rank, reads = decoding / ranks, costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
+    plain = (
+        interpolate(costs.local, per_rank)
+        + interpolate(costs.shared, batch)
+        + interpolate(costs.sampled, per_rank)
+        + reads
+    )
     plain = np.where(batch > costs.captured, np.maximum(plain, costs.floor), plain)
-    chunk = np.maximum(loop.budget - decoding * over.mixes, 1.0)
+    chunk = np.maximum(loop.budget - decoding * overheads.mixes, 1.0)
     prompt_tokens = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
     longest = np.maximum(prompt_tokens / ranks, np.minimum(loop.prompt, prompt_tokens))
-    mixed_in = decoding if over.mixes else np.zeros_like(decoding)
-    whole = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
-    mixed = at(costs.local, mixed_in / ranks + longest) + at(costs.shared, whole)
-    mixed = mixed + at(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
-    mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if over.mixes else 0.0)
-    floor = (whole > costs.captured) | (not over.mixes)
-    mixed = np.where(floor, np.maximum(mixed, costs.floor), mixed)
+    mixed_in = decoding if overheads.mixes else np.zeros_like(decoding)
+    tokens = mixed_in / loop.stages + np.maximum(prompt_tokens / loop.stages, longest)
+    mixed = interpolate(costs.local, mixed_in / ranks + longest) + interpolate(costs.shared, tokens)
+    mixed = mixed + interpolate(costs.sampled, mixed_in / ranks + prompt_tokens / loop.prompt)
+    mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if overheads.mixes else 0.0)
+    is_eager = (tokens > costs.captured) | (not overheads.mixes)
+    mixed = np.where(is_eager, np.maximum(mixed, costs.floor), mixed)
     host = costs.fixed + costs.sequence * decoding
     return plain + host, mixed + costs.fixed + costs.sequence * mixed_in, prompt_tokens
 
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
-"""In the order of reports."""
+"""Parts of a request's time in the order of reports."""
 
 
 def parts(
-    costs: IterationCosts, over: Overheads, loop: ClosedLoop, e2e: FloatArray, decoding: FloatArray
+    costs: IterationCosts, overheads: Overheads, loop: ClosedLoop, e2e: FloatArray, decoding: FloatArray
 ) -> dict[str, FloatArray]:
-    """Return the seconds of a request by part, by candidate; they add up to `e2e`, the mean seconds of one.
+    """Return the seconds of a request by part, for each candidate. They add up to `e2e`, the mean seconds of a request.
 
-    `decoding` is the number of sequences of a lane that decode at one time. A prompt is counted as if it ran alone, an
-    answer as if it ran with decoding sequences only. The rest of `e2e` is the queue: the wait for a slot and for
-    other prompts.
+    `decoding` is the mean number of decoding sequences of a lane. The time of a prompt assumes that it runs alone, the
+    time of an answer that it runs only with decoding sequences. The rest of `e2e` is the queue: waits for a slot and
+    for other prompts.
     """
     ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
-    here, context = decoding / ranks, loop.prompt + 0.5 * loop.output
-    more = np.maximum(loop.output - 1.0, 0.0)
+    per_rank, context = decoding / ranks, loop.prompt + 0.5 * loop.output
+    decode_steps = np.maximum(loop.output - 1.0, 0.0)
     reads = costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
-    device = at(costs.local, here) + at(costs.shared, batch) + at(costs.sampled, here) + reads
-    decode_comm = at(costs.messages, here) + at(costs.exchanged, batch)
-    slower = np.where(batch > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
+    device = (
+        interpolate(costs.local, per_rank)
+        + interpolate(costs.shared, batch)
+        + interpolate(costs.sampled, per_rank)
+        + reads
+    )
+    decode_comm = interpolate(costs.messages, per_rank) + interpolate(costs.exchanged, batch)
+    launch_wait = np.where(batch > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
     piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
     pieces = loop.prompt / piece
-    prefill_comm = pieces * (at(costs.messages, piece) + at(costs.exchanged, piece))
-    prompt = pieces * (at(costs.local, piece) + at(costs.shared, piece)) + at(costs.sampled, np.ones_like(piece))
+    prefill_comm = pieces * (interpolate(costs.messages, piece) + interpolate(costs.exchanged, piece))
+    prompt = pieces * (interpolate(costs.local, piece) + interpolate(costs.shared, piece)) + interpolate(
+        costs.sampled, np.ones_like(piece)
+    )
     prompt = prompt + costs.pair * 0.5 * loop.prompt**2
-    eager = (piece > costs.captured) | (not over.mixes)
-    launched = np.where(eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
-    whole = {
+    is_eager = (piece > costs.captured) | (not overheads.mixes)
+    prefill_wait = np.where(is_eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
+    seconds_by_part = {
         "prefill_s": prompt - prefill_comm,
-        "decode_s": more * (device - decode_comm),
-        "collectives_s": prefill_comm + more * decode_comm,
-        "host_s": over.request
-        + over.entry
-        + launched
+        "decode_s": decode_steps * (device - decode_comm),
+        "collectives_s": prefill_comm + decode_steps * decode_comm,
+        "host_s": overheads.request
+        + overheads.entry
+        + prefill_wait
         + pieces * costs.fixed
-        + more * (costs.fixed + costs.sequence * decoding + slower),
+        + decode_steps * (costs.fixed + costs.sequence * decoding + launch_wait),
     }
-    total = sum(whole.values(), np.zeros_like(e2e))
+    total = sum(seconds_by_part.values(), np.zeros_like(e2e))
     share = np.minimum(1.0, e2e / total)
-    return {"queue_s": np.maximum(e2e - total, 0.0)} | {name: each * share for name, each in whole.items()}
+    return {"queue_s": np.maximum(e2e - total, 0.0)} | {name: each * share for name, each in seconds_by_part.items()}

@@ -1,4 +1,4 @@
-"""What an engine keeps on a device: weights, activations, graphs, and the cache of keys and values that is left."""
+"""Memory of an engine on a device: weights, activations, graphs, and the KV cache in the rest of the budget."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flagcore.engines.transformer import attended, widths
 from flagcore.physics.kernels.roofline import BYTES
 
 GRAPH_BYTES = 12e6
-"""A layer's captured graphs: start-up logs of engines report 0.4 to 1 GiB for 32 to 80 layers. Estimated."""
+"""Bytes of captured graphs per layer, an estimate: start-up logs report 0.4 to 1 GiB for 32 to 80 layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingMemory:
     """Bytes of one device, by candidate.
 
-    `cache` is what is left for the cache within `budget`, `token` what one cached token takes of it. `cache_tokens` is
-    what the caches of one instance hold, those of all its attention ranks together; below 0 nothing is left.
+    `cache` is the size of the KV cache, negative if the budget is too small, `token` the bytes of a cached token.
+    `cache_tokens` is the capacity of one instance in tokens, over all its attention ranks.
     """
 
     weights: FloatArray
@@ -43,7 +43,7 @@ def serving_memory(
 ) -> ServingMemory:
     """Return the memory of a device.
 
-    The cache takes what weights, activations and graphs leave of `budget` bytes, or `own_cache` where that is not NaN.
+    The cache has the bytes of `budget` without weights, activations and graphs, or `own_cache` if it is not NaN.
     """
     model = serving.model
     weights = weight_bytes(serving, split)
@@ -63,36 +63,36 @@ def serving_memory(
 
 
 def weight_bytes(serving: Serving, split: Split) -> FloatArray:
-    """Return the weights of the fullest device: matrices split over tensor ranks, experts over all ranks of a stage.
+    """Return the bytes of the weights on the fullest device.
 
-    Tables and router stay in 16 bits. A pipeline's fullest stage has its share of the layers rounded up, and one of
-    the two tables; without a pipeline a device has both, a tied one once.
+    Matrices are split over tensor ranks, experts over all ranks of a stage. Embedding, head and router have 16 bits.
+    The fullest stage of a pipeline has its share of the layers, rounded up, and either the embedding or the head.
     """
     model, h = serving.model, float(serving.model.hidden_size)
-    narrow = serving.weight_bytes
-    width = BYTES.get(serving.precision, 2.0) if narrow is None else narrow
-    wide = BYTES.get(serving.attention_precision, 2.0) if narrow is None else narrow
+    stored_bytes = serving.weight_bytes
+    width = BYTES.get(serving.precision, 2.0) if stored_bytes is None else stored_bytes
+    attention_width = BYTES.get(serving.attention_precision, 2.0) if stored_bytes is None else stored_bytes
     gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
-    total = model.num_layers * attention_weights(model, split.tensor) * wide
+    total = model.num_layers * attention_weights(model, split.tensor) * attention_width
     total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / split.tensor * width
     if moe:
         count = model.num_moe_experts or 0
         routed = gates * h * (model.moe_ffn_hidden_size or 0) * count / (split.tensor * split.data)
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / split.tensor
         total = total + moe * ((routed + shared) * width + 2.0 * h * count)
-    stage = np.ceil(model.num_layers / split.pipeline) / model.num_layers
-    return total * stage / split.cores + table_bytes(model, split)
+    stage_share = np.ceil(model.num_layers / split.pipeline) / model.num_layers
+    return total * stage_share / split.cores + table_bytes(model, split)
 
 
 def table_bytes(model: Model, split: Split) -> FloatArray:
-    """Return the tables of tokens on the fullest device, in 16 bits."""
+    """Return the bytes of embedding and output head on the fullest device, in 16 bits."""
     tables = np.where(split.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
     whole: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / split.tensor
     return whole / split.cores
 
 
 def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
-    """Return the weights of one attention layer on one device; key and value heads are repeated beyond their number."""
+    """Return the number of weights of one attention layer on a device; each tensor rank has at least one KV head."""
     h, (query, _, _) = float(model.hidden_size), widths(model)
     if model.multi_latent_attention:
         rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
@@ -104,8 +104,7 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
 
 
 def token_bytes(model: Model, split: Split) -> FloatArray:
-    """Return the bytes of one cached token on one device of its attention rank; a latent is whole on each tensor
-    rank."""
+    """Return the bytes of one cached token on a device; the latent vector is replicated on the tensor ranks."""
     layers = np.ceil(model.num_layers / split.pipeline) * split.cache_bytes / split.cores
     if model.multi_latent_attention:
         return layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
@@ -113,7 +112,9 @@ def token_bytes(model: Model, split: Split) -> FloatArray:
 
 
 def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
-    """Return the peak of one iteration: residual, norm and the widest layer in 16 bits, or logits, also in 32."""
+    """Return the peak bytes of an iteration: residual, norm and widest layer in 16 bits, or logits in 16 and 32
+    bits.
+    """
     gates, h = 2.0 if model.gated_linear_unit else 1.0, float(model.hidden_size)
     if model.num_moe_experts is None:
         inner = (gates + 1.0) * model.ffn_hidden_size / split.tensor

@@ -1,4 +1,4 @@
-"""Seconds of iterations of one candidate as plain numbers: what a simulation asks millions of times."""
+"""Seconds of iterations of one candidate as plain Python numbers, for millions of calls by the simulation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ GRID: list[float] = NODES.tolist()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What one lane of one candidate may do: tokens of an iteration, sequences, cached tokens, all ranks together.
+    """Limits of one lane of one candidate: tokens of an iteration, sequences and cached tokens over all ranks.
 
-    `ranks` share attention. Each of its `stages` works on another batch, and all wait for the slowest: an iteration is
-    what brings each sequence one token. `shared_prefix` tokens of each prompt are cached before it comes.
+    `ranks` is the number of attention DP ranks. Each of the `stages` works on another batch and waits for the slowest:
+    an iteration is the time in which each sequence gets one token. The first `shared_prefix` tokens of each prompt are
+    cached.
     """
 
     budget: float
@@ -30,10 +31,10 @@ class Lane:
 
 
 class Price:
-    """The costs of one candidate (a row of `costs`) on its lane, with the engine's overheads."""
+    """The iteration times of one candidate (a row of `costs`) on its lane, with the engine's overheads."""
 
-    def __init__(self, costs: IterationCosts, row: int, lane: Lane, over: Overheads) -> None:
-        self.lane, self.over = lane, over
+    def __init__(self, costs: IterationCosts, row: int, lane: Lane, overheads: Overheads) -> None:
+        self.lane, self.overheads = lane, overheads
         self.pair, self._cached = float(costs.pair[row]), float(costs.cached[row])
         self._parts = lane.ranks * lane.stages
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
@@ -43,53 +44,58 @@ class Price:
         self._decode: dict[int, float] = {}
 
     def cached(self, sequences: int) -> float:
-        """Return the time for each cached token of all `sequences`: ranks and stages share it as evenly as possible."""
+        """Return the seconds per cached token of `sequences`, which are spread evenly over ranks and stages."""
         return self._cached / min(self._parts, max(sequences, 1))
 
     def decode(self, sequences: int) -> float:
-        """Return the time of an iteration of `sequences` that decode, without reading their context."""
-        found = self._decode.get(sequences)
-        if found is None:
+        """Return the seconds of an iteration of `sequences` decoding sequences, without reading their context."""
+        seconds = self._decode.get(sequences)
+        if seconds is None:
             batch = sequences / self.lane.stages
-            here = batch / self.lane.ranks
-            found = _at(self._local, here) + _at(self._sampled, here) + _at(self._shared, batch)
+            per_rank = batch / self.lane.ranks
+            seconds = (
+                _interpolate(self._local, per_rank)
+                + _interpolate(self._sampled, per_rank)
+                + _interpolate(self._shared, batch)
+            )
             if batch > self._captured:
-                found = max(found, self._floor)
-            found += self._fixed + self._sequence * sequences
-            self._decode[sequences] = found
-        return found
+                seconds = max(seconds, self._floor)
+            seconds += self._fixed + self._sequence * sequences
+            self._decode[sequences] = seconds
+        return seconds
 
     def mixed(self, sequences: int, tokens: float, longest: float, pairs: float, ended: int) -> float:
-        """Return the time of an iteration of `tokens` of prompts and `sequences` that decode, without their context.
+        """Return the seconds of an iteration of `tokens` prompt tokens and `sequences` decoding sequences.
 
-        `longest` is the largest piece of one prompt, `pairs` the queries times keys, `ended` the prompts that end. With
-        several ranks or batches the slowest decides: each has an even share of the tokens, or the longest piece.
+        The time to read the context of the sequences is not included. `longest` is the largest piece of one prompt,
+        `pairs` the number of query-key pairs, `ended` the number of prompts that end. The slowest rank or batch has an
+        even share of the tokens, or the longest piece.
         """
         stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
-        here, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
-        time = _at(self._local, sequences / ranks + here) + self.pair * pairs * (here / tokens)
-        time += _at(self._shared, batch) + _at(self._sampled, (sequences + ended) / ranks)
-        if batch > self._captured or not self.over.mixes:
+        per_rank, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
+        time = _interpolate(self._local, sequences / ranks + per_rank) + self.pair * pairs * (per_rank / tokens)
+        time += _interpolate(self._shared, batch) + _interpolate(self._sampled, (sequences + ended) / ranks)
+        if batch > self._captured or not self.overheads.mixes:
             time = max(time, self._floor)
         return time + self._fixed + self._sequence * sequences
 
     def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
-        """Return the time of `count` iterations of `tokens` each of one long prompt while `sequences` decode.
+        """Return the seconds of `count` iterations of `tokens` tokens of one long prompt while `sequences` decode.
 
-        `pairs` are those of the first; each has `tokens` squared more than the one before.
+        `pairs` are the query-key pairs of the first iteration; each iteration adds `tokens` squared.
         """
-        first, most = (self.mixed(sequences, tokens, tokens, pairs + each * tokens**2, 0) for each in (0, count - 1))
-        more = self.pair * tokens**2
-        if count < 3 or more <= 0.0:
-            return 0.5 * count * (first + most)
-        waits = max(0, ceil(count - 1 - (most - first) / more - 1e-6))  # in so many the host is slower
-        rest = count - waits
-        return waits * first + rest * most - more * (rest * (rest - 1) / 2.0)
+        first, last = (self.mixed(sequences, tokens, tokens, pairs + each * tokens**2, 0) for each in (0, count - 1))
+        growth = self.pair * tokens**2
+        if count < 3 or growth <= 0.0:
+            return 0.5 * count * (first + last)
+        host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations bound by the host
+        rest = count - host_bound
+        return host_bound * first + rest * last - growth * (rest * (rest - 1) / 2.0)
 
 
-def _at(table: list[float], tokens: float) -> float:
+def _interpolate(table: list[float], tokens: float) -> float:
     if tokens <= 1.0:
         return table[0] if tokens > 0.0 else 0.0
-    place = min(bisect_right(GRID, tokens), len(GRID) - 1)
-    low, high = GRID[place - 1], GRID[place]
-    return table[place - 1] + (tokens - low) / (high - low) * (table[place] - table[place - 1])
+    index = min(bisect_right(GRID, tokens), len(GRID) - 1)
+    low, high = GRID[index - 1], GRID[index]
+    return table[index - 1] + (tokens - low) / (high - low) * (table[index] - table[index - 1])

@@ -1,8 +1,9 @@
-"""The scheduler of an engine, iteration by iteration: continuous batching, chunked prefill together with decoding.
+"""Simulates the scheduler of an engine: continuous batching, and chunked prefill together with decoding.
 
-Between two events (an arrival, an end, a full cache) nothing changes but the context, so such a stretch of decoding is
-one step: a simulation costs by its requests, not by its tokens. Deterministic. Source: the schedulers of vLLM (Kwon et
-al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and SGLang (`managers/scheduler.py`).
+Between two events (an arrival, an end, a full cache) only the context grows, so the simulation computes all decoding
+iterations between them in one step: its run time depends on the number of requests, not of tokens. It is deterministic.
+Source: the schedulers of vLLM (Kwon et al. 2023, arXiv 2309.06180; v1 `core/sched/scheduler.py`) and SGLang
+(`managers/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from math import ceil, inf
 
 from flagcore.engines.serving.model.price import Price
 
-JOINT_ROWS = 128
-"""Most requests with one arrival time that are parsed together: all are ready when the last one is. From the first
-tokens of bursts of 64 and 128; larger bursts are split."""
+MAX_GROUP = 128
+"""Maximum number of simultaneous requests that the front end parses together: all are ready when the last one is.
+Estimated from the first tokens of bursts of 64 and 128; larger bursts are split."""
 
-MANY_PIECES = 4
-"""Iterations that one prompt fills, from which on they are one step."""
+MIN_PIECES = 4
+"""Minimum number of iterations filled by one prompt that are computed in one step."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request: lengths in tokens, and what happened to it, in seconds. The rest is the simulation's own."""
+    """One request: lengths in tokens, and its times in seconds. The fields from `done` on are internal to the
+    simulation.
+    """
 
     arrival: float
     prompt: int
@@ -41,7 +44,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """Requests in order, and the gaps between pieces of answers in seconds, with how often each occurred."""
+    """The simulated requests in order, and the gaps between pieces of answers: (seconds, count)."""
 
     requests: list[Request]
     gaps: list[tuple[float, int]] = field(default_factory=list)
@@ -52,112 +55,114 @@ class Outcome:
 def simulate(
     price: Price, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None, concurrency: int
 ) -> Outcome:
-    """Serve requests of `lengths` (prompt, output) and return what happened.
+    """Simulate requests of `lengths` (prompt, output) and return the outcome.
 
-    With `arrivals` they are sent at these times; without, `concurrency` of them at once, and each of the others when
-    one ends.
+    Requests are sent at the times `arrivals`. Without `arrivals`, `concurrency` requests are sent at once, and one
+    request whenever another one ends.
     """
     return _Simulation(price, lengths, arrivals, concurrency).run()
 
 
 class _Simulation:
-    """`used` counts cached tokens; `offset` + running x `step` is the context of all running sequences, and `finish` -
-    running x `step` the tokens that they still will write, `promised` those of prompts in work.
+    """The state of a simulation.
+
+    `used` is the number of cached tokens, `offset` + running x `step` the context of all running sequences, `finish` -
+    running x `step` the number of their remaining tokens, and `promised` the number of tokens of admitted prompts.
     """
 
     def __init__(
         self, price: Price, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None, concurrency: int
     ) -> None:
-        self.price, self.lane, self.over, self.open = price, price.lane, price.over, arrivals is not None
+        self.price, self.lane, self.overheads, self.open = price, price.lane, price.overheads, arrivals is not None
         times = arrivals if arrivals is not None else [0.0] * min(concurrency, len(lengths))
         self.requests = [
-            Request(times[place] if place < len(times) else inf, int(prompt), max(int(output), 1))
-            for place, (prompt, output) in enumerate(lengths)
+            Request(times[index] if index < len(times) else inf, int(prompt), max(int(output), 1))
+            for index, (prompt, output) in enumerate(lengths)
         ]
-        self.doors: list[float] = []
-        self.through = [0] * len(self.requests)
+        self.parse_ends: list[float] = []
+        self.parse_groups = [0] * len(self.requests)
         self.queue: deque[Request] = deque()
         self.partial: deque[Request] = deque()
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
         self.now = self.stalled = self.used = 0.0
-        self.came, self.together = -1.0, 0
+        self.group_arrival, self.group_size = -1.0, 0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
-        self.out = Outcome(self.requests)
-        for place in range(self.sent):
-            self._enter(place)
+        self.outcome = Outcome(self.requests)
+        for index in range(self.sent):
+            self._enter(index)
 
     def run(self) -> Outcome:
         while True:
-            self._look()
+            self._receive()
             if not (self.queue or self.partial or self.running):
                 if self.next >= self.sent:
                     break
-                self.now = self._ready()
+                self.now = self._ready_time()
             elif not self._prompts():
                 self._decode()
-        self.out.duration = self.now
-        return self.out
+        self.outcome.duration = self.now
+        return self.outcome
 
-    def _enter(self, place: int) -> None:
-        """A request passes the front end, which shares its time among those that came at one moment."""
-        arrival = self.requests[place].arrival
-        if not self.doors or arrival != self.came or self.together >= JOINT_ROWS:
-            self.doors.append(max(self.doors[-1] if self.doors else 0.0, arrival))
-            self.came, self.together = arrival, 0
-        self.doors[-1] += self.over.entry
-        self.together += 1
-        self.through[place] = len(self.doors) - 1
+    def _enter(self, index: int) -> None:
+        """Pass a request through the front end, which handles simultaneous requests together."""
+        arrival = self.requests[index].arrival
+        if not self.parse_ends or arrival != self.group_arrival or self.group_size >= MAX_GROUP:
+            self.parse_ends.append(max(self.parse_ends[-1] if self.parse_ends else 0.0, arrival))
+            self.group_arrival, self.group_size = arrival, 0
+        self.parse_ends[-1] += self.overheads.entry
+        self.group_size += 1
+        self.parse_groups[index] = len(self.parse_ends) - 1
 
-    def _ready(self) -> float:
-        return self.doors[self.through[self.next]] + self.over.request
+    def _ready_time(self) -> float:
+        return self.parse_ends[self.parse_groups[self.next]] + self.overheads.request
 
-    def _look(self) -> None:
+    def _receive(self) -> None:
         """Receive new requests; a busy engine polls every `receive` iterations."""
-        if self.running and self.step % self.over.receive:
+        if self.running and self.step % self.overheads.receive:
             return
-        while self.next < self.sent and self._ready() <= self.now:
+        while self.next < self.sent and self._ready_time() <= self.now:
             self.queue.append(self.requests[self.next])
             self.next += 1
 
-    def _room(self, request: Request) -> float:
-        """Return the tokens of cache that a request holds, the unused part of its last block included."""
+    def _cached_tokens(self, request: Request) -> float:
+        """Return the cached tokens of a request, with the unused part of its last block."""
         return request.prompt + request.made - self.lane.shared_prefix + 0.5 * (self.lane.block - 1.0)
 
     def _admit(self, ended: int) -> bool:
-        """Take the first of the queue, if there is a place and room in the cache, or nothing else to do."""
+        """Admit the first request of the queue if a slot and enough cache are free, or nothing else runs."""
         if not self.queue or self.running + len(self.partial) + ended >= self.lane.running:
             return False
         request = self.queue[0]
-        room = self._room(request)
-        ahead = request.output - request.made + self.promised + self.finish - self.running * self.step
-        wanted = room + self.over.reserve * ahead
-        if self.used + wanted > self.lane.cache_tokens and (self.running or ended):
+        cached = self._cached_tokens(request)
+        future = request.output - request.made + self.promised + self.finish - self.running * self.step
+        needed = cached + self.overheads.reserve * future
+        if self.used + needed > self.lane.cache_tokens and (self.running or ended):
             return False
         self.queue.popleft()
         self.partial.append(request)
         self.promised += request.output - request.made
-        self.used += room
+        self.used += cached
         request.done = min(self.lane.shared_prefix, request.prompt - 1.0)
         return True
 
     def _prompts(self) -> bool:
-        """Compute an iteration with pieces of prompts, if there are any to compute."""
-        decoding = self.running if self.over.mixes else 0
-        left = self.lane.budget - decoding
-        if self.partial and self._pieces(self.partial[0], decoding, left):
+        """Compute an iteration with pieces of prompts; return False without prompts."""
+        decoding = self.running if self.overheads.mixes else 0
+        budget = self.lane.budget - decoding
+        if self.partial and self._pieces(self.partial[0], decoding, budget):
             return True
         tokens = pairs = longest = 0.0
         ended: list[Request] = []
-        while left > 0 and (self.partial or self._admit(len(ended))):
+        while budget > 0 and (self.partial or self._admit(len(ended))):
             request = self.partial[0]
-            whole = request.prompt + request.made
-            piece = min(left, whole - request.done)
+            total = request.prompt + request.made
+            piece = min(budget, total - request.done)
             pairs += piece * (request.done + 0.5 * piece)
             request.done += piece
-            tokens, left, longest = tokens + piece, left - piece, max(longest, piece)
-            if request.done >= whole:
+            tokens, budget, longest = tokens + piece, budget - piece, max(longest, piece)
+            if request.done >= total:
                 ended.append(self.partial.popleft())
         if not tokens:
             return False
@@ -173,18 +178,18 @@ class _Simulation:
         self._finish()
         return True
 
-    def _pieces(self, request: Request, decoding: int, left: float) -> bool:
-        """Compute those iterations in one step of which a long prompt takes all the room, unless there are hardly any.
+    def _pieces(self, request: Request, decoding: int, budget: float) -> bool:
+        """Compute the iterations that a long prompt fills in one step; return False for fewer than `MIN_PIECES`.
 
-        The last piece is not among them, and no sequence ends before the last of them.
+        The last piece is excluded, and no sequence ends before the last of these iterations.
         """
-        if left <= 0.0 or request.prompt + request.made - request.done <= MANY_PIECES * left:
+        if budget <= 0.0 or request.prompt + request.made - request.done <= MIN_PIECES * budget:
             return False
-        count = ceil((request.prompt + request.made - request.done) / left) - 1
+        count = ceil((request.prompt + request.made - request.done) / budget) - 1
         if decoding:
             count = min(count, self.heap[0][0] - self.step)
-        time = self.price.pieces(decoding, left, left * (request.done + 0.5 * left), count)
-        request.done += count * left
+        time = self.price.pieces(decoding, budget, budget * (request.done + 0.5 * budget), count)
+        request.done += count * budget
         if decoding:
             read = self.price.cached(self.running)
             context = self.offset + self.running * self.step
@@ -196,14 +201,16 @@ class _Simulation:
         return True
 
     def _start(self, request: Request) -> None:
-        """A prompt is computed: the first token is there, or after a preemption the next."""
+        """Start decoding a request whose prompt is computed: it has its first token or, after a preemption, the
+        next.
+        """
         if request.first < 0:
             request.first = self.now
         self.promised -= request.output - request.made
         request.made += 1
         self.used += 1
         if request.made >= request.output:
-            self.used -= self._room(request)
+            self.used -= self._cached_tokens(request)
             self._end(request)
             return
         self.tickets += 1
@@ -215,11 +222,13 @@ class _Simulation:
         heappush(self.heap, (self.step + request.output - request.made, self.tickets, request))
 
     def _advance(self, steps: int, time: float) -> None:
-        """All running sequences have `steps` more tokens, `time` later; the first waited for prompts, too."""
+        """Add `steps` tokens to all running sequences in `time` seconds; the first gap includes the wait for
+        prompts.
+        """
         gap = time / steps
-        self.out.gaps.append((gap + self.stalled, self.running))
+        self.outcome.gaps.append((gap + self.stalled, self.running))
         if steps > 1:
-            self.out.gaps.append((gap, self.running * (steps - 1)))
+            self.outcome.gaps.append((gap, self.running * (steps - 1)))
         self.stalled = 0.0
         self.now += time
         self.step += steps
@@ -231,7 +240,7 @@ class _Simulation:
         self.finish -= request.since + request.output - request.made
         request.made += self.step - request.since
         request.ticket = 0
-        self.used -= self._room(request)
+        self.used -= self._cached_tokens(request)
 
     def _finish(self) -> None:
         while self.heap and (self.heap[0][0] <= self.step or self.heap[0][2].ticket != self.heap[0][1]):
@@ -250,36 +259,38 @@ class _Simulation:
     def _decode(self) -> None:
         while self.used + self.running > self.lane.cache_tokens and self.running > 1:
             self._preempt()
-        most = self.heap[0][0] - self.step
+        steps = self.heap[0][0] - self.step
         if self.running > 1:
-            most = min(most, max(int((self.lane.cache_tokens - self.used) // self.running), 1))
+            steps = min(steps, max(int((self.lane.cache_tokens - self.used) // self.running), 1))
         base = self.price.decode(self.running) + self.price.cached(self.running) * (
             self.offset + self.running * self.step
         )
-        grow = self.price.cached(self.running) * self.running
+        growth = self.price.cached(self.running) * self.running
         if self.next < self.sent:
-            wait = self._ready() - self.now
-            come = self.step + (_steps(base, grow, wait, most) if wait > 0.0 else 0)
-            look = -(-max(come, self.step + 1) // self.over.receive) * self.over.receive
-            most = min(most, look - self.step)
-        self._advance(most, base * most + grow * (most * (most - 1) / 2.0))
+            wait = self._ready_time() - self.now
+            arrival_step = self.step + (_steps_within(base, growth, wait, steps) if wait > 0.0 else 0)
+            poll_step = -(-max(arrival_step, self.step + 1) // self.overheads.receive) * self.overheads.receive
+            steps = min(steps, poll_step - self.step)
+        self._advance(steps, base * steps + growth * (steps * (steps - 1) / 2.0))
         self._finish()
 
     def _preempt(self) -> None:
-        """Put the youngest sequence back in front of the queue: it is computed again."""
+        """Move the most recent sequence back to the front of the queue: it is recomputed."""
         request = self.order.pop()
         while not request.ticket:
             request = self.order.pop()
         self._stop(request)
         self.queue.appendleft(request)
-        self.out.preemptions += 1
+        self.outcome.preemptions += 1
         while self.heap and self.heap[0][2].ticket != self.heap[0][1]:
             heappop(self.heap)
 
 
-def _steps(base: float, grow: float, wait: float, most: int) -> int:
-    """Return how many iterations pass until `wait` seconds have, `most` at the most; each takes `grow` more."""
-    if base * most <= wait:
-        return most
-    half = base - 0.5 * grow
-    return ceil((-half + (half * half + 2.0 * grow * wait) ** 0.5) / grow) if grow > 0.0 else ceil(wait / base)
+def _steps_within(base: float, growth: float, wait: float, limit: int) -> int:
+    """Return the number of iterations in `wait` seconds, at most `limit`. Each takes `growth` seconds more than the
+    last.
+    """
+    if base * limit <= wait:
+        return limit
+    half = base - 0.5 * growth
+    return ceil((-half + (half * half + 2.0 * growth * wait) ** 0.5) / growth) if growth > 0.0 else ceil(wait / base)

@@ -1,8 +1,7 @@
-"""What an engine computes: the model, how candidates split it, and what the engine adds to kernels, by release.
+"""Inputs of the serving model: the model, its split, and the overheads of an engine by release.
 
-`docs/serving-model.md` lists the measured points that overheads are fitted to. Most figures are printed by
-benchmarks/serving_fit.py; `request`, `entry`, `receive` and `reserve` were chosen so that simulated times to the first
-token match the same points.
+`docs/serving-model.md` lists the measured points of the fits. `benchmarks/serving_fit.py` prints most overheads;
+`request`, `entry`, `receive` and `reserve` were chosen so that the simulated TTFT matches the same points.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from flagcore.engines.serving.common.program import release
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """What one engine adds to its kernels and messages. Times are seconds.
+    """Overheads of an engine in addition to kernels and messages, in seconds.
 
-    An iteration takes `iteration` more for the host, and `sequence` more for each running sequence (sampling,
-    streaming, bookkeeping). A request is on its way for `request` before the scheduler sees it; the front end, one
-    process, takes in one each `entry`. `receive` is how many iterations pass between two looks at new requests.
+    Each iteration adds `iteration` for the host, and `sequence` for each running sequence (sampling, streaming,
+    bookkeeping). A request takes `request` to reach the scheduler; the front end accepts one request per `entry`.
+    `receive` is the number of iterations between two polls for new requests.
 
     `attention`, `latent` (latent attention, in addition), `ffn` and `experts` (by precision of the weights) are the
     small kernels of one layer: norms, rotation, cache writes, activations, casts, routing. A small all-reduce takes
-    `reduce`, and `reduce_doubling` more for each doubling of the ranks beyond two. `grouped_share` is the rate at which
-    experts' weights are read over that of a matrix product's, `grouped_work` the same of their arithmetic. Of the
-    tokens of an iteration only the share `spread` chooses experts independently: the others follow them.
+    `reduce`, plus `reduce_doubling` for each doubling of the ranks beyond two. `grouped_share` is the rate of reading
+    experts' weights relative to other matrix products, `grouped_work` the relative rate of their arithmetic. Only the
+    share `spread` of an iteration's tokens chooses experts independently.
 
-    An iteration that is not captured as a graph is launched kernel by kernel, `eager_kernels` of each layer,
-    `eager_experts` and `eager_latent` more for each of these kinds; the host may then be slower than the device.
+    An iteration that is not a captured graph launches `eager_kernels` kernels per layer, plus `eager_experts` and
+    `eager_latent` for such layers; the host may then be slower than the device.
 
-    `mixes`: prompts are computed together with decoding, else in separate iterations, which are never captured.
-    `reserve` is the share of its answer for which the cache must have room before a request is admitted.
-    `activations_beside`: the engine's share of memory is for weights and cache alone.
+    With `mixes` iterations combine prompts and decoding; otherwise prompts have separate iterations, which are never
+    captured. `reserve` is the share of its answer for which the cache must have free space to admit a request. With
+    `activations_beside` the engine's share of memory covers only weights and cache.
     """
 
     iteration: float
@@ -62,9 +61,9 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What all candidates of a task share: the model, the precision of its weights, and the engine's overheads.
+    """Inputs that all candidates of a task share: the model, the precision of its weights, and the engine's overheads.
 
-    `weight_bytes` are those of one weight in `precision`, where they are not what kernels compute in.
+    `weight_bytes` is the stored size of a weight if the weights are only stored in this format.
     """
 
     model: Model
@@ -74,12 +73,12 @@ class Serving:
 
     @property
     def wide_precision(self) -> str:
-        """The 16 bits of what is not stored narrower: scores and values of attention, the head, the router."""
+        """The 16-bit precision of attention scores and values, the output head and the router."""
         return "fp16" if self.precision == "fp16" else "bf16"
 
     @property
     def attention_precision(self) -> str:
-        """Precision of the projections of attention: checkpoints of experts in 4 bits keep them in 16."""
+        """Precision of the attention projections: 4-bit checkpoints with experts keep them in 16 bits."""
         narrow = self.precision == "nvfp4" and self.model.num_moe_experts is not None
         return self.wide_precision if narrow else self.precision
 
@@ -91,11 +90,11 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How candidates split the work: counts, as floats, one element a candidate.
+    """The split of the work: float counts, one element per candidate.
 
-    One instance has `tensor` x `data` x `pipeline` devices; its experts are spread over `expert` groups of the first
-    two. Iterations of up to `captured` tokens are graphs, and one pass through the model takes `pass_tokens` at most.
-    `cores` devices work on each tensor rank's share together. `cache_bytes` are those of one value in the cache.
+    One instance has `tensor` x `data` x `pipeline` devices; the tensor and data ranks form `expert` groups of experts.
+    Iterations of up to `captured` tokens are graphs, and one pass through the model has at most `pass_tokens`. On CPUs
+    `cores` work together on each rank. `cache_bytes` is the size of a cached value.
     """
 
     tensor: FloatArray
@@ -110,23 +109,23 @@ class Split:
 
     @property
     def column(self) -> Split:
-        """The same, to broadcast over the nodes of a table."""
+        """This split with a second axis, which broadcasts over `NODES`."""
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
 
 Releases = Mapping[str, Overheads]
-"""Overheads by the release from which on they hold, the newest first."""
+"""Overheads by the first release to which they apply, the newest first."""
 
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
-"""For an engine without its own figures: its kernels alone, so times are lower bounds."""
+"""Overheads of an engine that was not fitted: predicted times are lower bounds."""
 
 
 def overheads_of(releases: Releases, version: str | None) -> Overheads:
-    """Return the overheads of a release; without a version those of the newest."""
+    """Return the overheads of a release, without a version those of the newest release."""
     newest = (sys.maxsize,)
-    number, found = release(version or "") or newest, UNFITTED
+    number, overheads_ = release(version or "") or newest, UNFITTED
     for since, overheads in releases.items():
-        found = overheads
+        overheads_ = overheads
         if number >= (release(since) or newest):
             break
-    return found
+    return overheads_

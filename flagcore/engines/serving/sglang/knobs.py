@@ -1,4 +1,4 @@
-"""The knobs of SGLang's server, its command line, and the values that SGLang fills in.
+"""The knobs of SGLang's server, its command line, and SGLang's defaults.
 
 Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook), 0.5.6 `srt/server_args.py`.
 """
@@ -15,9 +15,9 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
-from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
+from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore.engines.serving.common.knobs import by_hardware, fixed_values, knob, or_default, variant
-from flagcore.engines.serving.common.program import bare
+from flagcore.engines.serving.common.program import strip_dashes
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.settings import Settings
 
@@ -36,7 +36,7 @@ KV_BYTES = {
 }
 """Bytes of a cached element."""
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
-"""SGLang's default max_prefill_tokens, and the lowest max_running_requests that it sets by default."""
+"""SGLang's default of max_prefill_tokens, and its minimum default of max_running_requests."""
 _LEAST_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -45,7 +45,8 @@ _MEMORY_STEPS = (
     (90, 8192, 256, 512),
     (160, 8192, 256, 512),
 )
-"""Up to GiB of a device: chunked_prefill_size, largest decode graph below TP 4, and from TP 4 on (`memory_hook.py`)."""
+"""By the GiB of a device: chunked_prefill_size, and the largest decode graph for TP < 4 and TP >= 4
+(`memory_hook.py`)."""
 _LARGEST = (16384, 512, 512)
 
 KNOBS = (
@@ -81,7 +82,7 @@ KNOBS = (
         RUNNING,
         "Maximum number of sequences in one iteration, over all attention groups.",
         aliases=("max_num_seqs",),
-        auto=knobs.FOUR_IN_FLIGHT,
+        auto=knobs.POWERS_IN_FLIGHT,
         memory_order=1,
     ),
     variant(knobs.CONTEXT_KNOB, "context-length"),
@@ -118,12 +119,12 @@ TP_FLAGS = ("tp-size", "tensor-parallel-size", "tp")
 
 
 class SglangProgram(Program):
-    """SGLang's server. A tp-size given together with attention DP counts both."""
+    """SGLang's server. Its tp-size is the product of TP and attention DP."""
 
     def parse(self, spec: Spec) -> EngineArgs:
         found = super().parse(spec)
         tensor, data = found.fixed.get(TP), found.fixed.get(DP)
-        by_flag = any(bare(key) in TP_FLAGS for key in spec.serve.engine_args)
+        by_flag = any(strip_dashes(key) in TP_FLAGS for key in spec.serve.engine_args)
         if by_flag and isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
             found.fixed[TP] = tensor // data
         return found
@@ -142,13 +143,13 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def chunk_sizes(task: Task, columns: Columns) -> IntArray:
-    """Return the tokens of one chunk of prompts, SGLang's default if it is not set; -1 where prompts are whole."""
+    """Return the tokens of one chunk of prompts, by default SGLang's value; -1 without chunks."""
     default = memory_defaults(task, columns[TP] * columns[DP])[0]
     return np.where(columns[CHUNK] != 0, columns[CHUNK], default)
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
-    """Return SGLang's default share of memory for weights and cache: all but what it sets aside, NaN where unknown."""
+    """Return SGLang's default share of memory for weights and cache, which excludes its reserve; NaN if unknown."""
     tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
@@ -162,16 +163,15 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
 
 
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
-    """Return the tokens of the cache of one instance where devices are cores: SGLang would take most of the memory."""
+    """Return the tokens of the cache of one instance on CPU cores, where SGLang would use most of the memory."""
     loads = task.spec.serve.loads
-    tokens: FloatArray = np.ceil(2 * most_in_flight(loads) / np.maximum(instances, 1)) * longest(loads)
+    tokens: FloatArray = np.ceil(2 * max_in_flight(loads) / np.maximum(instances, 1)) * longest_request(loads)
     return np.maximum(tokens, _LEAST_POOL)
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return SGLang's effective settings for candidates: with attention DP it divides chunks and requests among the
-    groups."""
-    get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    """Return SGLang's effective settings for candidates; attention DP groups share chunks and requests."""
+    get, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     chunk = chunk_sizes(task, get)
     tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), or_default(get[PREFILL], PREFILL_TOKENS))
@@ -189,16 +189,16 @@ def settings(task: Task, columns: Columns) -> Settings:
         chunked=(chunk > 0).astype(np.int64),
         graphs=((get[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
-        cache_bytes=_cache_bytes(task, others, get, devices, element),
+        cache_bytes=_cache_bytes(task, other_args, get, devices, element),
         cache_element_bytes=element,
     )
 
 
 def _cache_bytes(
-    task: Task, others: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
+    task: Task, other_args: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
 ) -> FloatArray:
-    """Return the bytes of cache of one device where its tokens are set, NaN where they follow from the memory."""
-    fixed = others.get("max-total-tokens")
+    """Return the bytes of cache of one device if its tokens are fixed, NaN if the memory determines them."""
+    fixed = other_args.get("max-total-tokens")
     if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
         return np.full(devices.shape, np.nan)
     pools = float(fixed) if isinstance(fixed, int) else pool_tokens(task, get[INSTANCES])

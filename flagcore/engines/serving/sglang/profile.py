@@ -1,4 +1,4 @@
-"""SGLang, by its own program `sglang.launch_server`: releases 0.5.
+"""SGLang (`sglang.launch_server`), releases 0.5.
 
 Sources: sglang 0.5.23 `srt/entrypoints/http_server.py` (reported settings), `srt/arg_groups/` (rules).
 """
@@ -16,8 +16,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics
-from flagcore.engines.serving.common.command_line import written
-from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest
+from flagcore.engines.serving.common.command_line import as_words
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count, longest_request
 from flagcore.engines.serving.common.knobs import or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
@@ -31,7 +31,7 @@ RECEIVE = "scheduler-recv-interval"
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
     spec, hardware = task.spec, Hardware.of(task)
-    others = own.PROGRAM.parse(spec).others
+    other_args = own.PROGRAM.parse(spec).others
     data = count(values, DP)
     ranks = count(values, TP) * data
     argv = [*own.PROGRAM.command(spec), "--model-path", spec.serve.weights or ""]
@@ -40,11 +40,11 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if data > 1:
         newer = "attn-dp-size" in own.PROGRAM.installed_flags(spec)
         argv += ["--attn-dp-size", str(data)] if newer else ["--dp-size", str(data), "--enable-dp-attention"]
-    if hardware.on_cores and "device" not in others:
+    if hardware.on_cores and "device" not in other_args:
         argv += ["--device", "cpu"]
-    if hardware.on_cores and "max-total-tokens" not in others:
+    if hardware.on_cores and "max-total-tokens" not in other_args:
         argv += ["--max-total-tokens", f"{own.pool_tokens(task, count(values, INSTANCES)):.0f}"]
-    argv += written(others, negated=False)
+    argv += as_words(other_args, has_negation=False)
     environment = {"HF_HUB_OFFLINE": "1"}
     if cores:
         environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
@@ -55,7 +55,7 @@ def _on_host(hosts: int, number: int) -> tuple[str, ...]:
     return ("--nnodes", str(hosts), "--node-rank", str(number), "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
 
 
-_REPORTED = {
+_KNOBS_BY_ARGUMENT = {
     "page_size": own.PAGE,
     "chunked_prefill_size": own.CHUNK,
     "max_prefill_tokens": own.PREFILL,
@@ -68,15 +68,14 @@ _REPORTED = {
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the values in the resolved arguments and the log. Raises OSError or ValueError if the server does not
-    answer.
+    """Return the knob values in the server's arguments and the log. Raises OSError or ValueError on a failed request.
 
-    Arguments that SGLang chose stay null; the log line of the memory pool has their values. With attention DP, chunks
-    and running requests are reported for one rank and set for all.
+    Arguments that SGLang chose are null; the log line of the memory pool has their values. With attention DP, SGLang
+    reports chunks and running requests per rank, but they are set for all ranks.
     """
     info = _server_info(fetch)
     values: dict[str, KnobValue] = {
-        knob: info[name] for name, knob in _REPORTED.items() if isinstance(info.get(name), (int, str))
+        knob: info[name] for name, knob in _KNOBS_BY_ARGUMENT.items() if isinstance(info.get(name), (int, str))
     }
     values |= metrics.settings(log, own.PROGRAM.settings)
     data = _data(info)
@@ -86,9 +85,12 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
         value = values.get(knob)
         if isinstance(value, int) and value > 0:
             values[knob] = value * data
-    for name, knob, yes in (("disable_radix_cache", own.PREFIX, False), ("disable_cuda_graph", own.EAGER, True)):
+    for name, knob, value_if_true in (
+        ("disable_radix_cache", own.PREFIX, False),
+        ("disable_cuda_graph", own.EAGER, True),
+    ):
         if isinstance(info.get(name), bool):
-            values[knob] = info[name] is yes
+            values[knob] = info[name] is value_if_true
     if isinstance(info.get("mem_fraction_static"), float):
         values[own.MEMORY] = f"{info['mem_fraction_static']:g}"
     return values
@@ -98,9 +100,9 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return the memory that each rank logs for weights, pools and graphs; its GB are GiB."""
+    """Return the GiB that ranks log for weights, pools and graphs; SGLang's "GB" are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
-    return metrics.largest(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
+    return metrics.largest_matches(log, own.PROGRAM.memory) | ({"kv_cache_gib": max(pools)} if pools else {})
 
 
 def _server_info(fetch: Fetch) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _server_info(fetch: Fetch) -> dict[str, Any]:
 
 
 def _data(info: Mapping[str, Any]) -> int:
-    """Return the attention DP: its own size, or in older releases the number of replicas with its switch."""
+    """Return the attention DP size; in older releases it is `dp_size` with `enable_dp_attention`."""
     size = info.get("attn_dp_size")
     if isinstance(size, int) and size > 1:
         return size
@@ -119,9 +121,9 @@ def _data(info: Mapping[str, Any]) -> int:
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of illegal values."""
+    """Return the rules of SGLang for legal candidates."""
     experts = task.spec.model.num_moe_experts or 1
-    need = longest(task.spec.serve.loads)
+    need = longest_request(task.spec.serve.loads)
     return (
         *split_rules(task, data=True, span=True),
         Rule(
@@ -139,8 +141,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="whole_prompts",
             knobs=(CHUNK, PREFILL),
-            message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must hold the longest prompt, of {need} "
-            "tokens with its answer",
+            message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must be at least {need}, the tokens of the "
+            "longest request",
             broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < need),
         ),
         context_rule(task, own.CONTEXT),
@@ -157,14 +159,14 @@ def _pages(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="page_size",
             knobs=(PAGE,),
-            message=f"{backend} takes a {PAGE} of {' or '.join(map(str, sizes))}; SGLang changes others",
+            message=f"{PAGE} must be {' or '.join(map(str, sizes))} with {backend}",
             broken=lambda c: (c[PAGE] > 0) & ~np.isin(c[PAGE], sizes),
         ),
     )
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return values that are SGLang's defaults, and knobs without effect."""
+    """Return the merges of SGLang's defaults and of knobs without effect."""
     defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
     backend = own.PROGRAM.parse(task.spec).others.get("attention-backend")
     if backend is None and not task.spec.model.multi_latent_attention:

@@ -1,8 +1,8 @@
 """Entry point: `python -m flagcore.engines.serving.trial FOLDER`.
 
-Serves and loads the candidate in FOLDER/serve.json and writes FOLDER/metrics.json. Otherwise it ends with an exit code
-other than 0, without that file, and its last line on stderr is the reason, the class of the failure first: `out of
-memory:`, `invalid configuration:`, `timed out:` or `failed:`. Each server prints into FOLDER/instance-N.log.
+It serves the candidate in FOLDER/serve.json, sends the load and writes FOLDER/metrics.json. On a failure it writes no
+metrics, the exit code is not 0, and the last line on stderr is the class of the failure (`out of memory:`, `invalid
+configuration:`, `timed out:` or `failed:`) with the reason. Each server logs into FOLDER/instance-N.log.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 
 
 
 def main(arguments: list[str]) -> int:
-    """Run the trial of the folder that is named and return the exit code."""
+    """Run the trial in the folder of the command line and return the exit code."""
     try:
         if len(arguments) != 1:
             raise ValueError("usage: python -m flagcore.engines.serving.trial FOLDER")
         folder = Path(arguments[0])
-        (folder / METRICS).unlink(missing_ok=True)  # an earlier run's figures must not pass for this one's
+        (folder / METRICS).unlink(missing_ok=True)  # remove the metrics of an earlier run
         job = read_job(folder)
     except (OSError, ValueError) as error:
         return report(TrialFailure(TrialState.INVALID, str(error)))

@@ -1,4 +1,4 @@
-"""The job of the trial program: `serve.json`, written by flagcore and read by the program."""
+"""The job of the trial program: flagcore writes `serve.json`, and the trial program reads it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def log_name(number: int, part: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One server. `argv` has PORT in place of the port; `cores` pins it, empty: it may use all.
+    """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
 
-    `asked` are the knob values that must be read back; None: the engine chooses. It is on host number `host`, and with
-    the commands `further` on the next ones, which serve no requests.
+    `asked` are the knob values that the server must report back; None: the engine chooses. It is on host number `host`,
+    and with the commands `further` on the next ones, which serve no requests.
     """
 
     argv: tuple[str, ...]
@@ -40,7 +40,7 @@ class Instance:
     further: tuple[tuple[str, ...], ...] = ()
 
     def at_port(self, port: int) -> Instance:
-        """Return the instance with its port."""
+        """Return the instance with `port` in place of PORT."""
         return self.filled({PORT: str(port)})
 
     def at_head(self, host: str, port: str) -> Instance:
@@ -60,12 +60,12 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One candidate to be served and loaded.
+    """The serving and the load of one candidate.
 
-    `engine` is the place of its record, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
-    bounds the figures of good requests. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
-    command of another client, which writes `report`. `hosts` are the names of those on which instances are started;
-    none for this machine.
+    `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
+    are the limits for goodput. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
+    command of another load client, which writes `report`. `hosts` are the names of the hosts of instances; none for
+    this machine.
     """
 
     engine: str
@@ -108,6 +108,6 @@ def read_job(folder: Path) -> Job:
 
 
 def plain_load(load: Load) -> dict[str, Any]:
-    """Return a load point as JSON can hold it: an endless rate is the word inf."""
+    """Return a load point as plain JSON data; an infinite rate is the text inf."""
     rate = load.request_rate
     return {**asdict(load), "request_rate": "inf" if rate is not None and math.isinf(rate) else rate}

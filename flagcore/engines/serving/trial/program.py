@@ -1,4 +1,4 @@
-"""One candidate from start to stop: start servers, read values back, warm up, load, and write the figures."""
+"""Runs the trial of one candidate: start servers, read values back, warm up, send the load, write the metrics."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.results import METRICS
-from flagcore.engines.serving.common.metrics import joined
+from flagcore.engines.serving.common.metrics import combine
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.figures import goodput, quantiles_of
 from flagcore.engines.serving.load.highest import highest_load
 from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
-from flagcore.engines.serving.trial.client import ask_client
+from flagcore.engines.serving.trial.client import run_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.engines.serving.trial.job import Job, log_name, plain_load
 from flagcore.engines.serving.trial.remote import connect
 from flagcore.engines.serving.trial.servers import Served, Server, check_all_alive, log, start_all, stop_all
 
 MARGIN_SECONDS = 5.0
-"""The part of a trial's time for stopping its servers, so that it ends in time and reports why."""
-MEANS = {
+"""Part of a trial's time that is reserved to stop its servers and to report."""
+STATES_BY_PROBLEM = {
     ProblemKind.STATUS.value: TrialState.INVALID,
     ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
-"""The state of a trial by the kind of its first problem; for other kinds it failed."""
+"""The state of a trial by the kind of its first problem; the default is FAILED."""
 EXIT_SECONDS = 2.0
-"""The most seconds from lost requests to the end of their server."""
+"""Maximum number of seconds between lost requests and the exit of their server."""
 LEAST_SHARE = 1e-4
 """The lowest rate of a search as a share of the highest."""
 TIME_SHARE = 1.5
 """A search ends if the time left is less than this share of that of its longest load."""
 WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
-"""Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
+"""Length of the answers and maximum number of requests of the warm-up; load points may have their own in addition."""
 
 
 def run(job: Job, folder: Path) -> None:
-    """Serve, load and measure `job`, and write the figures into `folder`. Raises TrialFailure."""
+    """Run `job` and write its metrics into `folder`. Raises TrialFailure."""
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
-    with _running(job, engine, folder, deadline) as servers:
+    with _running_servers(job, engine, folder, deadline) as servers:
         effective = _read_back(job, engine, servers)
-        points = _Loads(job, engine, servers, folder, deadline).points()
+        points = _LoadRunner(job, engine, servers, folder, deadline).points()
         metrics = {
             "schema_version": 1,
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
-            "counters": _joined([engine.read_counters(server.fetch) for server in servers]),
+            "counters": _combine_counters([engine.read_counters(server.fetch) for server in servers]),
             "startup_s": [server.startup_s for server in servers],
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
@@ -69,8 +69,8 @@ def run(job: Job, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
-    """Yield the servers when all are healthy, and always stop those that run here."""
+def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+    """Yield the servers when all are healthy. Stop those that run here."""
     patterns = (*engine.program.failures, *job.patterns)
     if job.hosts:
         yield connect(job, folder, patterns, engine.health, deadline)
@@ -83,37 +83,36 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
         start_all(servers, job.directory, engine.health, deadline)
         yield servers
     except TrialFailure as failure:
-        log(str(failure))  # in case this program is ended while it stops them
+        log(str(failure))  # in case this program is killed while it stops the servers
         raise
     finally:
         stop_all(servers)
 
 
 def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str, KnobValue]:
-    """Return the values in use, without those that differ between servers.
-
-    Raises TrialFailure if one is not what was set.
-    """
-    each: list[Mapping[str, KnobValue]] = []
+    """Return the knob values in use that are equal on all servers. Raises TrialFailure if one differs from its knob."""
+    reported: list[Mapping[str, KnobValue]] = []
     for server, instance in zip(servers, job.instances, strict=True):
         try:
-            found = engine.effective(server.fetch, log_text(server.log))
+            values = engine.effective(server.fetch, log_text(server.log))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
-        for knob, value in found.items():
-            wanted = instance.asked.get(knob)
-            if wanted is not None and wanted != value:
-                reason = f"{server.name} runs {knob} = {value} instead of {wanted}"
+        for knob, value in values.items():
+            set_value = instance.asked.get(knob)
+            if set_value is not None and set_value != value:
+                reason = f"{server.name} runs {knob} = {value} instead of {set_value}"
                 raise TrialFailure(TrialState.INVALID, reason)
-        each.append(found)
-    together = {knob: value for values in each for knob, value in values.items()}
-    return {knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in each)}
+        reported.append(values)
+    together = {knob: value for values in reported for knob, value in values.items()}
+    return {
+        knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in reported)
+    }
 
 
-class _Loads:
+class _LoadRunner:
     """Sends all loads to running servers. A round of all load points is one repeat.
 
-    Prompts differ between points and repeats, so that no cache has them, and are the same for each candidate.
+    Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
     """
 
     def __init__(self, job: Job, engine: Engine, servers: Sequence[Served], folder: Path, deadline: float) -> None:
@@ -122,22 +121,22 @@ class _Loads:
         self.targets = [Target(url=server.url, path=engine.api) for server in servers]
 
     def points(self) -> list[dict[str, Any]]:
-        """Return the figures of each load point in each repeat. Raises TrialFailure."""
+        """Return the metrics of each load point in each repeat. Raises TrialFailure."""
         job = self.job
         self._warm_up()
         if job.highest is not None:
             return self._search(job.highest)
         points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
         for repeat in range(job.repeats):
-            for place, load in enumerate(job.loads):
-                name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
+            for index, load in enumerate(job.loads):
+                name = f"load {index + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
                 log(name)
-                measured: dict[str, Any] | None
+                measurement: dict[str, Any] | None
                 if job.client is not None:
-                    measured = self._by_client(job.client, f"client-{repeat}", name)
+                    measurement = self._run_client(job.client, f"client-{repeat}", name)
                 else:
-                    measured = self._measured(load, name, seed=1 + place * job.repeats + repeat)
-                points[place]["repeats"].append(measured)
+                    measurement = self._measure(load, name, seed=1 + index * job.repeats + repeat)
+                points[index]["repeats"].append(measurement)
         return points
 
     def _search(self, key: str) -> list[dict[str, Any]]:
@@ -160,7 +159,7 @@ class _Loads:
             load = base.at(key, value)
             log(f"{key} {value:.4g}")
             seed = 1 + len(tried) + sum(len(point["repeats"]) for point in points.values())
-            measured = self._measured(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
+            measured = self._measure(load, f"{key} {value:.4g}", seed, self.job.slo if stop else {})
             if measured is None:
                 self._warm_up()  # returns when the server has dropped the requests of the stopped load
                 tried[value] = False
@@ -182,54 +181,56 @@ class _Loads:
     def _warm_up(self) -> None:
         self._send(_warm_up(self.job.loads[0], len(self.servers)), "warm-up", seed=0)
 
-    def _by_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
-        where = self.folder / folder
-        figures, took = ask_client(command, self.job.report, self.servers, self.model, where, self.deadline, name)
+    def _run_client(self, command: Sequence[str], folder: str, name: str) -> dict[str, Any]:
+        client_folder = self.folder / folder
+        figures, duration_s = run_client(
+            command, self.job.report, self.servers, self.model, client_folder, self.deadline, name
+        )
         check_all_alive(self.servers, f"during {name}")
-        return {"figures": figures, "duration_s": took}
+        return {"figures": figures, "duration_s": duration_s}
 
-    def _measured(
+    def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
-        """Return the figures of a load, None if it was stopped because it is certain to exceed one of `limits`."""
+        """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
         local = [server for server in self.servers if isinstance(server, Server)]
-        before = sum(server.cpu_seconds() for server in local)
-        found = self._send(load, name, seed, limits)
-        if found.stopped:
+        cpu_start_s = sum(server.cpu_seconds() for server in local)
+        result = self._send(load, name, seed, limits)
+        if result.stopped:
             return None
-        figures = dict(found.figures)
+        figures = dict(result.figures)
         if local:
-            figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - before
+            figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
         else:  # servers may run on this host, too
             figures.pop("others_cores", None)
         if self.job.slo:
-            figures["goodput_requests_per_s"] = goodput(found, self.job.slo)
+            figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
         return {
             "figures": figures,
-            "quantiles": quantiles_of(found.requests),
-            "duration_s": found.duration_s,
-            "completed": found.completed,
-            "notes": list(found.notes),
+            "quantiles": quantiles_of(result.requests),
+            "duration_s": result.duration_s,
+            "completed": result.completed,
+            "notes": list(result.notes),
         }
 
     def _send(self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None) -> LoadResult:
-        """Return the result of a load. Raises TrialFailure unless every request was answered in full."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        """Return the result of a load. Raises TrialFailure unless every request has a complete answer."""
+        timeout_s = self.deadline - time.monotonic()
+        if timeout_s <= 0:
             raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
-        found = measure(
+        result = measure(
             self.targets,
             load,
             model=self.model,
             vocab_size=self.job.vocab_size,
             seed=seed,
-            timeout_s=left,
+            timeout_s=timeout_s,
             limits=limits,
         )
-        if found.problems or found.failed:
-            raise _problem(found, name, self.servers)
+        if result.problems or result.failed:
+            raise _load_failure(result, name, self.servers)
         check_all_alive(self.servers, f"during {name}")
-        return found
+        return result
 
 
 def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -> bool:
@@ -240,26 +241,26 @@ def keeps_limits(repeats: Sequence[Mapping[str, float]], limits: Mapping[str, fl
 
 
 def _warm_up(load: Load, servers: int) -> Load:
-    """Return one wave of short answers, at least two for each server, for what engines build at first use."""
+    """Return one wave of short answers, at least two per server, so that engines finish their lazy initialization."""
     wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MAX_WARM_UP)
     length = 32 if load.trace is not None else load.input_len
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
 
-def _problem(found: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
-    """Return the failure of a load. A cause in a server's log goes first.
+def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
+    """Return the failure of a load. A cause in a server's log takes precedence.
 
-    Raises the failure of a server that ended, now or soon: connections may be lost before it ends.
+    Raises the failure of a server that has ended or ends soon: connections may be lost before it ends.
     """
-    reason = found.problems[0] if found.problems else "unknown reason"
-    state = MEANS.get(reason.partition(":")[0], TrialState.FAILED)
+    reason = result.problems[0] if result.problems else "unknown reason"
+    state = STATES_BY_PROBLEM.get(reason.partition(":")[0], TrialState.FAILED)
     if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
         state = TrialState.FAILED
-    reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {reason}"
-    until = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
+    reason = f"{result.failed} of {result.completed + result.failed} requests in {name}: {reason}"
+    deadline = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
         check_all_alive(servers, f"during {name}")
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             break
         time.sleep(0.1)
     for server in servers if state is TrialState.FAILED else ():
@@ -278,12 +279,12 @@ def _model(server: Served) -> str:
         raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
 
 
-def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _combine_counters(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in counters for name in each)
-    return {name: joined(name, [each[name] for each in counters if name in each]) for name in names}
+    return {name: combine(name, [each[name] for each in counters if name in each]) for name in names}
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    half = file.with_suffix(".new")
-    half.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
-    half.replace(file)
+    temporary = file.with_suffix(".new")
+    temporary.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
+    temporary.replace(file)

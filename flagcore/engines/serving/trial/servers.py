@@ -1,4 +1,4 @@
-"""Running servers: start each on a free port, check that it owns the port, and stop all their processes."""
+"""Starts servers on free ports, checks that each owns its port, and stops all their processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ import psutil
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.trial.failures import TrialFailure, died, first_error, log_text
+from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text, server_failure
 from flagcore.engines.serving.trial.job import Instance
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
-"""The most seconds for one request about the server itself."""
+"""Timeout of a request about the state of a server."""
 GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
-"""Causes that a log can prove for a server that never becomes healthy."""
+"""States that the log of a server that does not become healthy can prove."""
 MAX_TEXT = 8 << 20
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+NO_PROXY_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class PortTaken(Exception):
@@ -55,16 +55,16 @@ class Served:
         raise NotImplementedError
 
     def fetch(self, path: str) -> str:
-        """Return the text behind a path. Raises OSError, also for an answer that is not 200."""
-        status, text = self._ask(path)
+        """Return the response to a path. Raises OSError, also for a status other than 200."""
+        status, text = self._get(path)
         if status != 200:
             raise OSError(f"{path} answers {status}")
         return text
 
-    def _ask(self, path: str, left: float = ANSWER_SECONDS) -> tuple[int, str]:
-        """Return status and text of GET `path`, waiting no longer than the `left` seconds. Raises OSError."""
+    def _get(self, path: str, timeout_s: float = ANSWER_SECONDS) -> tuple[int, str]:
+        """Return status and text of GET `path` with a timeout of at most `timeout_s` seconds. Raises OSError."""
         try:
-            with DIRECT.open(self.url + path, timeout=max(0.1, min(left, ANSWER_SECONDS))) as answer:
+            with NO_PROXY_OPENER.open(self.url + path, timeout=max(0.1, min(timeout_s, ANSWER_SECONDS))) as answer:
                 return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
         except urllib.error.HTTPError as error:
             return error.code, ""
@@ -84,11 +84,11 @@ class Server(Served):
         self._started, self._healthy_from = 0.0, 0
 
     def start(self, directory: str | None) -> None:
-        """Start it on a free port. Raises TrialFailure if its program cannot be started."""
+        """Start the server on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
         self.url = f"http://127.0.0.1:{self.port}"
         instance = self.instance.at_port(self.port)
-        usual = os.sched_getaffinity(0)
+        own_cores = os.sched_getaffinity(0)
         try:
             with self.log.open("wb") as log:
                 if instance.cores:
@@ -106,26 +106,26 @@ class Server(Served):
             reason = f"{self.name} cannot be started: {instance.argv[0]}: {error.strerror or error}"
             raise TrialFailure(TrialState.INVALID, reason) from None
         finally:
-            os.sched_setaffinity(0, usual)
+            os.sched_setaffinity(0, own_cores)
 
     def wait_until_healthy(self, path: str, deadline: float) -> None:
-        """Wait until `path` of this server answers 200.
+        """Wait until `path` of this server returns 200.
 
         Raises PortTaken if another process has the port, TrialFailure if the server ends or `deadline`
         (time.monotonic()) passes.
         """
-        last = "nothing listens"
+        last_status = "nothing listens"
         while time.monotonic() < deadline:
             self.check_alive("while it started")
             status = None
             try:
-                status = self._ask(path, deadline - time.monotonic())[0]
-                last = f"answer {status}"
+                status = self._get(path, deadline - time.monotonic())[0]
+                last_status = f"answer {status}"
             except OSError as error:
                 if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
                     time.sleep(POLL_SECONDS)
                     continue
-                last = f"no answer ({error})"
+                last_status = f"no answer ({error})"
             if status == 200 and is_owned_by(self.port, self.pids()):
                 self.check_alive("while it started")
                 self.startup_s = time.monotonic() - self._started
@@ -137,7 +137,7 @@ class Server(Served):
         waited = time.monotonic() - self._started
         state, line = first_error(log_text(self.log), self.patterns)
         quote = f"; its log: {line}" if line else f"; {self.log.name} is empty"
-        reason = f"{self.name} was not healthy after {waited:.0f} s: {last} on {path}{quote}"
+        reason = f"{self.name} was not healthy after {waited:.0f} s: {last_status} on {path}{quote}"
         raise TrialFailure(state if state in KNOWN_CAUSES else TrialState.TIMED_OUT, reason)
 
     def check_alive(self, when: str) -> None:
@@ -148,58 +148,58 @@ class Server(Served):
             return
         if self.serves and self.startup_s == 0.0 and self._is_taken():
             raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise died(self.name, f"ended {when} with {how}", self.log, self.patterns, self._healthy_from)
+        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise server_failure(self.name, f"ended {when} with {ending}", self.log, self.patterns, self._healthy_from)
 
     def pids(self) -> list[int]:
-        """Return the processes of this server: descendants, and whoever is in its session."""
-        return [each.pid for each in self._family()]
+        """Return the ids of this server's processes: its descendants, and all processes of its session."""
+        return [each.pid for each in self._processes()]
 
     def cpu_seconds(self) -> float:
         total = 0.0
-        for each in self._family():
+        for each in self._processes():
             with contextlib.suppress(psutil.Error):
-                total += sum(each.cpu_times()[:4])  # user and system, its own and of children that have ended
+                total += sum(each.cpu_times()[:4])  # user and system time of the process and its ended children
         return total
 
     def resident_bytes(self) -> int:
-        return sum(_peak_bytes(each.pid) for each in self._family())
+        return sum(_peak_bytes(each.pid) for each in self._processes())
 
     def ask_to_stop(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End it: SIGTERM, and after a grace period SIGKILL for all that is left."""
+        """Stop the server: SIGTERM, and after a grace period SIGKILL for the remaining processes."""
         if self._process is None:
             return
-        family = self._family()
+        family = self._processes()
         self.ask_to_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
-        for each in {*family, *self._family()}:
+        for each in {*family, *self._processes()}:
             with contextlib.suppress(psutil.Error):
                 each.kill()
         self._process.wait()
         psutil.wait_procs(family, GRACE_SECONDS)
         self._process = None
 
-    def _family(self) -> list[psutil.Process]:
-        """Return its processes, also after they have left their parent."""
+    def _processes(self) -> list[psutil.Process]:
+        """Return its processes, including those that are detached from their parent."""
         if self._process is None:
             return []
-        root, found = self._process.pid, {}
+        root, processes = self._process.pid, {}
         with contextlib.suppress(psutil.Error):
             first = psutil.Process(root)
-            found = {each.pid: each for each in (first, *first.children(recursive=True))}
+            processes = {each.pid: each for each in (first, *first.children(recursive=True))}
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
-                if pid not in found and os.getsid(pid) == root:
-                    found[pid] = psutil.Process(pid)
-        return list(found.values())
+                if pid not in processes and os.getsid(pid) == root:
+                    processes[pid] = psutil.Process(pid)
+        return list(processes.values())
 
     def _is_taken(self) -> bool:
-        """Return whether another process listens on its port. Looks twice: a new child may have just opened it."""
+        """Return whether another process listens on its port. It checks twice, because a new child may just open it."""
         for _ in range(2):
             if not listeners(self.port) or is_owned_by(self.port, self.pids()):
                 return False
@@ -251,7 +251,7 @@ def log(line: str) -> None:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Return the peak of a process's resident memory; 0 of one that has ended."""
+    """Return the peak resident memory of a process, 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -261,22 +261,22 @@ def _peak_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on. Raises OSError if there is none."""
+    """Return a free TCP port. Raises OSError if there is none."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def listeners(port: int) -> list[int | None]:
-    """Return the process of each socket that listens on `port`, None for one of another user."""
-    found = []
+    """Return the process id of each socket that listens on `port`, None for processes of other users."""
+    pids = []
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port:
-            found.append(each.pid)
-    return found
+            pids.append(each.pid)
+    return pids
 
 
 def is_owned_by(port: int, pids: Iterable[int]) -> bool:
-    """Return whether every socket that listens on `port` belongs to one of the processes, and there is one."""
-    found = listeners(port)
-    return bool(found) and set(found) <= set(pids)
+    """Return whether at least one socket listens on `port`, and all of them belong to `pids`."""
+    owners = listeners(port)
+    return bool(owners) and set(owners) <= set(pids)

@@ -1,4 +1,4 @@
-"""The knobs of `vllm serve`, its command line, and the values that vLLM fills in.
+"""The knobs of `vllm serve`, its command line, and vLLM's defaults.
 
 Sources: vllm 0.32 `engine/arg_utils.py`, `config/cache.py`, `config/scheduler.py`, `platforms/cpu.py`; for older
 versions vllm-project/vllm #17073 (memory decides on batch sizes), #38284 (0.21: graphs within the memory share, 0.92).
@@ -15,18 +15,18 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs, program
 from flagcore.engines.serving.common.command_line import EngineArgs, Program
-from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
+from flagcore.engines.serving.common.hardware import DP, INSTANCES, PP, TP, Hardware, longest_request, max_in_flight
 from flagcore.engines.serving.common.knobs import by_hardware, fixed_values, knob, or_default, variant
 from flagcore.engines.serving.common.weights import cache_bytes_per_token, weight_bytes
 from flagcore.engines.serving.settings import Settings
 from flagcore.errors import SpecError
 
 NEWEST = (0, 33, 0)
-"""Used if the version is unknown."""
+"""The release that is assumed if the version is unknown."""
 REMOVED: Mapping[str, tuple[tuple[int, ...], str]] = {
     "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest option")
 }
-"""Flags that a release removed, and what to use (swap_space: vllm-project/vllm #36216, in 0.18.0)."""
+"""Removed flags: the release that removed them, and the alternative (swap_space: vllm-project/vllm #36216)."""
 
 SEQS, TOKENS, BLOCK, CONTEXT = "max_num_seqs", "max_num_batched_tokens", "block_size", "context_len"
 MEMORY, KV, PREFIX, CHUNKED = (
@@ -46,7 +46,7 @@ KV_BYTES = {
     "fp8_ds_mla": 1.0,
     "nvfp4": 0.5625,
 }
-"""Bytes of a cached element; `auto` is that of activations, fp8 is fp8_e4m3 as well, NVFP4 has a scale for 16."""
+"""Bytes of a cached element; `auto` is the format of activations, fp8 is fp8_e4m3, NVFP4 has a scale per 16."""
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
 KNOBS = (
@@ -66,7 +66,7 @@ KNOBS = (
         SEQS,
         "Maximum number of sequences in one iteration.",
         aliases=("max_running_requests",),
-        auto=knobs.FOUR_IN_FLIGHT,
+        auto=knobs.POWERS_IN_FLIGHT,
         memory_order=1,
     ),
     knob(
@@ -99,7 +99,7 @@ KNOBS = (
     variant(knobs.PREFIX_KNOB, "enable-prefix-caching", off="no-enable-prefix-caching"),
     knob(
         CHUNKED,
-        "Long prompts are computed in chunks, in the same iterations as answers.",
+        "Whether long prompts are computed in chunks, together with answers.",
         label="chunked prefill",
         kind="flag",
         neutral=True,
@@ -116,15 +116,15 @@ KNOBS = (
         ),
     ),
 )
-"""The neutral values are vLLM's default choice."""
+"""The neutral values mean vLLM's defaults."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
 class VllmProgram(Program):
-    """`vllm serve`, whose releases differ in their flags."""
+    """`vllm serve`, with checks for flags that depend on the release."""
 
     def release(self, spec: Spec) -> tuple[int, ...]:
-        """Return the release by number, NEWEST if unknown."""
+        """Return the numbers of the release, NEWEST if it is unknown."""
         return program.release(self.version(spec)) or NEWEST
 
     def parse(self, spec: Spec) -> EngineArgs:
@@ -142,7 +142,7 @@ PROGRAM = VllmProgram.read("flagcore.engines.serving.vllm", KNOBS)
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
     """Return vLLM's default max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
 
-    vLLM leaves the 80 GB generation before fp8 at the small values, by its name; here by that no fp8 rate is known.
+    vLLM keeps the small values for the 80 GB chips without fp8 by their names; here a missing fp8 rate identifies them.
     """
     hardware = Hardware.of(task)
     if hardware.on_cores:
@@ -159,44 +159,44 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
-    """Return the tokens and sequences of one iteration, vLLM's default if they are not set."""
+    """Return the maximum tokens and sequences of one iteration, by default vLLM's values."""
     tokens, seqs = batch_defaults(task, columns[TP] * columns[PP])
     seqs_set, tokens_set = columns[SEQS] > 0, columns[TOKENS] > 0
     tokens = np.where(tokens_set, columns[TOKENS], tokens)
     context = columns[CONTEXT]
-    own = ~tokens_set & (columns[CHUNKED] == 0) & (context > 0)
-    tokens = np.where(own, np.maximum(tokens, context), tokens)
+    follows_context = ~tokens_set & (columns[CHUNKED] == 0) & (context > 0)
+    tokens = np.where(follows_context, np.maximum(tokens, context), tokens)
     seqs = np.where(seqs_set, columns[SEQS], seqs)
     tokens = np.where(~tokens_set & (context > 0), np.minimum(tokens, seqs * context), tokens)
     return tokens, np.where(seqs_set, seqs, np.minimum(seqs, tokens))
 
 
 def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
-    """Return the GiB of cache of one rank where devices are cores and memory is the machine's.
+    """Return the GiB of cache of one rank on CPU cores, which share the machine's memory.
 
-    Twice what the requests in flight can fill, at least 1, at most half of what the weights leave of a rank's share.
+    It is twice the cache of the requests in flight, at least 1 and at most half of a rank's free memory.
     """
     hardware, serve = Hardware.of(task), task.spec.serve
     instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
     token = cache_bytes_per_token(task.spec.model, 2.0) / ranks
-    wanted = 2 * most_in_flight(serve.loads) / instances * longest(serve.loads) * token
+    wanted = 2 * max_in_flight(serve.loads) / instances * longest_request(serve.loads) * token
     room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)
 
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return vLLM's effective settings for candidates."""
-    get, others = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    get, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
     tokens, seqs = limits(task, get)
     ranks = get[TP] * get[PP] * get[DP]
     share = hardware.share(get[INSTANCES], columns)
     cores = np.where(get[THREADS] > 0, np.minimum(get[THREADS] * ranks, share), share)
     devices = cores if hardware.on_cores else ranks
-    own_block = GPU_BLOCK
+    default_block = GPU_BLOCK
     if hardware.on_cores:
-        own_block = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
-    cache_bytes = _cache_bytes(task, others, get, ranks, devices)
+        default_block = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
+    cache_bytes = _cache_bytes(task, other_args, get, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     return Settings.of(
         task,
@@ -204,7 +204,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,
-        block_size=or_default(get[BLOCK], own_block),
+        block_size=or_default(get[BLOCK], default_block),
         chunked=get[CHUNKED],
         graphs=((get[EAGER] == 0) & (get[GRAPHS] != 1)).astype(np.int64),
         memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(get[MEMORY], default_share), np.nan),
@@ -214,10 +214,10 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _cache_bytes(
-    task: Task, others: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
+    task: Task, other_args: Mapping[str, EngineArg], get: Columns, ranks: IntArray, devices: IntArray
 ) -> FloatArray:
-    """Return the bytes of cache of one device where they are set, NaN where they follow from the memory share."""
-    fixed = others.get("kv-cache-memory-bytes")
+    """Return the bytes of cache of one device if they are fixed, NaN if the memory share determines them."""
+    fixed = other_args.get("kv-cache-memory-bytes")
     if isinstance(fixed, int):
         return fixed * ranks / devices
     if not Hardware.of(task).on_cores:

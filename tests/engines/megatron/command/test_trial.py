@@ -15,8 +15,8 @@ import pytest
 from flagcore.domain.launch import Launch
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.command.arguments import known_releases, release_table
-from flagcore.engines.megatron.command.trial import as_trial, launched_by
-from flagcore.engines.megatron.command.user_command import UserCommand, split
+from flagcore.engines.megatron.command.trial import limit_to_trial, set_launch_options
+from flagcore.engines.megatron.command.user_command import UserCommand, parse
 from tests import small
 from tests.engines.megatron.command.scripts import LAUNCH, MODEL, spec_of
 
@@ -45,7 +45,7 @@ def effective(arguments: Sequence[str], release: str = "0.16.0") -> dict[str, An
 def trial_of(arguments: str, release: str = "0.16.0") -> dict[str, Any]:
     """The arguments of a trial of five steps."""
     command = UserCommand(program=("pretrain_gpt.py",), arguments=tuple(f"{MODEL} {arguments}".split()))
-    changed = as_trial(command, release_table(release), 5, "/run").command
+    changed = limit_to_trial(command, release_table(release), 5, "/run").command
     return effective(changed.words, release)
 
 
@@ -102,7 +102,7 @@ def test_fp16_starts_with_a_loss_scale_that_fits() -> None:
 
 def test_each_change_is_recorded_once_with_its_reason() -> None:
     command = UserCommand(program=("pretrain_gpt.py",), arguments=tuple(f"{MODEL} --train-samples 8 --save a".split()))
-    changes = as_trial(command, TABLE, 5, "/run").changes
+    changes = limit_to_trial(command, TABLE, 5, "/run").changes
     found = {change.flag: (change.before, change.after) for change in changes}
     assert found["--train-samples"] == ("--train-samples 8", "")
     assert found["--train-iters"] == ("", "--train-iters 5")
@@ -203,9 +203,9 @@ def test_scripts_own_variables_win_over_those_of_the_spec(tmp_path: Path) -> Non
 
 def torchrun(options: str, **how: Any) -> list[str]:
     """torchrun's options of a trial on one node of four devices."""
-    command = split(f"torchrun {options} pretrain_gpt.py".split(), ".")
+    command = parse(f"torchrun {options} pretrain_gpt.py".split(), ".")
     assert command is not None
-    changed = launched_by(command, **{"devices": 4, "nodes": 1, "folder": "/trial", **how})
+    changed = set_launch_options(command, **{"devices": 4, "nodes": 1, "folder": "/trial", **how})
     return [word for option in changed.command.options for word in option.words]
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.common import metrics, program
-from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
-from flagcore.engines.serving.common.weights import cache_bytes_per_token, fewest_devices, parameters
+from flagcore.engines.serving.common.hardware import Hardware, longest_request, max_in_flight
+from flagcore.engines.serving.common.weights import cache_bytes_per_token, min_devices, parameters
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
@@ -45,7 +45,7 @@ def test_a_server_without_metrics_has_no_counters() -> None:
 
 def test_shares_of_ranks_are_averaged_and_tokens_summed() -> None:
     assert metrics.counters(lambda path: TEXT, {"a:total": "cache_usage"}) == {"cache_usage": 3.5}
-    assert metrics.joined("output_tokens", [3.0, 4.0]) == 7.0
+    assert metrics.combine("output_tokens", [3.0, 4.0]) == 7.0
 
 
 def test_cards_come_from_the_spec_or_the_cluster() -> None:
@@ -63,8 +63,8 @@ def test_the_longest_request_and_the_most_in_flight_are_over_all_loads() -> None
         Load(input_len=100, output_len=10, concurrency=4),
         Load(input_len=50, output_len=10, prefix_len=60, range_spread=0.1, request_rate=2.0, num_prompts=7),
     )
-    assert longest(loads) == 126
-    assert most_in_flight(loads) == 7
+    assert longest_request(loads) == 126
+    assert max_in_flight(loads) == 7
 
 
 def test_weights_and_cache_are_counted_by_shape() -> None:
@@ -80,9 +80,9 @@ def test_weights_and_cache_are_counted_by_shape() -> None:
     )
     assert parameters(llama) == pytest.approx(8.03e9, rel=0.001)  # Llama 3.1 8B
     assert cache_bytes_per_token(llama, 2.0) == 131072
-    assert fewest_devices(serving("vllm", model=llama, memory=16 * 2**30)) == 2
-    assert fewest_devices(serving("vllm", model=llama, memory=80 * 2**30)) == 1
-    assert fewest_devices(serving("vllm", model=llama, memory=2**30, devices=4)) == 4
+    assert min_devices(serving("vllm", model=llama, memory=16 * 2**30)) == 2
+    assert min_devices(serving("vllm", model=llama, memory=80 * 2**30)) == 1
+    assert min_devices(serving("vllm", model=llama, memory=2**30, devices=4)) == 4
 
 
 def test_the_interpreter_of_a_script_is_read_in_its_first_line(tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_a_release_is_read_from_unusual_versions(version: str, numbers: tuple[in
 
 def test_a_missing_program_is_reported_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(NoDevice, match="no-such-engine"):
-        program.found(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
+        program.find_command(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)
     spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec
-    assert program.found(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
+    assert program.find_command(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
 
 
 LLAMA_LOG = """\

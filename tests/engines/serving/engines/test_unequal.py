@@ -67,8 +67,9 @@ def test_a_split_may_leave_cards_free_and_its_order_does_not_matter(engine: Engi
 
 @pytest.mark.parametrize("given", ["2+2", "8", "4+0", "4+x", "4-2", 6, True])
 def test_an_invalid_unequal_split_is_reported(given: object) -> None:
-    with pytest.raises(SpecError, match=r"auto_tuner\.space\.instance_sizes = .*; give the devices of each instance"):
+    with pytest.raises(SpecError) as caught:
         VLLM.axes(cards(VLLM, space={SIZES: (given,)}))
+    assert caught.value.key == "auto_tuner.space.instance_sizes"
 
 
 @ENGINES
@@ -92,7 +93,7 @@ def test_on_cores_a_size_also_sets_the_threads() -> None:
 
 
 def test_splits_of_many_cards_are_few_and_of_large_instances() -> None:
-    tried = heterogeneous.worth_trying(cards(VLLM, 64))
+    tried = heterogeneous.auto_sizes(cards(VLLM, 64))
     assert "32+16+16" in tried
     assert len(tried) < 40
     assert all(sum(heterogeneous.sizes(str(word))) == 64 for word in tried[1:])

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import LATENCIES
-from flagcore.engines.serving.load.figures import QUANTILES, duration_s, figures_of, goodput, quantiles_of, steady_rate
+from flagcore.engines.serving.load.figures import (
+    MAX_QUANTILES,
+    duration_s,
+    figures_of,
+    goodput,
+    quantiles_of,
+    steady_rate,
+)
 from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.sending import Meter
 
@@ -141,7 +148,7 @@ def test_quantiles_are_few_and_have_the_percentiles_of_all_values(count: int) ->
     figures, kept = figures_of(answers, None), quantiles_of(answers)
     assert list(kept) == list(LATENCIES)
     for name, values in kept.items():
-        assert len(values) == min(QUANTILES, count * (2 if name == "itl_s" else 1))
+        assert len(values) == min(MAX_QUANTILES, count * (2 if name == "itl_s" else 1))
         assert values == sorted(values)
         for statistic in ("p50", "p90", "p99"):
             assert np.percentile(values, float(statistic[1:])) == pytest.approx(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.engines.serving.model.iteration import NODES, at, iteration_costs, touched
+from flagcore.engines.serving.model.iteration import NODES, distinct_experts, interpolate, iteration_costs
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Serving
 from flagcore.physics.kernels.roofline import Roofline
@@ -23,7 +23,7 @@ def test_more_tokens_never_take_less(model: object) -> None:
 
 
 def test_decoding_one_sequence_reads_the_weights_once() -> None:
-    found = times(over=replace(OVER, attention=0.0, ffn=0.0))
+    found = times(overheads=replace(OVER, attention=0.0, ffn=0.0))
     read = 36 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288) * 2 / 3e12
     assert read < found.local[0, 0] < 1.35 * read
 
@@ -52,7 +52,7 @@ def test_a_smaller_cache_type_is_read_faster() -> None:
 
 
 def test_few_tokens_use_few_experts_and_many_use_all() -> None:
-    assert touched(128.0, 8.0, np.array([1.0, 2.0, 1e4])) == pytest.approx([8.0, 15.5, 128.0])
+    assert distinct_experts(128.0, 8.0, np.array([1.0, 2.0, 1e4])) == pytest.approx([8.0, 15.5, 128.0])
     shared = times(EXPERTS).shared[0]
     assert shared[0] < 0.5 * shared[NODES.tolist().index(128)]
 
@@ -99,7 +99,7 @@ def test_a_chip_without_facts_has_unknown_times() -> None:
 
 def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
     table = times().local
-    got = at(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
+    got = interpolate(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
     low, high = table[0, NODES.tolist().index(64)], table[0, NODES.tolist().index(96)]
     assert got == pytest.approx([0.0, low, 0.5 * (low + high)])
 

@@ -28,7 +28,7 @@ def token_by_token(
     price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
 ) -> list[tuple[float, float]]:
     """First and last token of each request, of an engine without preemption that looks at each iteration."""
-    lane, over, count = price.lane, price.over, len(lengths)
+    lane, over, count = price.lane, price.overheads, len(lengths)
     ready = [inf] * count
     now, sent, taken, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
 
@@ -117,7 +117,7 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     price = Price(costs, 0, replace(LANE, budget=96.0), replace(OVER, mixes=mixes))
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = simulate(price, lengths, None, 3)
-    monkeypatch.setattr(simulation, "MANY_PIECES", 1e9)
+    monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)
     for got, wanted in zip(ends(at_once), ends(simulate(price, lengths, None, 3)), strict=True):
         assert got == pytest.approx(wanted, rel=1e-9)
 

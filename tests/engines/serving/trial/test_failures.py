@@ -12,7 +12,7 @@ from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP_ENGINE
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG_ENGINE
 from flagcore.engines.serving.trial import failures
-from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, died, first_error, log_text
+from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, first_error, log_text, server_failure
 from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM_ENGINE
 
 VLLM = """\
@@ -80,18 +80,20 @@ def test_a_server_crash_under_load_is_reported_with_its_error_and_no_harmless_li
 ) -> None:
     begun = "ImportError: fast_kernels is not there\nready\n"
     (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
-    assert "its log: bus error in worker 1" in str(died("instance 0", "ended", tmp_path / "log", (), len(begun)))
+    assert "its log: bus error in worker 1" in str(
+        server_failure("instance 0", "ended", tmp_path / "log", (), len(begun))
+    )
     (tmp_path / "log").write_text("listening\nerrors are ignored\nPOST /v1/completions 200\n")
-    reported = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
+    reported = str(server_failure("instance 0", "ended with signal 11", tmp_path / "log", ()))
     assert "its log names no error, and ends: POST /v1/completions 200" in reported
 
 
 def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) -> None:
-    assert died("instance 0", "ended with signal 9", tmp_path / "log", ()).state is TrialState.OUT_OF_MEMORY
-    assert died("instance 0", "ended with signal 11", tmp_path / "log", ()).state is TrialState.FAILED
+    assert server_failure("instance 0", "ended with signal 9", tmp_path / "log", ()).state is TrialState.OUT_OF_MEMORY
+    assert server_failure("instance 0", "ended with signal 11", tmp_path / "log", ()).state is TrialState.FAILED
 
 
-@pytest.mark.parametrize("state", failures.WORDS)
+@pytest.mark.parametrize("state", failures.PREFIXES)
 def test_final_messages_of_the_program_are_classified(state: TrialState) -> None:
     line = str(TrialFailure(state, "it\nsaid " + "much " * 200))
     ended = Exit(code=1, ended_by=None, duration_s=1.0)

@@ -1,0 +1,94 @@
+"""`flag tune` over hosts, by ssh and by Slurm: faults, secrets and ports."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from flagcore.launchers import guard
+from tests.books import books_balance, check_kept_once
+from tests.hosts.bed import SLURM, Bed, missing
+from tests.hosts.conftest import BEST, SECRET, Project, Tune
+from tests.hosts.test_faults import all_clean
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_full_disk_and_a_lost_host_cost_a_trial_each(project: Project) -> None:
+    bed = project.bed
+    project.write_spec(sleeps=0.5, trials=4)
+    tune = Tune(project)
+    assert tune.wait_for_a_trial(1) == ["h1", "h2"]
+    time.sleep(1.0)
+    bed.fill("h1")
+    assert tune.wait_for_a_trial(3) == ["h3", "h2"]
+    bed.unfill("h1")
+    bed.cut("h3")
+    assert tune.wait_for_a_trial(4) in (["h1", "h2"], ["h3", "h2"])
+    result = tune.finish()
+    bed.mend("h3")
+    assert all_clean(bed, everything=True) == []
+    assert tune.resumed == 0, tune.output()
+    assert result["best"]["candidate"].items() >= BEST.items()
+    assert books_balance(result)
+    check_kept_once(project.run_dir, result)
+
+
+def test_a_killed_tune_goes_on_in_another_allocation_of_slurm(project: Project) -> None:
+    if reason := missing(*SLURM):
+        pytest.skip(reason)
+    bed = project.bed
+    if not bed.slurm:
+        bed.start_slurm()
+    project.write_spec(sleeps=0.3, launcher="slurm", trials=4)
+    tune = Tune(project, "salloc", "--quiet", "--nodes=3", "--exclusive")
+    tune.wait_for_a_trial(1)
+    tune.kill()
+    assert all_clean(bed, everything=True) == []
+    tune.resume()
+    result = tune.finish()
+    assert tune.resumed == 1, tune.output()
+    assert all_clean(bed, everything=True) == []
+    assert result["best"]["candidate"].items() >= BEST.items()
+    assert books_balance(result)
+    check_kept_once(project.run_dir, result)
+
+
+def test_secrets_stay_secret_and_agents_listen_on_no_port(project: Project) -> None:
+    bed = project.bed
+    before = {host: bed.listening(host) for host in bed.names}
+    project.write_spec(sleeps=2.0, trials=1)
+    tune = Tune(project)
+    hosts = tune.wait_for_a_trial(0)
+    while not all((project.run_dir / "trials/0/stdout.log").exists() and programs(bed, host) for host in hosts):
+        time.sleep(0.1)
+    for host in ("h0", *hosts):
+        assert not [pid for pid in bed.processes(host) if SECRET.encode() in guard.read_proc(pid, "cmdline")]
+    for host in hosts:
+        folders = [*(bed.root(host) / "tmp").glob("flagcore-*")]
+        assert len(folders) > 0
+        assert not [folder for folder in folders if shows_secret(folder)]
+        assert bed.listening(host) == before[host]
+    tune.finish()
+    assert not shows_secret(project.run_dir)
+
+
+def programs(bed: Bed, host: str) -> list[int]:
+    return [pid for pid in bed.processes(host) if b"train.py" in guard.read_proc(pid, "cmdline")]
+
+
+def shows_secret(folder: Path) -> list[Path]:
+    """Return the files below a folder that every user can read, and that contain the secret."""
+    found = []
+    for where, names, files in os.walk(folder):
+        if not stat.S_IMODE(os.stat(where).st_mode) & stat.S_IXOTH:
+            names.clear()
+            continue
+        for file in (Path(where, name) for name in files):
+            if file.is_file() and file.stat().st_mode & stat.S_IROTH and SECRET in file.read_text(errors="ignore"):
+                found.append(file)
+    return found
