@@ -3,11 +3,13 @@
 from flagcore.contracts.chip import (
     AttentionShape,
     CollectiveCosts,
+    DescribesDevice,
     DeviceUseReporter,
     KernelCosts,
     MemoryModel,
     PruningRule,
     Telemetry,
+    description_of,
     device_use,
 )
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
@@ -61,6 +63,7 @@ __all__ = [
     "CollectiveCosts",
     "CommandChanges",
     "Costs",
+    "DescribesDevice",
     "DeviceUseReporter",
     "EngineDefaults",
     "Event",
@@ -102,6 +105,7 @@ __all__ = [
     "TrialStore",
     "UntestedEngine",
     "Workload",
+    "description_of",
     "device_use",
     "labels_of",
     "memory_components",
