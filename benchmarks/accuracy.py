@@ -169,9 +169,11 @@ def _summary(source: str, rows: Sequence[Row], groups: Mapping[object, Sequence[
     )
 
 
-def _worst_run(rows: Iterable[Row]) -> page.Bad | None:
+def _worst_run(rows: Iterable[Row]) -> page.LargeError | None:
     """Return the first run with the largest error, None without predictions."""
-    bad = [page.Bad(job=row.job, predicted=row.predicted, measured=row.measured) for row in rows if row.predicted]
+    bad = [
+        page.LargeError(job=row.job, predicted=row.predicted, measured=row.measured) for row in rows if row.predicted
+    ]
     return min(bad, key=lambda each: (-abs(each.predicted / each.measured - 1.0), each.job["id"]), default=None)
 
 

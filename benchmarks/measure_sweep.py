@@ -153,7 +153,7 @@ def _record(
     name = _name(problem, row)
     measured_values = previous.get(name, {}).get("measured", {})
     group, train = task.cluster.groups[0], task.spec.train
-    settings = {key: settings_in_force(train).get(key, value) for key, value in PUBLISHED.items()}
+    settings = {key: settings_in_force(task.spec).get(key, value) for key, value in PUBLISHED.items()}
     return {
         "id": name,
         "source": SOURCE,

@@ -29,7 +29,7 @@ from ablations import ablations
 from at_once import print_at_once
 from searchers import Search, Searcher, by_strategy, cost, flagscale, oracle, random, tpe
 from subsets import subsets
-from sweeps import Sweep, crowded, read_sweeps
+from sweeps import Sweep, on_smaller_devices, read_sweeps
 from wrong_models import wrong_models
 
 from flagcore import plugins
@@ -95,7 +95,7 @@ def main() -> None:
         if not sweeps:
             sys.exit("no sweep: no eight measured records that differ in their candidate alone")
         if options.fitting is not None:
-            sweeps = [crowded(sweep, options.fitting) for sweep in sweeps]
+            sweeps = [on_smaller_devices(sweep, options.fitting) for sweep in sweeps]
         if options.at_once:
             print(json.dumps(print_at_once(options.strategy or ["learned"], sweeps, options.at_once, options.every)))
         elif options.subsets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from sweeps import FEWEST, Sweep, taken
+from sweeps import MIN_CANDIDATES, Sweep, select_rows
 
 DRAWS = 2
 SHARE = 0.7
@@ -23,11 +23,13 @@ def subsets(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
         result[f"{many} devices"] = [sweep for sweep, own in zip(sweeps, devices, strict=True) if own == many]
     for draw in range(DRAWS):
         fewer = [_subset(sweep, [draw, place]) for place, sweep in enumerate(sweeps)]
-        result[f"{SHARE:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
+        result[f"{SHARE:.0%} of the rows, draw {draw + 1}"] = [
+            each for each in fewer if len(each.seconds) >= MIN_CANDIDATES
+        ]
     return {name: some for name, some in result.items() if some}
 
 
 def _subset(sweep: Sweep, seed: list[int]) -> Sweep:
     size = len(sweep.seconds)
     chosen = np.random.default_rng(seed).choice(size, max(1, round(SHARE * size)), replace=False)
-    return taken(sweep, np.sort(chosen))
+    return select_rows(sweep, np.sort(chosen))

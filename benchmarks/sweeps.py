@@ -120,7 +120,7 @@ def with_predictions(sweep: Sweep, predictions: Predictions) -> Sweep:
 def select_rows(sweep: Sweep, rows: IntArray) -> Sweep:
     """Return the sweep with only `rows`, which are in ascending order."""
     space = replace(sweep.problem.space, rows=sweep.problem.space.rows[rows])
-    problem = replace(
+    smaller = replace(
         sweep,
         problem=replace(sweep.problem, space=space),
         seconds=sweep.seconds[rows],
@@ -128,7 +128,7 @@ def select_rows(sweep: Sweep, rows: IntArray) -> Sweep:
         start_seconds=sweep.start_seconds[rows],
         probes={place: sweep.probes[row] for place, row in enumerate(rows.tolist()) if row in sweep.probes},
     )
-    return with_predictions(problem, sweep.problem.predictions.take(rows))
+    return with_predictions(smaller, sweep.problem.predictions.take(rows))
 
 
 def on_smaller_devices(sweep: Sweep, share: float) -> Sweep:

@@ -84,7 +84,7 @@ def costs(devices: int = 8) -> Costs:
 
 
 def times(
-    model: Model = DENSE, precision: str = "bf16", over: Overheads = OVER, **given: float | list[float]
+    model: Model = DENSE, precision: str = "bf16", overheads: Overheads = OVER, **given: float | list[float]
 ) -> IterationCosts:
     """The costs of iterations of a model on splits."""
-    return iteration_costs(Serving(model=model, precision=precision, overheads=over), split(**given), costs())
+    return iteration_costs(Serving(model=model, precision=precision, overheads=overheads), split(**given), costs())

@@ -118,11 +118,12 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
 
 
 def parallel_probe_ranks(platform: Platform, devices: tuple[Device, ...]) -> int:
-    """Return the number of ranks that can be probed in parallel, one per device.
+    """Return the number of ranks that can be probed in parallel on a host, one per device.
 
     It is 1 if devices share memory, as on a CPU, or if an environment variable selects the visible devices.
     """
-    usable = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
+    first = [each for each in devices if each.host == devices[0].host]
+    usable = [each for each in first if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     is_selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
     return 1 if platform.support.shared_devices or is_selected else max(1, len(usable))
 

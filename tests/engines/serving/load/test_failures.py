@@ -292,7 +292,7 @@ async def two_choices_in_turn(asked: Asked, wire: Wire) -> None:
 
 MISBEHAVING = [
     (all_but_the_end, ProblemKind.CONNECTION_LOST, "the stream ended after 6 events, without [DONE]"),
-    (counted(0), ProblemKind.NO_USAGE, "0 tokens are counted, but 5 events carried text"),
+    (counted(0), ProblemKind.NO_USAGE, "the server counts 0 tokens, but 5 events have text"),
     (counted(-5), ProblemKind.NO_USAGE, "completion_tokens is -5"),
     (counted(True), ProblemKind.NO_USAGE, "completion_tokens is True"),
     (counted(5.0), ProblemKind.NO_USAGE, "completion_tokens is 5.0"),
@@ -307,7 +307,7 @@ MISBEHAVING = [
     (cut_short, ProblemKind.WRONG_LENGTH, "3 tokens instead of 5; prompt and answer do not fit into the context"),
     (stops_at_the_end_token, ProblemKind.WRONG_LENGTH, "2 tokens instead of 5; ignore_eos"),
     (says_more_than_asked, ProblemKind.WRONG_LENGTH, "7 tokens instead of 5; max_tokens"),
-    (reads_a_part_of_the_prompt, ProblemKind.WRONG_LENGTH, "3 tokens of the prompt were read, 8 sent"),
+    (reads_a_part_of_the_prompt, ProblemKind.WRONG_LENGTH, "the server counts 3 prompt tokens, but 8 were sent"),
     (error_in_the_stream, ProblemKind.ERROR, "EngineCore encountered an issue"),
     (error_as_a_field_of_the_stream, ProblemKind.ERROR, "failed to decode"),
     (error_as_an_object, ProblemKind.ERROR, "out of blocks"),
@@ -324,7 +324,7 @@ MISBEHAVING = [
     (event_without_choices, ProblemKind.BROKEN, "an event has neither choices nor usage"),
     (text_that_is_no_text, ProblemKind.BROKEN, "the text of a choice is int"),
     (line_without_end, ProblemKind.BROKEN, "a line has no end"),
-    (tokens_without_a_piece, ProblemKind.BROKEN, "5 tokens are counted, but no event carried any"),
+    (tokens_without_a_piece, ProblemKind.BROKEN, "the server counts 5 tokens, but no event has any"),
     (no_usage, ProblemKind.NO_USAGE, "without token counts"),
     (usage_without_a_count, ProblemKind.NO_USAGE, "completion_tokens is None"),
     (hangs_up_at_once, ProblemKind.CONNECTION_LOST, "after 0 events"),
