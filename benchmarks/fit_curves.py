@@ -59,7 +59,7 @@ class Family:
 
 FAMILIES = {
     "ampere": Family(
-        chips=("A100-80GB", "A100-40GB", "A100-80GB-PCIe", "A100-40GB-PCIe", "A800-80GB"),
+        chips=("A100-80GB", "A100-40GB", "A100-80GB-PCIe", "A100-40GB-PCIe", "A800-80GB", "A800-80GB-PCIe"),
         package="nvidia/flagcore_nvidia",
         fixed={"units": 108.0, "memory_share": 0.85, "attention_share": 0.55, "gemm_shares.fp32": 0.96},
         start={"gemm_share": 0.8, "elementwise_share": 0.8, "tile_overhead": 143.0, "launch_seconds": 11e-6},

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("flagcore").setLevel(logging.ERROR)
     files = [options.file] if options.file else sorted(SHIPPED.glob("*.jsonl"))
-    records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines() if line.strip()]
+    records = [record for file in files for record in _records(file)]
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
         with loaded_plugins(()) as loaded:
@@ -102,6 +102,19 @@ def main() -> None:
             print(json.dumps({name: _compare(name, some, options) for name, some in subsets(sweeps).items()}))
         else:
             print(json.dumps(_compare("", sweeps, options)))
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file; a line that is no record is reported on stderr."""
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line) if line.strip() else {}
+        except ValueError as error:
+            record = error
+        if isinstance(record, dict):
+            yield record
+        else:
+            print(f"{file.name}:{number} is left out: not a JSON object", file=sys.stderr)
 
 
 def _compare(name: str, sweeps: Sequence[Sweep], options: argparse.Namespace) -> dict[str, Any]:

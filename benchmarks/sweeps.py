@@ -8,6 +8,7 @@ chip was fitted to the sweep's source, they use the curve of the fit without thi
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,12 +80,19 @@ class _Row:
 
 
 def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlugins) -> list[Sweep]:
-    """Return the sweeps among job records in order, without records that cannot be predicted."""
+    """Return the sweeps among job records, in their order.
+
+    Records that are invalid or cannot be predicted are left out; the invalid ones are reported on stderr.
+    """
     groups: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for record in records:
         measured = record.get("measured") or {}
         if measured.get("step_time_s") or measured.get("oom"):
-            job = read_job(record, plugins.engines())
+            try:
+                job = read_job(record, plugins.engines())
+            except FlagError as error:
+                print(f"record {record.get('id')} is left out: {error}", file=sys.stderr)
+                continue
             alone = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
             reported = {"source": record.get("source", ""), "capacity": capacity}
@@ -97,7 +105,7 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded_plugins: LoadedPlug
     return [
         sweep
         for sweep in (_sweep(members, loaded_plugins) for members in some)
-        if len(sweep.problem.space) >= MIN_CANDIDATES
+        if sweep and len(sweep.problem.space) >= MIN_CANDIDATES
     ]
 
 
@@ -139,7 +147,7 @@ def _extras(job: Job) -> tuple[object, ...]:
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
-def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: LoadedPlugins) -> Sweep:
+def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: LoadedPlugins) -> Sweep | None:
     first, source = members[0][0], str(members[0][1]["source"])
     workload, platform = (
         plugins.workload(first.work.engine),
@@ -147,6 +155,8 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded_plugins: Loa
     )
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
     rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
+    if not rows:
+        return None
     space = _space(rows, workload)
     positions = np.array([space.find(_candidate(row, space.axes)) for row in rows])
     _, order = np.unique(positions, return_index=True)

@@ -25,7 +25,7 @@ import pluggy
 from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
@@ -85,6 +85,14 @@ class ChipHooks:
         Shown by `flag plugins list`, in full as JSON. Called once per command that lists plugins.
         """
 
+    @hookspec
+    def flagcore_health(self, chip: Chip) -> Sequence[str] | None:
+        """Return what of this machine's stack prevents trials on `chip` or slows them down, one sentence each.
+
+        None or empty: no problem is known. May take a minute and run frameworks in other processes. Called by
+        `flag doctor` once per kind of chip that is on this machine.
+        """
+
     @hookspec(firstresult=True)
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
         """Return the levels over which the devices of `group` communicate, or None to derive them from the chip.
@@ -133,6 +141,15 @@ class EngineHooks:
 
         `engine_version` is the release in the spec, else the installed one; None if unknown. Called once per task. If
         all plugins return None, candidates can be predicted, but trials cannot run.
+        """
+
+    @hookspec
+    def flagcore_check_task(self, task: Task, engine_version: str | None) -> TaskAdvice | None:
+        """Return why `task` cannot run, what of it to warn of, and values for settings that it leaves open.
+
+        For what depends on several of its keys, as on nodes and precision; `flagcore_engine_support` knows the chip
+        alone. Settings that chips force are already in the spec. None: nothing to say. All answers are joined; of two
+        values for one setting that of the plugin called first wins. Called once per task.
         """
 
     @hookspec

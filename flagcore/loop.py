@@ -322,8 +322,9 @@ class _Search:
             search_ended=search_ended,
             group=self.pool.free_group if self.pool.limit > 1 else None,
         )
-        if fidelity == RUN and role is not Role.REPEAT:
-            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial))
+        if fidelity == RUN:
+            runs = 1 + len(self.state.repeats_of(candidate)) if role is Role.REPEAT else 0
+            trial = replace(trial, shortened=plan_shortened_steps(self.problem, self.workload, trial, runs))
         return replace(trial, time_limit=self._time_limit(trial))
 
     def _time_limit(self, trial: Trial) -> TimeLimit:

@@ -31,6 +31,7 @@ from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, NothingFits, SpecError, join_errors
 from flagcore.i18n import _
+from flagcore.scale_down import pruning_of_trials, rules_of_trials
 from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover, require_devices
 from flagcore.stages.legality import legality
@@ -82,6 +83,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
         platform = workload.as_installed(platform)
     platform = with_plugin_knobs(platform, workload)
     legal = legality(platform.task, workload, platform.support)
+    legal = replace(legal, rules=(*legal.rules, *rules_of_trials(platform.task, workload)))
     baseline = _baseline(platform, workload, legal)
     values = baseline.as_dict()
     axes = tuple(replace(axis, extra_values=(values[axis.knob],)) for axis in legal.axes)
@@ -91,6 +93,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload, *, plan: boo
     space = space.with_candidate(baseline)
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
+    rules = (*rules, *pruning_of_trials(platform.task, workload, platform.costs))
     return Problem(
         platform=platform,
         legality=legal,

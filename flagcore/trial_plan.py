@@ -14,6 +14,7 @@ from flagcore.domain.search_state import SearchTime
 from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import PROBE, Role, Shortened, TimeLimit, Trial, TrialState
 from flagcore.problem import Problem
+from flagcore.scale_down import Smaller
 from flagcore.stages.limit import search_time, time_limit
 from flagcore.stages.predict import GIB, predict_columns, predict_stage_layers, record
 from flagcore.stages.probe import ranks_to_probe
@@ -48,14 +49,29 @@ def plan_time_limit(
     return time_limit(platform.task, workload, trial, (), launches)
 
 
-def plan_shortened_steps(problem: Problem, workload: Workload, trial: Trial) -> Shortened | None:
-    """Return how the steps of a trial are shortened; None if they are whole."""
-    columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
+def plan_shortened_steps(problem: Problem, workload: Workload, trial: Trial, runs: int = 0) -> Shortened | None:
+    """Return how the steps of a trial are shortened; None if they are whole. Its candidate has `runs`."""
+    row, task = _row(problem, trial.candidate), problem.platform.task
+    columns = problem.space.columns(np.array([row]))
+    if sizes := task.spec.control.trial_nodes:
+        smaller = Smaller(task, workload, sizes[min(runs, len(sizes) - 1)])
+        return smaller.shortened(columns, problem.platform.costs, problem.predictions.row(row))
+    if trial.role is Role.REPEAT:
+        return None
 
     def predict_step(task: Task) -> float:
         return float(predict_columns(task, workload, columns, problem.platform.costs).step_time_s[0])
 
-    return shorten(problem.platform.task, workload, trial.candidate, _expected_step(trial), predict_step)
+    return shorten(task, workload, trial.candidate, _expected_step(trial), predict_step)
+
+
+def candidate_to_run(problem: Problem, workload: Workload, trial: Trial) -> Candidate:
+    """Return the candidate that a trial runs: on fewer nodes with fewer replicas."""
+    if not (trial.shortened and trial.shortened.nodes):
+        return trial.candidate
+    columns = problem.space.columns(np.array([_row(problem, trial.candidate)]))
+    smaller = Smaller(problem.platform.task, workload, trial.shortened.nodes)
+    return smaller.candidate(columns, problem.legality.axes)
 
 
 def memory_needed(task: Task, trial: Trial) -> float:

@@ -17,7 +17,7 @@ from flagcore.stages.launch import launch, with_hosts
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
 from flagcore.stages.wait import SETTLE_SECONDS, wait_for_devices
-from flagcore.trial_plan import memory_needed
+from flagcore.trial_plan import candidate_to_run, memory_needed
 from flagcore.trial_pool import TrialPool
 
 
@@ -59,7 +59,7 @@ class TrialRunner:
         """
         platform, start, pause = self.groups[trial.group or 0], time.monotonic(), self.pool.pause
         if trial.fidelity == RUN:
-            platform = with_hosts(platform, self.launcher)
+            platform = with_hosts(_on_nodes(platform, trial), self.launcher)
         need_bytes, max_wait = memory_needed(platform.task, trial), platform.task.spec.control.device_wait
         outcome = replace(trial, state=TrialState.FAILED, reason="")
         busy = wait_for_devices(platform, need_bytes, max_wait, lambda why: on_wait(replace(trial, reason=why)), pause)
@@ -81,15 +81,17 @@ class TrialRunner:
         folder = self.store.folder(trial)
         if trial.shortened:
             platform = replace(platform, task=platform.task.with_batch(trial.shortened.global_batch_size))
+        ran = replace(trial, candidate=candidate_to_run(self.problem, self.workload, trial))
         with _pinned_to(platform.cores):
             limit, launcher = trial.time_limit, self.launcher
-            running = launch(platform, self.workload, launcher, trial.candidate, folder, limit, cold=cold)
-            return measure(self.pool.interruptible(running), platform, self.workload, trial, folder, best)
+            running = launch(platform, self.workload, launcher, ran.candidate, folder, limit, cold=cold)
+            outcome = measure(self.pool.interruptible(running), platform, self.workload, ran, folder, best)
+        return replace(outcome, candidate=trial.candidate)
 
     def _probe(self, trial: Trial) -> Trial:
         """Probe the ranks of a candidate. Results of an earlier, interrupted probe of the candidate are reused."""
         assert trial.time_limit is not None
-        platform, row = self.problem.platform, self.problem.space.find(trial.candidate)
+        platform, row = with_hosts(self.problem.platform, self.launcher), self.problem.space.find(trial.candidate)
         assert row is not None, "every candidate that is probed is in the space"
         probes = [each for each in self.store.trials() if (each.candidate, each.fidelity) == (trial.candidate, PROBE)]
         result = probe(
@@ -106,6 +108,12 @@ class TrialRunner:
         work_parts = require_prober(self.workload).work_parts
         combined = combine(self.problem.predictions.row(row), result, platform.costs.memory, work_parts)
         return trial_of_probe(platform.task, trial, result, combined)
+
+
+def _on_nodes(platform: Platform, trial: Trial) -> Platform:
+    """Return the platform of the nodes that a trial uses."""
+    nodes = trial.shortened.nodes if trial.shortened else 0
+    return replace(platform, task=platform.task.on_nodes(nodes)) if nodes else platform
 
 
 @contextmanager

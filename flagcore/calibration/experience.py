@@ -45,7 +45,9 @@ class Experience:
         records = [
             _record(run, task, trial)
             for trial in trials
-            if trial.state is TrialState.MEASURED and trial.fidelity == RUN
+            if trial.state is TrialState.MEASURED
+            and trial.fidelity == RUN
+            and not (trial.shortened and trial.shortened.nodes)  # its candidate ran with fewer replicas
         ]
         if not records:
             return None

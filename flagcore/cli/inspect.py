@@ -19,7 +19,14 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
     """List the accelerators of this machine."""
     from flagcore import api
 
-    options.show_records(options.joined(api.devices(without), form, "aliases"), form, options.columns("devices"))
+    records = api.devices(without)
+    for plugin in sorted({record["plugin"] for record in records}):
+        chips = {record["chip"] or record["name"] for record in records if record["plugin"] == plugin}
+        if len(chips) > 1:
+            text = _("flag: {plugin} has devices of several chips ({chips}); cluster.chip selects one")
+            options.say(text.format(plugin=plugin, chips=", ".join(sorted(chips))))
+    tables = ("devices",) if options.is_fitted() else ("devices", "device_identity")
+    options.show_records(options.joined(records, form, "aliases"), form, options.columns(*tables))
 
 
 @click.command("schema")

@@ -177,6 +177,13 @@ def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mappi
     show(render(records, form, columns), form)
 
 
+def is_fitted() -> bool:
+    """Return whether tables are wrapped to the width of a terminal."""
+    from flagcore.report.formats import WIDTH
+
+    return WIDTH.get() is not None
+
+
 def show_record(record: Mapping[str, Any], form: str) -> None:
     """Print one record with all its fields. As JSON it is an object, not a list."""
     if form == "json":

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
-from flagcore.domain.trial import PROBE, Measurement, Role, TrialState
+from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.i18n import _
 from flagcore.report.text import (
     candidate_text,
@@ -62,7 +62,7 @@ def line(event: Event) -> str:
     if event.kind == "trial_waits":
         return _("{trial} waits for its devices: {reason}", trial=name, reason=trial.reason)
     measurement = trial.measurement if not trial.state.failed else None
-    result = _step(measurement, event.objective) if measurement else trial.reason or ""
+    result = _step(trial, measurement, event.objective) if measurement else trial.reason or ""
     if trial.state is TrialState.MEASURED and trial.reason:
         result += f"; {trial.reason}"
     return f"{name} {state_name(trial.state.value, trial.fidelity)}: {result}  [{_status(event)}]"
@@ -75,7 +75,10 @@ def _predicted(event: Event) -> str:
     if not isinstance(step, dict):
         return ""
     text = ", " + _("predicted ~{value}", value=f"{step['value']:.3g} s")
-    if short := event.trial.shortened:
+    short = event.trial.shortened
+    if short and short.nodes:
+        text += ", " + _("on {nodes} of {of_nodes} nodes", nodes=short.nodes, of_nodes=short.of_nodes)
+    elif short:
         text += ", " + _("shortened to {part} of {whole} samples", part=short.global_batch_size, whole=short.whole)
     return text
 
@@ -93,7 +96,7 @@ def _status(event: Event, *, with_time: bool = True) -> str:
     if event.seconds_left is not None and with_time:
         parts.append(_time_left(event.seconds_left))
     if event.best and event.best.measurement:
-        result = _step(event.best.measurement, event.objective)
+        result = _step(event.best, event.best.measurement, event.objective)
         parts.append(_("best {result} (trial {number})", result=result, number=event.best.number))
     return ", ".join(parts)
 
@@ -102,13 +105,16 @@ def _time_left(seconds: float) -> str:
     return _("at most ~{minutes} min left", minutes=f"{max(seconds, 0.0) / 60:.1f}")
 
 
-def _step(measured: Measurement, objective: str) -> str:
+def _step(trial: Trial, measured: Measurement, objective: str) -> str:
     """Return a measurement in a few words; `~` marks one that is partly modelled."""
     if measured.figures:
         return short_line(measured, objective)
     mark = "~" if measured.modelled_s is not None else ""
     text = _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
-    return text if measured.scaled_from is None else f"{text} ({scaled_text(measured.scaled_from)})"
+    if measured.scaled_from is None:
+        return text
+    nodes = (trial.shortened.nodes, trial.shortened.of_nodes) if trial.shortened else ()
+    return f"{text} ({scaled_text(measured.scaled_from, *nodes)})"
 
 
 @contextmanager

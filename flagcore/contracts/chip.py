@@ -113,6 +113,22 @@ class DeviceUseReporter(Protocol):
         """Return the current use of the device. Called before each trial, and after a trial that ran out of memory."""
 
 
+class DescribesDevice(Protocol):
+    """Optional: telemetry that knows more of its device."""
+
+    def describe(self) -> Mapping[str, str]:
+        """Return `uuid`, `bus` (the PCI address) and `links` (to other devices) as far as known.
+
+        Called by `flag devices`.
+        """
+
+
+def description_of(reader: Telemetry) -> Mapping[str, str]:
+    """Return `DescribesDevice.describe`; empty from telemetry without it."""
+    describe = getattr(reader, "describe", None)
+    return describe() if describe else {}
+
+
 def device_use(reader: Telemetry) -> DeviceUse:
     """Return the result of `DeviceUseReporter.use`, or an empty DeviceUse if `reader` does not implement it."""
     use = getattr(reader, "use", None)

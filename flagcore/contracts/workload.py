@@ -269,6 +269,14 @@ class StepShortener(Protocol):
 
 
 @runtime_checkable
+class ScalesDown(Protocol):
+    """Optional: trials may run on fewer nodes, with fewer data-parallel replicas that each do the same work."""
+
+    replicas: str
+    """The knob that counts replicas. The global batch shrinks with it."""
+
+
+@runtime_checkable
 class SlowStart(Protocol):
     """Optional: an engine with another time limit than START_SECONDS for the start of a trial."""
 

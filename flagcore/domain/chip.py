@@ -67,7 +67,8 @@ class Chip:
 
     `aliases` are the names that drivers and frameworks report. `dense_flops_per_second` maps a precision
     (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is the rate of the host
-    interface in one direction, `nic_latency_seconds` the time of a small message to another host (None: as InfiniBand).
+    interface in one direction, `nic_latency_seconds` the time of a small message to another host (None: as InfiniBand),
+    `tdp_watts` the power that one device may take for long.
     Figures that were neither published nor measured are None or absent.
     """
 
@@ -83,6 +84,7 @@ class Chip:
     host_bytes_per_second: Fact | None = None
     nic_bytes_per_second: Fact | None = None
     nic_latency_seconds: float | None = None
+    tdp_watts: Fact | None = None
     notes: str = ""
 
     @property
@@ -94,6 +96,7 @@ class Chip:
             "link.bytes_per_second": self.link.bytes_per_second if self.link else None,
             "host_bytes_per_second": self.host_bytes_per_second,
             "nic_bytes_per_second": self.nic_bytes_per_second,
+            "tdp_watts": self.tdp_watts,
         }
         peaks = {f"dense_flops_per_second.{name}": fact for name, fact in self.dense_flops_per_second.items()}
         return {**{key: fact for key, fact in single.items() if fact is not None}, **peaks}

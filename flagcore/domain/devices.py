@@ -18,12 +18,14 @@ class DeviceUse:
 
     `processes` describes the processes with memory on the device, such as `4711 python (20.5 GiB)`. `blocked` is the
     reason why no process can start on it, such as its compute mode; empty if none is known. `free_bytes` is the memory
-    that new processes can use if devices share the memory of the machine; None if unknown.
+    that new processes can use if devices share the memory of the machine; None if unknown. `pending` is what
+    changes with the next reset of the device.
     """
 
     processes: tuple[str, ...] = ()
     blocked: str = ""
     free_bytes: int | None = None
+    pending: str = ""
 
 
 SLOW_RATIO = 1.25

@@ -39,6 +39,33 @@ class ForcedSetting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreferredSetting:
+    """A value of a shared setting that trials get if the user does not set it, with the reason. Others work, too.
+
+    `setting` is that of `ForcedSetting`.
+    """
+
+    setting: str
+    value: KnobValue
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskAdvice:
+    """A plugin's answer about a whole task.
+
+    `impossible` says why no candidate of it can run; empty: some can. `refused`, `forced` and `preferred` hold for this
+    task, beyond those of the engine. `notes` are sentences for the user.
+    """
+
+    impossible: str = ""
+    refused: tuple[RefusedValues, ...] = ()
+    forced: tuple[ForcedSetting, ...] = ()
+    preferred: tuple[PreferredSetting, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesResource:
     """The resource name of a vendor's Kubernetes device plugin, and whether it counts devices or cards."""
 
@@ -56,8 +83,8 @@ class EngineSupport:
     first tensor. With `shared_devices`, several processes may use one device and the memory of the machine, as on a
     CPU. `visible_devices` is the environment variable that selects devices by comma-separated numbers, None if there is
     none. `implementation` is the engine's implementation that production uses on the chip, which plans assume; empty if
-    undocumented. `kubernetes` is the resource that a pod requests; None if undocumented. `notes` are sentences for the
-    user.
+    undocumented. `kubernetes` is the resource that a pod requests; None if undocumented. `install` states where the
+    chip's build of the engine comes from; empty for the public one. `notes` are sentences for the user.
     """
 
     support: Support
@@ -69,6 +96,7 @@ class EngineSupport:
     visible_devices: str | None = None
     implementation: str = ""
     kubernetes: KubernetesResource | None = None
+    install: str = ""
     refused: tuple[RefusedValues, ...] = ()
     forced: tuple[ForcedSetting, ...] = ()
     notes: tuple[str, ...] = ()

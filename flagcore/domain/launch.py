@@ -18,7 +18,8 @@ class Launch:
 
     `argv` may contain `{master_port}`, which is replaced by MASTER_PORT, and `{node_rank}`. `folder` receives
     `stdout.log`, `stderr.log`, `launch.json` and the files of the program. `environment` is added to the launcher's
-    environment. `hosts` are the hosts on which it is started; empty: this machine.
+    environment. `hosts` are the hosts on which it is started; empty: this machine. `client` is a program that runs on
+    this machine meanwhile, in `folder`: the trial ends with it.
 
     `memory_limit_bytes` limits the memory of the whole process tree on one node (None: no limit), `timeout_seconds` the
     wall-clock time, for the reason `timeout_because`, and `disk_limit_bytes` the size of `folder`. With `warm`, the
@@ -44,7 +45,17 @@ class Launch:
     leaves_out: tuple[str, ...] | None = None
     missing: str = ""
     hosts: tuple[str, ...] = ()
+    client: tuple[str, ...] = ()
     warm: bool = False
+
+
+HOSTS = "hosts"
+"""In a trial's folder: a folder of each host, with its files and logs."""
+
+
+def host_folder(folder: str, hosts: Sequence[str], rank: int) -> str:
+    """Return where the files of a host are mirrored: those of the first one in the trial's folder itself."""
+    return os.path.join(folder, HOSTS, hosts[rank]) if rank else folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

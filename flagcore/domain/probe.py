@@ -40,7 +40,7 @@ class RankMeasurement:
 class RankProbe:
     """The probe of one global rank, with a measurement or the reason of the failure.
 
-    `device` is the index of the device that ran it.
+    `device` is the index of the device that ran it, over all hosts. If it is `inconclusive`, its host was lost.
     """
 
     rank: int
@@ -50,6 +50,7 @@ class RankProbe:
     reason: str | None = None
     duration_s: float = 0.0
     device: int = 0
+    inconclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

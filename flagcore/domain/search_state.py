@@ -87,8 +87,11 @@ class SearchState:
         return tuple(trial for trial in preferred if trial.is_final) or preferred
 
     def reported_trial(self, trial: Trial | None) -> Trial | None:
-        """Return the first final run of a trial's candidate for reports, or `trial` if there is none."""
-        return trial if trial is None or trial.is_final else next(iter(self.runs_of(trial.candidate)), trial)
+        """Return the run of a trial's candidate that was scaled least, for reports."""
+        if trial is None or (trial.is_final and not trial.shortened):
+            return trial
+        runs = self.runs_of(trial.candidate) or (trial,)
+        return max(runs, key=lambda run: run.shortened.nodes if run.shortened else math.inf)
 
     def speed_of(self, candidate: Candidate) -> float:
         """Return the median speed of a candidate's measured runs, 0 if there are none."""
@@ -130,7 +133,7 @@ def noise(runs: Sequence[Trial]) -> float:
     speeds = [speed(trial) for trial in runs]
     median_speed = median(speeds)
     run_spread = (max(speeds) - min(speeds)) / 2 / median_speed if median_speed > 0 else 0.0
-    return max(MIN_NOISE, step_spread, run_spread, *(each.interval for each in measured))
+    return max(MIN_NOISE, step_spread, run_spread, *(trial.interval for trial in runs))
 
 
 def significant(slowdown: float, first_runs: Sequence[Trial], second_runs: Sequence[Trial]) -> bool:
@@ -176,10 +179,10 @@ def finalists(search_state: SearchState) -> tuple[Trial, ...]:
 def min_repeats(control: Control, search_state: SearchState) -> dict[Candidate, int]:
     """Return the minimum number of repeats of each finalist: `control.repeats` if there are several.
 
-    A finalist whose run was not final runs again at least once.
+    A finalist whose run was not final runs again at least once. All run on each number of `control.trial_nodes`.
     """
     trials = finalists(search_state)
-    rounds = control.repeats if len(trials) > 1 else 0
+    rounds = max(control.repeats if len(trials) > 1 else 0, len(control.trial_nodes) - 1)
     return {trial.candidate: rounds if trial.is_final else max(rounds, 1) for trial in trials}
 
 
@@ -191,7 +194,7 @@ def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """
     trials, minimum = finalists(search_state), min_repeats(control, search_state)
     done = {trial.candidate: len(search_state.repeats_of(trial.candidate)) for trial in trials}
-    max_rounds = control.repeats + EXTRA_ROUNDS
+    max_rounds = max(control.repeats, len(control.trial_nodes) - 1) + EXTRA_ROUNDS
     if sum(trial.is_conclusive for trial in search_state.repeats) >= max_rounds * (2 + MAX_RIVALS):
         return None
     waiting = [trial for trial in trials if done[trial.candidate] < minimum[trial.candidate]]
@@ -312,7 +315,7 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 def full_duration_s(control: Control, trial: Trial) -> float:
     """Return the seconds that a measured trial takes with whole steps."""
     measured = trial.measurement
-    if measured is None or measured.scaled_from is None:
+    if measured is None or measured.scaled_from is None or (trial.shortened and trial.shortened.nodes):
         return trial.duration_s
     return trial.duration_s + control.train_iters * (measured.step_time_s - measured.scaled_from)
 

@@ -81,6 +81,9 @@ class Control:
     imported its modules. Up to `parallel_trials` trials run in parallel, each on its own devices. With `compare_hosts`,
     the speeds of several hosts are compared before the first trial.
 
+    A trial runs on `trial_nodes` of the cluster's nodes: on the first number in the search, on the others in repeats.
+    Empty: on all.
+
     `fidelity` is one of `flagcore.domain.trial.FIDELITIES`. `probes` candidates are probed before the first run. The
     best candidate will run `planned_steps` steps in production; None: unknown.
     """
@@ -96,6 +99,7 @@ class Control:
     compare_hosts: bool = True
     max_trials: int = 20
     parallel_trials: int | Literal["auto"] = 1
+    trial_nodes: tuple[int, ...] = ()
     repeats: int = 1
     run_best: bool = False
     use_experience: bool = True
@@ -123,6 +127,18 @@ class Spec:
     def on_each_host(self) -> bool:
         """Whether the launcher starts a program on each host of a trial, instead of only on this machine."""
         return bool(self.cluster.hosts) and self.launcher != LOCAL
+
+    @property
+    def trial_nodes(self) -> tuple[int, ...]:
+        """The numbers of nodes on which trials run."""
+        return self.control.trial_nodes or (self.cluster.nodes,)
+
+    def on_nodes(self, nodes: int) -> Spec:
+        """Return the spec of a trial on fewer nodes: with a batch that is smaller by the same factor."""
+        if nodes == self.cluster.nodes or not isinstance(self.work, TrainSpec):
+            return self
+        work = replace(self.work, global_batch_size=self.work.global_batch_size * nodes // self.cluster.nodes)
+        return replace(self, work=work, cluster=replace(self.cluster, nodes=nodes))
 
     @property
     def train(self) -> TrainSpec:
@@ -159,6 +175,12 @@ class Task:
         """Return the task with `max_time_per_task` set to the time limit of a trial."""
         control = replace(self.spec.control, max_time_per_task=seconds)
         return replace(self, spec=replace(self.spec, control=control))
+
+    def on_nodes(self, nodes: int) -> Task:
+        """Return the task of a trial on fewer nodes of the only group."""
+        (group,) = self.cluster.groups
+        cluster = replace(self.cluster, groups=(replace(group, nodes=nodes),))
+        return replace(self, spec=self.spec.on_nodes(nodes), cluster=cluster)
 
     def with_batch(self, global_batch_size: int) -> Task:
         """Return a training task with another global batch size."""

@@ -108,10 +108,11 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """Shortened steps, with `global_batch_size` samples instead of `whole`.
+    """Shortened steps, with `global_batch_size` samples instead of `whole`, or on `nodes` instead of `of_nodes`.
 
     The predicted time of a whole step is `scale` times the predicted time of a shortened one. `low` and `high` are the
-    bounds of the 80% interval of this factor.
+    bounds of the 80% interval of this factor. On fewer nodes a device has `more_bytes` in use, and `own` is half of the
+    interval as a share, without what all candidates have in common.
     """
 
     global_batch_size: int
@@ -119,13 +120,22 @@ class Shortened:
     scale: float
     low: float
     high: float
+    nodes: int = 0
+    of_nodes: int = 0
+    more_bytes: int = 0
+    own: float = 0.0
 
     def scaled(self, measured: Measurement) -> Measurement:
         """Return a measurement of shortened steps, scaled to whole steps."""
         step = measured.step_time_s
         rate = self.whole / self.global_batch_size / self.scale
+        if self.nodes:
+            rate *= self.nodes / self.of_nodes
+        sizes = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
+        used = {name: value for name in sizes if (value := getattr(measured, name)) is not None}
         return replace(
             measured,
+            **{name: max(value - self.more_bytes, 1) for name, value in used.items()},
             step_times_s=tuple(each * self.scale for each in measured.step_times_s),
             step_time_s=step * self.scale,
             spread_s=measured.spread_s * self.scale,
@@ -190,8 +200,17 @@ class Trial:
 
     @property
     def is_final(self) -> bool:
-        """Whether the trial was measured with whole steps and alone."""
-        return self.measurement is not None and self.measurement.scaled_from is None and self.group is None
+        """Whether the trial was measured alone, with whole steps or on fewer nodes."""
+        if self.measurement is None or self.group is not None:
+            return False
+        return self.measurement.scaled_from is None or bool(self.shortened and self.shortened.nodes)
+
+    @property
+    def interval(self) -> float:
+        """Half of the interval of a scaled step as a share of it, as far as it is not that of all candidates."""
+        if self.shortened and self.shortened.nodes:
+            return self.shortened.own
+        return self.measurement.interval if self.measurement else 0.0
 
     def overhead_s(self, steps: int) -> float | None:
         """Return the seconds of a measured trial beside its `steps` steps, mostly its start; None for other trials."""

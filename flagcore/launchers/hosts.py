@@ -13,17 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.launch import HOSTS, Exit, Launch, host_folder
 from flagcore.errors import LaunchError
-from flagcore.launchers import guard
+from flagcore.launchers import guard, guarded
 from flagcore.launchers.connection import Connection
 from flagcore.launchers.guarded import MARKER, START_SECONDS
 from flagcore.launchers.local import prepare
 
-HOSTS = "hosts"
-"""Subfolder of a trial's folder with one folder per host, for its files and logs."""
 MAX_LOSSES = 2
 LOGS = ("stdout.log", "stderr.log")
 STOP_SECONDS = guard.GRACE_SECONDS + guard.GIVE_UP_SECONDS + 5
@@ -96,11 +95,11 @@ class HostsLauncher:
     def start(self, launch: Launch) -> HostsRunning:
         """Start a launch on each of its hosts.
 
-        In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}` and
-        `{interface}` are replaced for each host. The files of the trial's folder are sent to every host. The files of
-        the first host and the logs of all are copied back to it; `hosts/NAME` has the files of the others. If a host
-        that ran a trial before cannot be reached, the trial ends at once. Raises LaunchError if another host cannot be
-        reached, or if a host cannot start the program.
+        In the arguments and variables of the launch, `{node_rank}`, `{nnodes}`, `{master_addr}`, `{master_port}`,
+        `{node_ports}` (a free port of each host) and `{interface}` are replaced for each host. The files of the trial's
+        folder are sent to every host. The files of the first host and the logs of all are copied back to it;
+        `hosts/NAME` has the files of the others. If a host that ran a trial before cannot be reached, the trial ends at
+        once. Raises LaunchError if another host cannot be reached, or if a host cannot start the program.
         """
         if not launch.hosts:
             raise LaunchError(self.no_hosts)
@@ -146,6 +145,7 @@ class HostsRunning:
         self.launch, self.launcher, self.started_at = launch, launcher, time.monotonic()
         self._partial: dict[tuple[str, str], bytes] = {}
         self._exit: Exit | None = None
+        self._client: guarded.Guarded | None = None
         _allow_files(2 * len(launch.hosts))
         self.connections = [
             Connection(host, launcher.channel(host), os.path.join(launch.folder, HOSTS, host)) for host in launch.hosts
@@ -166,12 +166,26 @@ class HostsRunning:
             lost_markers.pop(each.host, None)
         first = self.connections[0]
         assert first.hello is not None
-        values = {"master_addr": first.host, "master_port": str(first.hello["port"])}
+        ports = ",".join(str(each.hello["port"]) for each in self.connections if each.hello)
+        values = {"master_addr": first.host, "master_port": str(first.hello["port"]), "node_ports": ports}
         files = _trial_files(self.launch.folder)
         for rank, each in enumerate(self.connections):
             host_values = {**values, "node_rank": str(rank), "nnodes": str(len(self.connections))}
             each.send(order=_order_for_host(self.launch, host_values, files))
         self._until(lambda each: each.started or each.exit is not None, "does not start the program")
+        if self.launch.client:
+            self._client = self._start_client()
+
+    def _start_client(self) -> guarded.Guarded:
+        launch, marker = self.launch, secrets.token_hex(8)
+        limits = guarded.Limits(launch.timeout_seconds, None, launch.disk_limit_bytes)
+        with contextlib.ExitStack() as logs:
+            out, err = (logs.enter_context(open(os.path.join(launch.folder, name), "ab")) for name in LOGS)
+            spawn = partial(guarded.spawn_guard, out, err)
+            try:
+                return guarded.start(launch.client, {MARKER: marker}, launch.folder, launch.folder, limits, spawn)
+            except OSError as error:
+                raise LaunchError(str(error)) from error
 
     def _until(self, done: Callable[[Connection], bool], problem: str) -> None:
         """Wait until `done` of all connections. Raises HostLost for the first host with a problem."""
@@ -207,8 +221,10 @@ class HostsRunning:
         return self._exit
 
     def _is_over(self) -> bool:
-        """Whether the trial has ended on all hosts, or a host failed or was lost."""
+        """Whether the trial has ended on all hosts, or a host failed or was lost, or its client has ended."""
         any_failed = any(each.problem or (each.exit and _has_failed(each.exit)) for each in self.connections)
+        if self._client:
+            return any_failed or self._client.wait(0) is not None
         return any_failed or not any(each.open for each in self.connections)
 
     def end(self, *, asked: bool = False) -> None:
@@ -218,6 +234,7 @@ class HostsRunning:
         """
         lost_connection = next((each for each in self.connections if each.problem), None)
         failed_connection = next((each for each in self.connections if each.exit and _has_failed(each.exit)), None)
+        client = self._client.stop() if self._client else None
         deadline = time.monotonic() + STOP_SECONDS
         running_hosts = [each for each in self.connections if each.open and each.started]
         for each in running_hosts:
@@ -232,18 +249,17 @@ class HostsRunning:
         )  # the cause of what failed elsewhere
         if lost_connection:
             self.launcher.failures[lost_connection.host] += 1
-        self._exit = self._verdict(lost_connection or failed_connection, asked)
+        if client and not lost_connection and not (failed_connection and _has_failed(client)):
+            self._exit = Exit(**{**client, "peak_memory_bytes": self._peak()})
+        else:
+            self._exit = self._verdict(lost_connection or failed_connection, asked)
         self.close()
         with contextlib.suppress(OSError):
             guard.write_json(os.path.join(self.launch.folder, "exit.json"), asdict(self._exit))
 
     def _verdict(self, first: Connection | None, asked: bool) -> Exit:
         seconds = time.monotonic() - self.started_at
-        exit_records = [each.exit for each in self.connections if each.exit]
-        peaks = [
-            exit_record["peak_memory_bytes"] for exit_record in exit_records if exit_record.get("peak_memory_bytes")
-        ]
-        peak = max(peaks, default=None)
+        exit_records, peak = [each.exit for each in self.connections if each.exit], self._peak()
         if first is not None and first.problem:
             is_second_loss = self.launcher.failures[first.host] == MAX_LOSSES
             detail = f"{first.host}: {first.problem}" + ("; lost for the second time" if is_second_loss else "")
@@ -261,9 +277,15 @@ class HostsRunning:
             code=int(exit_record["code"]), ended_by=ended_by, duration_s=seconds, peak_memory_bytes=peak, detail=detail
         )
 
+    def _peak(self) -> int | None:
+        peaks = [each.exit.get("peak_memory_bytes") or 0 for each in self.connections if each.exit]
+        return max(peaks, default=0) or None
+
     def _exchange(self, seconds: float) -> None:
         """Exchange messages for at most `seconds`, and write received files."""
         poll = select.poll()
+        if self._client and self._client.wait(0) is None:
+            poll.register(self._client, select.POLLIN)
         by_descriptor: dict[int, Connection] = {}
         for each in self.connections:
             each.beat()
@@ -273,11 +295,11 @@ class HostsRunning:
                 if each.outgoing:
                     poll.register(each.input, select.POLLOUT)
         for descriptor, _ in poll.poll(seconds * 1000):
-            each = by_descriptor[descriptor]
-            if descriptor == each.output:
-                each.read()
-            else:
-                each.flush()
+            ready = by_descriptor.get(descriptor)
+            if ready and descriptor == ready.output:
+                ready.read()
+            elif ready:
+                ready.flush()
         for rank, each in enumerate(self.connections):
             self._write(each, rank)
 
@@ -285,8 +307,8 @@ class HostsRunning:
         """Write the new content of a host's files."""
         news, connection.news = connection.news, []
         for name, at, data in news:
-            in_trial_folder = rank == 0 and name not in LOGS
-            path = Path(self.launch.folder if in_trial_folder else connection.folder, name)
+            mirror = host_folder(self.launch.folder, self.launch.hosts, rank)
+            path = Path(connection.folder if name in LOGS else mirror, name)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("r+b" if at else "wb") as file:
@@ -307,6 +329,8 @@ class HostsRunning:
 
     def close(self) -> None:
         """Close all channels; the agents then end the trial. Hosts that did not confirm its end count as lost."""
+        if self._client:
+            self._client.stop()
         for each in self.connections:
             if each.exit is None and each.hello is not None:
                 self.launcher.lost[each.host] = self.launch.environment[MARKER]

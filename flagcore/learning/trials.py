@@ -50,10 +50,7 @@ def observed_times(context: SearchContext) -> Observations:
     spreads = [_spread(trial.measurement) for trial, _ in found if trial.state is TrialState.MEASURED]
     median_spread = median(spreads or [0.0])
     noise = np.array(
-        [
-            max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial.measurement, median_spread))
-            for trial, _ in found
-        ]
+        [max(PROBE_NOISE if trial.number in probes else MIN_NOISE, _noise(trial, median_spread)) for trial, _ in found]
     )
     known = _observations(context, rows, np.log(measured) - np.log(predicted), noise)
     return Observations.join((known, _time_bounds(context, known)))
@@ -174,15 +171,16 @@ def _spread(measured: Measurement | None) -> float:
     return measured.spread_s / measured.step_time_s if measured else 0.0
 
 
-def _noise(measured: Measurement | None, median_spread: float) -> float:
+def _noise(trial: Trial, median_spread: float) -> float:
     """Return the relative noise of a trial's step time.
 
     The spread is at least `median_spread`, that of the run's trials, because few steps give a poor estimate.
     """
+    measured = trial.measurement
     if measured is None:
         return MIN_NOISE
     spread = max(_spread(measured), median_spread) / math.sqrt(max(len(measured.step_times_s), 1))
-    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, measured.interval)
+    return max(PARTIAL_NOISE if measured.partial else MIN_NOISE, spread, trial.interval)
 
 
 def _used_bytes(measured: Measurement | None) -> float:

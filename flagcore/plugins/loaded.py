@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
@@ -10,7 +12,7 @@ from typing import TypeVar
 from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support, normalize_name
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, TaskAdvice
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
@@ -37,6 +39,9 @@ from flagcore.plugins.installed import (
 from flagcore.plugins.loader import Plugin, make_plugin
 from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
+LOG = logging.getLogger(__name__)
+SLOW_SECONDS = 5.0
+"""A hook that takes longer is reported with its plugin."""
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
 
@@ -63,6 +68,7 @@ class LoadedPlugins:
         self._devices: tuple[Device, ...] | None = None
         self._telemetry: Callable[[Device], Telemetry | None] | None = None
         self._detection_failures: dict[str, str] = {}
+        self._finders: dict[Device, str] = {}
         self._catalogue: dict[str, tuple[Chip, str]] | None = None
         self._chips: list[Chip] = []
 
@@ -99,6 +105,10 @@ class LoadedPlugins:
             self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
         return self._devices
 
+    def finder(self, device: Device) -> str | None:
+        """Return the name of the plugin that found `device`."""
+        return self._finders.get(device)
+
     def use_devices(self, devices: tuple[Device, ...], telemetry: Callable[[Device], Telemetry | None]) -> None:
         """Use devices of other hosts instead of the detected ones, and `telemetry` to read them."""
         self._devices, self._telemetry = devices, telemetry
@@ -116,6 +126,7 @@ class LoadedPlugins:
                 found, messages = (), [failed.failure.reason]
         if messages and not found:
             self._detection_failures[plugin.name] = "; ".join(messages)
+        self._finders.update(dict.fromkeys(found, plugin.name))
         return found
 
     def chips(self) -> tuple[Chip, ...]:
@@ -133,6 +144,11 @@ class LoadedPlugins:
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
         return self._try_call(plugin, "flagcore_maturity", validation.one(Maturity))
+
+    def health(self, chip: Chip) -> tuple[str, ...]:
+        """Return what all plugins find wrong with this machine's stack for `chip`."""
+        found = self._all([chip], "flagcore_health", validation.several(str), chip=chip)
+        return tuple(sentence for sentences in found for sentence in sentences)
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the first result of a plugin, or None to derive the levels from the chip."""
@@ -189,6 +205,12 @@ class LoadedPlugins:
         arguments = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         support = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **arguments)
         return support or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
+
+    def check_task(self, task: Task, engine_version: str | None = None) -> tuple[TaskAdvice, ...]:
+        """Return the advice of all plugins, the chip's own plugin's last."""
+        chips = [group.chip for group in task.cluster.groups]
+        one, about = validation.one(TaskAdvice), {"task": task, "engine_version": engine_version}
+        return tuple(self._all(chips, "flagcore_check_task", one, **about))
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         chips = [group.chip for group in task.cluster.groups]
@@ -264,10 +286,12 @@ class LoadedPlugins:
 
     def _call(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
         """Call a hook of one plugin and check its result. Records a failure, and raises _HookFailed."""
-        stage = "ask"
+        stage, start = "ask", time.monotonic()
         try:
             with stdout_to_stderr():
                 result = plugin.call(hook, arguments)
+                if (seconds := time.monotonic() - start) > SLOW_SECONDS and hook != "flagcore_health":
+                    LOG.warning("plugin %s: %s took %.0f s", plugin.name, hook, seconds)
                 stage = "answer"
                 return None if result is None else wrap_objects(plugin.name, hook, check(result))
         except KeyboardInterrupt:

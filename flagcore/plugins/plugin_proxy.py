@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from threading import current_thread, main_thread
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from flagcore.errors import NoDevice
-from flagcore.plugins.installed import one_line
+from flagcore.plugins.installed import one_line, stdout_to_stderr
 
 T = TypeVar("T")
 
@@ -52,8 +54,11 @@ class PluginProxy:
 
     def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
         def call(*arguments: object, **named: object) -> object:
+            # In a background thread stdout stays: redirecting it there would take what the main thread prints.
+            quiet = stdout_to_stderr() if current_thread() is main_thread() else nullcontext()
             try:
-                result = method(*arguments, **named)
+                with quiet:
+                    result = method(*arguments, **named)
                 return np.asarray(result, dtype=np.float64) if name in COLUMNS else result
             except KeyboardInterrupt:
                 raise

@@ -14,7 +14,7 @@ from flagcore.domain.plan import Counts, Plan
 from flagcore.domain.search_state import DOES_NOT_FIT, SearchTime
 from flagcore.domain.serving import RATES, ServeSpec
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
-from flagcore.i18n import _, from_record, ngettext
+from flagcore.i18n import N_, _, from_record, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import lookup, shown
 from flagcore.report.names import NAMES
@@ -124,8 +124,11 @@ def assumed_text(assumed: Mapping[str, object]) -> str:
     )
 
 
-def scaled_text(seconds: float) -> str:
-    """Return the measured time from which a step was scaled, as text."""
+def scaled_text(seconds: float, nodes: int = 0, of_nodes: int = 0) -> str:
+    """Return the measured time from which a step was scaled, as text, and the nodes if they were fewer."""
+    if nodes:
+        text = N_("scaled from {seconds} s on {nodes} of {of_nodes} nodes")
+        return _(text, seconds=shown(seconds), nodes=nodes, of_nodes=of_nodes)
     return _("scaled from {seconds} s of a shortened step", seconds=shown(seconds))
 
 

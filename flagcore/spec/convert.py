@@ -40,6 +40,7 @@ ReadResult = tuple[Document | ServeDocument, Converters, list[SpecError], list[K
 """A document, converters of some fields, its problems, and its invalid keys."""
 
 SPACE, BASELINE, CONTROL = (("auto_tuner", key) for key in ("space", "baseline", "control"))
+TRIAL_NODES = (*CONTROL, "trial_nodes")
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
@@ -62,9 +63,10 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
         raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
     read = _read_serving if "serve" in data else _read_training
     document, converters, problems, invalid = read(data, file, base, engines, plugin_knobs)
+    fewer = getattr(document.auto_tuner.control, "trial_nodes", None) is not None
     all_converters: Converters = {
         "model": ((("model",),), lambda: model_from(_model_source(document, file), base=base, file=file)),
-        "cluster": ((("cluster",),), lambda: _cluster(document.cluster, file, base)),
+        "cluster": ((("cluster",), TRIAL_NODES), lambda: _cluster(document.cluster, file, base, fewer)),
         **converters,
         "envs": ((("envs",),), lambda: _environment(document.envs, file)),
     }
@@ -75,7 +77,36 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
     }
     fields = convert_all(valid, problems)
     tuner = document.auto_tuner
-    return Spec(**fields, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    spec = Spec(**fields, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+    for nodes in spec.control.trial_nodes:
+        if problem := _trial_nodes_problem(spec, nodes):
+            fix = _("give a divisor of cluster.nodes, such as {number}", number=_largest_share(spec.cluster.nodes))
+            raise spec_error(TRIAL_NODES, problem, value=nodes, fix=fix, file=file)
+    return spec
+
+
+def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
+    """Return why trials cannot run on some of the nodes, empty if they can."""
+    whole, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
+    if spec.cluster.groups:
+        return _("needs equal nodes, but there are cluster.groups")
+    if whole % nodes:
+        return _("must divide cluster.nodes = {nodes}", nodes=whole)
+    if hosts and nodes > hosts - spec.cluster.spares:
+        return _("is more than the hosts of cluster.hostfile")
+    batch = spec.train.global_batch_size
+    if batch * nodes % whole:
+        return _(
+            "is {share} of the nodes, and global_batch_size = {batch} cannot be divided so",
+            share=f"1/{whole // nodes}",
+            batch=batch,
+        )
+    return ""
+
+
+def _largest_share(nodes: int) -> int:
+    """Return the largest divisor of a number below it."""
+    return next((nodes // each for each in range(2, nodes + 1) if nodes % each == 0), 1)
 
 
 def _model_source(document: Document | ServeDocument, file: str) -> object:
@@ -101,7 +132,7 @@ def _read_training(
             engine_problems.append(error)
     document, problems, invalid = partly_checked(document_type, data, file=file)
     tuner = document.auto_tuner
-    limits = [(*CONTROL, key) for key in ("train_iters", "warmup_iters")]
+    limits = [(*CONTROL, key) for key in ("train_iters", "warmup_iters", "trial_nodes")]
     converters: Converters = {
         "work": ((("train",),), lambda: train_of(document.train, knobs, base)),
         "space": ((SPACE,), lambda: space_of(tuner.space, knobs)),
@@ -185,7 +216,8 @@ def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpe
     return TrainSpec(**fields, command=tuple(train.command), directory=str(directory))
 
 
-def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path) -> ClusterSpec:
+def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path, fewer: bool) -> ClusterSpec:
+    """Return the cluster of a section. `fewer`: trials run on fewer nodes, so that it may have more than hosts."""
     if not isinstance(cluster, ClusterSection):
         return ClusterSpec()
     if cluster.groups is not None:
@@ -195,6 +227,7 @@ def _cluster(cluster: ClusterSection | Literal["auto"], file: str, base: Path) -
     hosts, slots = read_hosts(base / cluster.hostfile, file=file)
     usable = without_spares(hosts, cluster.spares, file)
     nodes = min(cluster.nodes, usable) if "nodes" in cluster.model_fields_set else usable
+    nodes = max(nodes, cluster.nodes) if fewer else nodes
     numbers = {"nodes": nodes} | ({"devices_per_node": slots} if slots else {})
     for key, number in numbers.items():
         value = getattr(cluster, key)
@@ -267,7 +300,12 @@ def _control(control: ControlSection, file: str) -> Control:
         problem = _(text, name="train_iters", value=control.train_iters)
         fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error(key, problem, value=control.warmup_iters, fix=fix, file=file)
-    return budgets(control, file)
+    given = control.trial_nodes
+    sizes = tuple(given) if isinstance(given, list) else () if given is None else (given,)
+    if list(sizes) != sorted(set(sizes)):
+        problem, fix = _("must ascend"), _("sort it")
+        raise spec_error(TRIAL_NODES, problem, value=given, fix=fix, file=file)
+    return replace(budgets(control, file), trial_nodes=sizes)
 
 
 def budgets(control: BudgetSection, file: str) -> Control:

@@ -195,6 +195,8 @@ class ControlSection(BudgetSection):
     """Warm-up steps of a trial, which are not measured; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """Fidelity of trials: predictions only, single ranks on one device, or the whole job on all devices."""
+    trial_nodes: Devices | Annotated[list[Devices], Field(min_length=1)] | None = None
+    """Nodes of a trial, with fewer data-parallel replicas: in the search, then in repeats; null: all of the cluster."""
     warm_start: bool = _CONTROL.warm_start
     """Whether, on a CPU, trials of flagcore's program are forked from a process that has imported its modules."""
     compare_hosts: bool = _CONTROL.compare_hosts

@@ -95,7 +95,8 @@ def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction)
     log = posixpath.join(posixpath.dirname(trial.log), f"rank-{shown_rank.rank}", posixpath.basename(trial.log))
     finished = replace(trial, duration_s=probe.duration_s, log=log)
     if failed:
-        return replace(finished, state=failed[0].state, reason=f"rank {failed[0].rank}: {failed[0].reason}")
+        reason, lost = f"rank {failed[0].rank}: {failed[0].reason}", failed[0].inconclusive
+        return replace(finished, state=failed[0].state, reason=reason, inconclusive=lost)
     if combined.step_time_s is None:
         return replace(finished, state=TrialState.FAILED, reason="the time of communication is unknown")
     finished = replace(finished, measurement=_measurement(task, probe, combined, combined.step_time_s))

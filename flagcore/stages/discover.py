@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, TaskAdvice
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
@@ -47,7 +47,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     support = _join_supports(supports)
-    task = Task(spec=_with_forced(spec, support), cluster=Cluster(groups=tuple(groups)))
+    asked = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
+    task, support = _advised(asked, support, plugins.check_task(asked, engine_version))
     chips = [group.chip for group in groups]
     local_devices = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
     telemetry = [(device, plugins.telemetry(device)) for device in local_devices]
@@ -117,11 +118,12 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
 
 
 def parallel_probe_ranks(platform: Platform, devices: tuple[Device, ...]) -> int:
-    """Return the number of ranks that can be probed in parallel, one per device.
+    """Return the number of ranks that can be probed in parallel on a host, one per device.
 
     It is 1 if devices share memory, as on a CPU, or if an environment variable selects the visible devices.
     """
-    usable = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
+    first = [each for each in devices if each.host == devices[0].host]
+    usable = [each for each in first if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     is_selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
     return 1 if platform.support.shared_devices or is_selected else max(1, len(usable))
 
@@ -169,20 +171,43 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
                 break
 
 
-def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
-    """Return `spec` with the settings that plugins require, unless the spec sets them.
+def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -> tuple[Task, EngineSupport]:
+    """Return both with what plugins say about the task. Raises NoDevice if one says that it cannot run."""
+    for each in advice:
+        if each.impossible:
+            where = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
+            raise NoDevice(_("{engine} does not run on {chip}: {why}", **where))
+    spec = task.spec
+    for each in advice:
+        spec = _with_settings(spec, each.forced)
+    notes = []
+    for preferred in (preferred for each in advice for preferred in each.preferred):
+        if (more := _with_settings(spec, [preferred])) != spec:
+            spec = more
+            notes.append(f"{preferred.setting} = {preferred.value}: {preferred.reason}")
+    support = replace(
+        support,
+        refused=(*support.refused, *(refused for each in advice for refused in each.refused)),
+        forced=(*support.forced, *(forced for each in advice for forced in each.forced)),
+        notes=(*support.notes, *notes, *(note for each in advice for note in each.notes)),
+    )
+    return replace(task, spec=spec), support
+
+
+def _with_settings(spec: Spec, values: Iterable[ForcedSetting | PreferredSetting]) -> Spec:
+    """Return `spec` with settings of plugins, unless the spec sets them.
 
     They apply to servers and to the user's command, but not to flagcore's trial program.
     """
-    for forced in support.forced:
-        section, _, name = forced.setting.partition(".")
+    for given in values:
+        section, _, name = given.setting.partition(".")
         work = spec.work
-        if section == "settings" and isinstance(work, TrainSpec) and work.command and forced.value is not None:
-            spec = replace(spec, work=replace(work, settings={name: forced.value, **work.settings}))
-        elif section == "engine_args" and isinstance(work, ServeSpec) and forced.value is not None:
+        if section == "settings" and isinstance(work, TrainSpec) and work.command and given.value is not None:
+            spec = replace(spec, work=replace(work, settings={name: given.value, **work.settings}))
+        elif section == "engine_args" and isinstance(work, ServeSpec) and given.value is not None:
             arguments = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
             if name.replace("_", "-") not in arguments:
-                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: forced.value}))
+                spec = replace(spec, work=replace(work, engine_args={**work.engine_args, name: given.value}))
     return spec
 
 

@@ -55,7 +55,7 @@ def _units(platform: Platform, devices: Sequence[Device]) -> tuple[tuple[str, ..
     """Return the names of the hosts, cores or devices for trials, and the number that a trial needs."""
     spec, group = platform.task.spec, platform.task.cluster.groups[0]
     if spec.on_each_host:
-        return spec.cluster.hosts, spec.cluster.nodes
+        return spec.cluster.hosts, max(spec.trial_nodes)
     usable = [device for device in devices if group.chip.has_name(device.chip)]
     if platform.support.shared_devices:
         return tuple(map(str, sorted(os.sched_getaffinity(0))[: len(usable)])), group.devices_per_node

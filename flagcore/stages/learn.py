@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.growth import calibrated
 from flagcore.domain.interference import interference
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
@@ -19,7 +20,7 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     Trials of another fidelity, and trials with the role IMPORTED, are not results of a candidate. A trial of this run
     replaces one from another tool. If parallel trials disturb each other, those that were timed are inconclusive.
     """
-    trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
+    trials = [trial for trial in calibrated(trials) if trial.role is not Role.IMPORTED]
     own_trials = [trial for trial in trials if trial.fidelity == fidelity]
     found = interference(own_trials)
     if found and not found.is_negligible:

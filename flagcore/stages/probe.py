@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flagcore.contracts import Launcher, Platform, RunningLaunch, Workload, require_prober
+from flagcore.contracts import Launcher, MultiHostLauncher, Platform, RunningLaunch, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, task_to_start
-from flagcore.domain.launch import Exit, failure
+from flagcore.domain.launch import Exit, Launch, failure
 from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Task
@@ -27,7 +28,8 @@ PARALLEL_POLL_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class _RunningRank:
     probe: RankProbe
-    process: RunningLaunch
+    process: Future[RunningLaunch]
+    """Done once the rank is started: a host may take long to answer, while others need their heartbeats."""
     folder: str
 
 
@@ -45,7 +47,7 @@ def probe(
     finish: bool = True,
     devices: int = 1,
 ) -> Probe:
-    """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, in parallel on `devices` devices.
+    """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, in parallel on `devices` of each host.
 
     Each rank has its own folder in `folder`. `limit` is the time limit of all ranks together. `on_rank` is called
     before each rank starts. Ranks that succeeded in the folders of `earlier` probes are not repeated. Without `finish`,
@@ -60,25 +62,29 @@ def probe(
         if (result := _earlier_result(earlier, rank, predicted[rank], workload, platform))
     }
     waiting, running = [rank for rank in chosen if rank not in results], list[_RunningRank]()
-    deadline = time.monotonic() + limit.seconds
-    try:
-        while waiting or running:
-            free = sorted(set(range(devices)) - {each.probe.device for each in running})
-            for device, rank in zip(free, tuple(waiting), strict=False):
-                waiting.remove(rank)
-                on_rank(rank)
-                started = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
-                rank_limit = replace(limit, seconds=max(1.0, deadline - time.monotonic()))
-                running.append(_start(platform, workload, launcher, candidate, started, folder, rank_limit))
-            each, ended = _wait_for_any(running)
-            running.remove(each)
-            result = _outcome(each, ended, platform, workload, limit)
-            results[result.rank] = result
-            if result.measured is None and not finish:
-                break
-    finally:
-        for each in running:
-            each.process.stop()
+    deadline, places = time.monotonic() + limit.seconds, _places(platform, launcher, devices)
+    with ThreadPoolExecutor(len(places)) as threads:
+        try:
+            while waiting or running:
+                free = sorted(set(range(len(places))) - {each.probe.device for each in running})
+                for place, rank in zip(free, tuple(waiting), strict=False):
+                    waiting.remove(rank)
+                    on_rank(rank)
+                    started = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=place)
+                    rank_limit = replace(limit, seconds=max(1.0, deadline - time.monotonic()))
+                    planned = _planned(platform, workload, candidate, rank, places[place], folder)
+                    process = threads.submit(launcher.start, platform.limited(planned, rank_limit))
+                    running.append(_RunningRank(started, process, planned.folder))
+                each, ended = _wait_for_any(running)
+                running.remove(each)
+                result = _outcome(each, ended, platform, workload, limit)
+                results[result.rank] = result
+                if result.measured is None and not finish:
+                    break
+        finally:
+            for each in running:
+                with suppress(FlagError):
+                    each.process.result().stop()
     return Probe(candidate=candidate, ranks=tuple(results[rank] for rank in chosen if rank in results))
 
 
@@ -117,16 +123,23 @@ def _earlier_result(
     return None
 
 
-def _start(
+def _places(platform: Platform, launcher: Launcher, devices: int) -> list[tuple[tuple[str, ...], int]]:
+    """Return host and device of each rank that runs in parallel: different hosts first; no host for this machine."""
+    spec = platform.task.spec
+    several = spec.on_each_host and isinstance(launcher, MultiHostLauncher)
+    hosts = [(host,) for host in spec.cluster.hosts] if several else [()]
+    return [(host, device) for device in range(devices) for host in hosts]
+
+
+def _planned(
     platform: Platform,
     workload: Workload,
-    launcher: Launcher,
     candidate: Candidate,
-    started: RankProbe,
+    rank: int,
+    place: tuple[tuple[str, ...], int],
     folder: str,
-    limit: TimeLimit,
-) -> _RunningRank:
-    rank_folder = os.path.join(folder, f"rank-{started.rank}")
+) -> Launch:
+    rank_folder = os.path.join(folder, f"rank-{rank}")
     try:
         os.makedirs(rank_folder, exist_ok=True)
     except OSError as error:
@@ -135,20 +148,20 @@ def _start(
     planned = require_prober(workload).probe_launch(
         replace(platform, task=task_to_start(platform.task, effects)),
         engine_candidate(platform.task, candidate),
-        started.rank,
+        rank,
         rank_folder,
-        started.device,
+        place[1],
     )
-    planned = replace(planned, environment={**planned.environment, **environment_of(effects)})
-    process = launcher.start(platform.limited(platform.prepared(planned), limit))
-    return _RunningRank(started, process, rank_folder)
+    planned = replace(planned, environment={**planned.environment, **environment_of(effects)}, hosts=place[0])
+    return platform.prepared(planned)
 
 
 def _wait_for_any(running: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
     poll_seconds = POLL_SECONDS if len(running) == 1 else PARALLEL_POLL_SECONDS
     while True:
         for each in running:
-            if (ended := each.process.wait(poll_seconds)) is not None:
+            wait([each.process], timeout=poll_seconds)
+            if each.process.done() and (ended := each.process.result().wait(poll_seconds)) is not None:
                 return each, ended
 
 
@@ -162,4 +175,4 @@ def _outcome(each: _RunningRank, ended: Exit, platform: Platform, workload: Work
         return replace(result, state=TrialState.MEASURED, measured=measured)
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = failure(ended, folder, patterns, limit)
-    return replace(result, state=state, reason=reason)
+    return replace(result, state=state, reason=reason, inconclusive=ended.ended_by == "host")

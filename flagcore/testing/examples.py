@@ -43,6 +43,7 @@ def questions(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     yield "flagcore_topology", {"group": group}
     yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
     yield "flagcore_pruning_rules", {"task": task}
+    yield "flagcore_check_task", {"task": task, "engine_version": None}
     launch = Launch(argv=("echo", "the command"), folder="trial", environment={"KEEP": "me"})
     yield "flagcore_prepare_launch", {"launch": launch, "task": task}
     for engine in names(WORKLOADS):

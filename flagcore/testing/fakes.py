@@ -64,6 +64,19 @@ def quiet() -> Iterator[None]:
         logging.disable(level_before)
 
 
+@contextmanager
+def audible() -> Iterator[None]:
+    """Let warnings be logged within `quiet`, to no handler."""
+    before, handlers = logging.root.manager.disable, logging.root.handlers[:]
+    logging.disable(logging.NOTSET)
+    logging.root.handlers[:] = [logging.NullHandler()]
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.disable(before)
+
+
 def prints(text: str) -> str:
     """Return a script that prints `text` for any arguments."""
     lines = text if text.endswith("\n") else f"{text}\n"

@@ -18,13 +18,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import IO
+from typing import IO, Any
+
+import numpy as np
 
 from flagcore.physics import device_memory  # noqa: F401 (what plugins usually import is not their own time)
-from flagcore.plugins import LoadedPlugins, Plugin
-from flagcore.plugins.installed import one_line
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.plugins import LoadedPlugins, Plugin, validation, workload
+from flagcore.plugins.installed import BadPlugin, one_line
 from flagcore.testing.examples import questions
 from flagcore.testing.state import changed, process_state
 from flagcore.vendorkit import plugin as vendor_plugin  # noqa: F401 (as above)
@@ -67,9 +70,36 @@ def _call_hook(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, obje
         if hook in plugin.hooks:
             yield {"begins": hook}
             frozen_arguments = _frozen_copies(arguments)
-            record = _observe(partial(plugin.call, hook, arguments))
+            record = _observe(partial(_answer, plugin, hook, arguments))
             modified = [name for name, value in _frozen_copies(arguments).items() if value != frozen_arguments[name]]
             yield {"hook": hook, "arguments": modified, **record}
+
+
+def _answer(plugin: Plugin, hook: str, arguments: Mapping[str, object]) -> None:
+    """Call a hook, and the methods of the object that it answers."""
+    answer = plugin.call(hook, arguments)
+    if answer is not None and hook in USES:
+        with suppress(BadPlugin):  # another check reports it
+            USES[hook](answer, arguments)
+
+
+def _use_rules(answer: Any, arguments: Mapping[str, Any]) -> None:
+    columns = dict.fromkeys((axis.knob for axis in workload("megatron").axes(arguments["task"])), np.ones(2, dtype=int))
+    for rule in answer:
+        with suppress(Exception):
+            rule.prunes(columns, None)
+
+
+USES: Mapping[str, Callable[[Any, Mapping[str, Any]], object]] = {
+    "flagcore_memory_model": lambda answer, arguments: validation.memory_model(answer),
+    "flagcore_kernel_costs": lambda answer, arguments: validation.kernel_costs(answer),
+    "flagcore_collective_costs": lambda answer, arguments: validation.collective_costs(
+        answer, topology_of(arguments["group"])
+    ),
+    "flagcore_pruning_rules": _use_rules,
+    "flagcore_telemetry": lambda answer, arguments: answer.sample(),
+}
+"""How the objects of hooks are used."""
 
 
 def _observe(call: Callable[[], object]) -> dict[str, object]:

@@ -25,6 +25,7 @@ from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, name
 from flagcore.plugins.installed import installed, one_line
 from flagcore.testing.examples import task_on
 from flagcore.testing.package import Package, read_installed, source_of
+from flagcore.testing.places import line_of_error, place_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Quirks, read_quirks
@@ -217,6 +218,15 @@ class Subject:
                 fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for its answer"
                 yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
 
+    def places(self, messages: Iterable[str], error: BaseException | None = None) -> str:
+        """Return the lines that an error or messages are about, separated by commas; empty if unknown."""
+        folders: list[Path] = []
+        with suppress(Skip, KeyError):
+            folders.append(self.package_folder)
+            folders.append(self.source)
+        found = (line_of_error(error, folders) or place_of(message, self.hooks, folders) for message in messages)
+        return ", ".join(dict.fromkeys(filter(None, found)))
+
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
         """Return the plugin's answer, unchecked. Raises its exceptions."""
         return self.loaded.plugins[0].call(hook, arguments)
@@ -276,12 +286,16 @@ Check = Callable[[Subject], Iterator[Problem]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of one check: `state` is passed, failed or skipped. For a skip, `message` is the reason."""
+    """The result of one check: `state` is passed, failed or skipped. For a skip, `message` is the reason.
+
+    `places` are the lines of the problems, such as `flagcore_acme/chips/a1.yaml:12`, separated by commas.
+    """
 
     check: str
     state: str
     message: str = ""
     fix: str = ""
+    places: str = ""
 
 
 def whole(plugin: Subject) -> Iterable[tuple[Any, ...]]:
@@ -331,14 +345,14 @@ def run(check: Check, subject: Subject) -> Result:
         if isinstance(error, SpecError) and subject.is_reported(reason):
             return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
         fix = fix_of(reason) or "the plugin raised this error: correct it, or return None for unknown values"
-        return Result(check=name, state="failed", message=reason, fix=fix)
+        return Result(check=name, state="failed", message=reason, fix=fix, places=subject.places([reason], error))
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    remainder = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
-    return Result(
-        check=name, state="failed", message="; ".join([*messages[:MOST_LISTED], *remainder]), fix=problems[0].fix
-    )
+    more = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
+    listed = messages[:MOST_LISTED]
+    message, places = "; ".join([*listed, *more]), subject.places(listed)
+    return Result(check=name, state="failed", message=message, fix=problems[0].fix, places=places)
 
 
 def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:

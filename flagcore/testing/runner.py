@@ -43,7 +43,8 @@ class Checked:
     @property
     def record(self) -> dict[str, Any]:
         """The counts, and the failures with their fixes."""
-        failures = [{key: result[key] for key in ("check", "message", "fix")} for result in self.of("failed")]
+        keys = ("check", "message", "fix", "places")
+        failures = [{key: result.get(key, "") for key in keys} for result in self.of("failed")]
         counts = {state: len(self.of(state)) for state in ("passed", "failed", "skipped")}
         return {"name": self.name, "version": self.version, **counts, "failures": failures}
 
@@ -164,6 +165,8 @@ def _summary_lines(plugin: Checked) -> Iterator[str]:
     for each in plugin.of("failed"):
         yield "  " + _("failed: {check}", check=each["check"])
         yield f"    {each['message']}"
+        if each.get("places"):
+            yield "    " + _("at {places}", places=each["places"])
         yield "    " + _("fix: {fix}", fix=each["fix"])
     reasons: dict[str, list[str]] = {}
     for each in plugin.of("skipped"):

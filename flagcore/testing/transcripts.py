@@ -7,6 +7,7 @@ acme-smi-1.txt:
   source: where it was printed
   tool: acme-smi
   lists: {chip: ACME A1, devices: 8, memory_mib: 65536, driver: "1.2"}   # or a list of these; missing: no device
+  left_out: 1   # how many devices are reported as unusable; missing: none
 ```
 """
 
@@ -50,6 +51,8 @@ class Transcript:
     source: str = ""
     tool: str = ""
     lists: tuple[Listed, ...] = ()
+    left_out: int = 0
+    """How many warnings about left-out devices it causes."""
 
     @property
     def devices(self) -> int:

@@ -5,7 +5,8 @@ In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in sm
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.roofline.Curve`, and `source` as in a chip file. `of`
   states what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
-- `provenance.yaml` in the same folder: `how`, `software`, `date`, and the overhead of the measurement (`Reading`).
+- `provenance.yaml` in the same folder: `how`, `software`, `date`, the overhead of the measurement (`Reading`), and the
+  `source` if others published the times.
 - `serving.yaml`: as `curve.yaml`, for engines that serve, if their kernels reach other shares.
 """
 
@@ -80,6 +81,8 @@ class Provenance(Reading):
     date: Any
     schema: int = 1
     notes: str = ""
+    source: Source | None = None
+    """Where others published the times; None: the plugin's authors measured them."""
 
 
 def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -17,13 +18,15 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.devices import DeviceUse
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchReport
-from flagcore.vendorkit.matrix import with_own_adapters
-from flagcore.vendorkit.rows import Listing, Row
+from flagcore.vendorkit.matrix import links_of, with_own_adapters
+from flagcore.vendorkit.rows import Listing, Row, blocked, read_processes, strip_controls
 from flagcore.vendorkit.smi import query_tool, tool_output, visible
 
 LOG = logging.getLogger(__name__)
 READING_SECONDS = 3.0
 """Time limit of the tool during a trial."""
+DOCTOR_SECONDS = 60.0
+"""Time limit of the first import of torch in `flag doctor`."""
 
 T = TypeVar("T")
 
@@ -44,6 +47,24 @@ def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
         return Listing(left_out=left_out)
 
     return run
+
+
+def use_with(read: Callable[[str], Listing], *tools: str) -> Callable[[float], dict[int, DeviceUse]]:
+    """Return a function that runs each of `tools` until one lists devices, and returns who uses them."""
+
+    def run(timeout_seconds: float) -> dict[int, DeviceUse]:
+        for tool in tools:
+            text = strip_controls(tool_output(tool, timeout_seconds=timeout_seconds) or "")
+            if rows := read(text).rows:
+                held = read_processes(text)
+                return {row.device.index: _use(row, held.get(row.device.index, ())) for row in rows}
+        return {}
+
+    return run
+
+
+def _use(row: Row, processes: tuple[str, ...]) -> DeviceUse:
+    return DeviceUse(processes=processes, blocked=blocked(row.mode, processes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +135,21 @@ class DeviceDetector:
         """Return the tool's readings during a trial."""
         return (self.reading or self.listing)(READING_SECONDS).rows
 
+    def descriptions(self) -> dict[int, Mapping[str, str]]:
+        """Return by index the UUID, PCI address and links of each device, as far as the tool prints them."""
+        uuids = self.uuids() if self.uuids else {}
+        links = links_of(self.matrix())
+        found: dict[int, Mapping[str, str]] = {}
+        for row in (self.reading or self.listing)(10.0).rows:
+            index = row.device.index
+            words = {"uuid": row.device.uuid or uuids.get(index, ""), "bus": row.bus, "links": links.get(index, "")}
+            found[index] = {name: word for name, word in words.items() if word}
+        return found
+
+    def matrix(self) -> str:
+        """Return what the management tool prints about the links of devices and adapters; empty without one."""
+        return (tool_output(*self.topology) or "") if self.topology else ""
+
     def uses_now(self) -> Mapping[int, DeviceUse]:
         """Return by index who uses each device, as far as the tool says."""
         return self.uses(READING_SECONDS) if self.uses else {}
@@ -122,13 +158,23 @@ class DeviceDetector:
         """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
         return report.devices if report is not None and self.trusts(report) else ()
 
+    def problems(self) -> tuple[str, ...]:
+        """Return why the torch of this installation cannot use the vendor's devices; empty if it can, or is missing."""
+        if find_spec("torch") is None:
+            return ()
+        report = machine.query_torch(self.torch_device, self.torch_attributes, DOCTOR_SECONDS)
+        if report and self.trusts(report) and report.devices:
+            return ()
+        version = f" {report.version}" if report else ""
+        return (f"torch{version} lists no {self.torch_device} devices of {self.vendor}: install the vendor's build",)
+
     def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
         """Return `group` with the network adapters of this machine; None if this machine is not such a node."""
         if group.nodes == 1 or not self.topology:
             return None
         if not any(group.chip.has_name(row.device.chip) for row in self.listing(10.0).rows):
             return None
-        return with_own_adapters(group, tool_output(*self.topology), root)
+        return with_own_adapters(group, self.matrix(), root)
 
     def _with_uuids(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         setting = next((os.environ[name] for name in self.visible if name in os.environ), "")
@@ -166,6 +212,7 @@ class DeviceReading:
     table: Shared[Row]
     index: int
     uses: Shared[DeviceUse] | None = None
+    descriptions: Shared[Mapping[str, str]] | None = None
 
     def sample(self) -> Mapping[str, float]:
         """Return the device's figures now. Raises LookupError if it does not list it."""
@@ -177,3 +224,7 @@ class DeviceReading:
     def use(self) -> DeviceUse:
         """Return who uses the device, as far as the tool says."""
         return (self.uses and self.uses.of(self.index)) or DeviceUse()
+
+    def describe(self) -> Mapping[str, str]:
+        """Return the device's UUID, PCI address and links, as far as the tool prints them."""
+        return (self.descriptions and self.descriptions.of(self.index)) or {}

@@ -2,8 +2,8 @@
 
 Each of the two sections holds `device_type` (torch's name of the devices), `distributed_backend` (torch.distributed's
 name), and optionally `works` (`true` or `false`; missing: untested), `reason`, `preload` (modules to import first),
-`visible_devices` (an environment variable), `shared_devices`, `implementation` (what production runs) and `kubernetes`
-(the resource that a pod asks for, with its source).
+`visible_devices` (an environment variable), `shared_devices`, `implementation` (what production runs), `install` (where
+the vendor's builds come from) and `kubernetes` (the resource that a pod asks for, with its source).
 `flagcore.domain.engine.EngineSupport` explains them. What is reported of single engines is in `quirks.yaml`.
 """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.smi import tool_output
+from flagcore.vendorkit.smi import run_tool, tool_output
 
 ACCELERATORS = ("0x03", "0x12")
 """PCI classes of display controllers and of processing accelerators."""
@@ -91,6 +91,15 @@ def query_torch(
         return None
     printed = tool_output(sys.executable, "-c", _QUERY_TORCH, kind, *attributes, timeout_seconds=timeout_seconds)
     return read_torch(printed or "")
+
+
+def import_problem(*modules: str, timeout_seconds: float = TORCH_SECONDS) -> str:
+    """Return why the modules cannot be imported in this order, tried in a separate process; empty if they can."""
+    output = run_tool(sys.executable, "-c", f"import {', '.join(modules)}", timeout_seconds=timeout_seconds)
+    if output is None or output.status is None:
+        return f"the import of {', '.join(modules)} did not end within {timeout_seconds:g} s"
+    lines = output.errors.strip().splitlines()
+    return "" if output.status == 0 else lines[-1] if lines else f"exit status {output.status}"
 
 
 def read_torch(printed: str) -> TorchReport | None:

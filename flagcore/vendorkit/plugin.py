@@ -32,6 +32,9 @@ from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.scope import applying
 from flagcore.vendorkit.variables import environment
 
+DESCRIPTIONS_SECONDS = 60.0
+"""UUIDs, addresses and links of devices are kept this long."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VendorPlugin:
@@ -60,6 +63,10 @@ class VendorPlugin:
     def _uses(self) -> Shared[DeviceUse]:
         return Shared(self.detector.uses_now if self.detector else dict)
 
+    @cached_property
+    def _descriptions(self) -> Shared[Mapping[str, str]]:
+        return Shared(self.detector.descriptions if self.detector else dict, fresh_seconds=DESCRIPTIONS_SECONDS)
+
     @hookimpl
     def flagcore_chips(self) -> Sequence[Chip]:
         return load_chips(self.package)
@@ -75,6 +82,10 @@ class VendorPlugin:
     @hookimpl
     def flagcore_maturity(self) -> Maturity | None:
         return read_maturity(self.package)
+
+    @hookimpl
+    def flagcore_health(self, chip: Chip) -> Sequence[str] | None:
+        return self.detector.problems() if self.detector and self.owns(chip) else None
 
     @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
@@ -105,7 +116,7 @@ class VendorPlugin:
         quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
         for report in applying(quirks.support, *about)[:1]:
             works = support.support if report.works is None else SUPPORT[report.works]
-            support = replace(support, support=works, reason=report.reason)
+            support = replace(support, support=works, reason=report.reason, install=report.install or support.install)
         if support.support is not Support.YES and not support.reason:
             support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
         return replace(
@@ -137,7 +148,7 @@ class VendorPlugin:
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
-        return DeviceReading(self._table, device.index, self._uses) if known else None
+        return DeviceReading(self._table, device.index, self._uses, self._descriptions) if known else None
 
 
 def _with_source(note: Note) -> str:

@@ -1,7 +1,7 @@
 """Reads `quirks.yaml`: what does not work on a vendor's chips, the log lines of failures, and notes.
 
-- `support`: what was reported of an engine: `reason`, and `works` (`true`, `false`) if it differs from that of
-  `engines.yaml`. The first entry that applies counts.
+- `support`: what was reported of an engine: `reason`, `works` (`true`, `false`) if it differs from that of
+  `engines.yaml`, and `install`, where the vendor's build of the engine comes from. The first entry that applies counts.
 - `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
   `engine_args.NAME`): `name`, `knob`, `values` or `above` (a number), `reason`.
 - `forced`: settings that must have one value: `name`, `setting`, `value`, `reason`.
@@ -39,6 +39,7 @@ class Report(Quirk):
 
     reason: str = ""
     works: bool | None = None
+    install: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from flagcore.domain.chip import Device
 
-BUS = re.compile(r"\b[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
+BUS = re.compile(r"\b[0-9A-Fa-f]{1,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\r\x00\ufeff]")
@@ -18,6 +18,9 @@ _AMOUNT = r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)?"
 _PAIR = re.compile(rf"{_AMOUNT}\s*/\s*{_AMOUNT}")
 _WATTS, _MISSING = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
 _POWER = re.compile(rf"(?:(?<![\w.-]){_WATTS} ?W?|{_MISSING}) */ *(?:{_WATTS} ?W|{_MISSING})")
+
+_PROCESS = re.compile(r"(?m)^ *\| +(\d+)(?: +/)? +(\d+) +(\S.*?) +(\d+)(?: MiB)? *\| *$")
+"""A line of the table of processes: device, maybe a virtual function, process, name and MiB."""
 
 Head = TypeVar("Head")
 
@@ -29,6 +32,8 @@ class Row:
     device: Device
     bus: str = ""
     reading: Mapping[str, float] = field(default_factory=dict)
+    mode: str = ""
+    """Compute mode, in the tool's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +59,20 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
 
+def columns(line: str) -> list[str]:
+    """Return the words of a line of a table without bars, which two or more spaces separate."""
+    return [word for word in re.split(r"\s{2,}", line.strip()) if word]
+
+
 def read_table(
-    text: str, head: Callable[[list[str]], Head | None], body: Callable[[Head, list[str], list[str]], Row | str | None]
+    text: str,
+    head: Callable[[list[str]], Head | None],
+    body: Callable[[Head, list[str], list[str]], Row | str | None],
+    *,
+    split: Callable[[str], list[str]] = cells,
+    lines_per_device: int = 2,
 ) -> Listing:
-    """Return the devices of a table with two lines per device.
+    """Return the devices of a table with two or more lines per device, each split by `split`.
 
     `head` parses the cells of a first line, None for any other line. `body` makes a row of that, of the cells of the
     second line and of those of the line after it; a reason if the device cannot be used, None if the line has an
@@ -65,12 +80,14 @@ def read_table(
     """
     rows, left_out = [], []
     lines = [line.strip() for line in text.splitlines()]
-    split = [cells(line) for line in lines]
-    for at, parts in enumerate(split):
-        start = head(parts) if len(parts) > 1 else None
+    found = [split(line) for line in lines]
+    end = 0
+    for at, parts in enumerate(found):
+        start = head(parts) if len(parts) > 1 and at >= end else None  # the line of a body is no head
         if start is not None:
-            below, after = (split[at + n] if at + n < len(split) else [] for n in (1, 2))
+            below, after = (found[at + n] if at + n < len(found) else [] for n in (1, 2))
             row = body(start, below, after)
+            end = at + lines_per_device if isinstance(row, Row) else at + 1
             if isinstance(row, Row):
                 rows.append(row)
             elif row is not None:
@@ -80,6 +97,23 @@ def read_table(
         elif len(parts) > 2 and re.match(r"\d+\s+\S", parts[0]) and any(BUS.search(part) for part in parts):
             left_out.append(f"unknown format (please report it): {lines[at]}")
     return _unique(Listing(tuple(rows), tuple(left_out)))
+
+
+def read_processes(text: str) -> dict[int, tuple[str, ...]]:
+    """Return by device the processes below the tables of devices, such as `4711 python (20.5 GiB)`."""
+    found: dict[int, tuple[str, ...]] = {}
+    for line in re.split(r"(?im)^.*\bprocess(?:es)?:", text, maxsplit=1)[1:]:
+        for index, pid, name, used in _PROCESS.findall(line):
+            found[int(index)] = (*found.get(int(index), ()), f"{pid} {name} ({int(used) / 1024:.1f} GiB)")
+    return found
+
+
+def blocked(mode: str, processes: Sequence[str]) -> str:
+    """Return why no process can start on a device in a compute mode; empty if one can."""
+    if mode == "Prohibited":
+        return "is in compute mode Prohibited"
+    exclusive = mode.startswith(("Exclusive", "E. "))
+    return f"is in compute mode {mode}, and {processes[0]} uses it" if exclusive and processes else ""
 
 
 def listing_of(rows: Iterable[Row | str]) -> Listing:

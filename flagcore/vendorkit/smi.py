@@ -17,6 +17,8 @@ from typing import IO
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, strip_controls
 
+_TIME = re.compile(r"(?<![\w:])\d\d:\d\d:\d\d(?!\.\d\b)(?![\w:])")
+"""A time of day. An address on the PCI bus (`0:07:00`, `00:07:00.0`) is none."""
 MAX_BYTES = 2 * 2**20
 """A tool that prints more is stopped before it fills the disk."""
 
@@ -115,4 +117,4 @@ def _text(file: IO[bytes]) -> str:
 def _first_line(text: str) -> str:
     """Return the first line with words that is not a time stamp, at most 120 characters."""
     lines = (" ".join(line.split()) for line in strip_controls(text).splitlines())
-    return next((line[:120] for line in lines if re.search(r"\w", line) and not re.search(r"\d:\d\d:\d\d", line)), "")
+    return next((line[:120] for line in lines if re.search(r"\w", line) and not _TIME.search(line)), "")

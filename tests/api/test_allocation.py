@@ -1,4 +1,4 @@
-"""A training job finds the launcher and the hosts of the allocation that flagcore runs in."""
+"""A job finds the launcher and the hosts of the allocation that flagcore runs in."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def spec(cluster: Any, train: Any = TRAIN, **tuner: Any) -> Spec:
 def test_several_nodes_are_those_of_the_allocation(cluster: Any) -> None:
     result = spec(cluster)
     assert (result.launcher, result.cluster.hosts, result.cluster.nodes) == ("slurm", ("n1", "n2"), 2)
+
+
+def test_servers_start_on_the_nodes_of_the_allocation(tmp_path: Path) -> None:
+    data = {"model": MODEL, "cluster": {"nodes": 2}, "serve": {"engine": "vllm", "command": ["vllm", "serve"]}}
+    found = parsed({**data, "auto_tuner": {}}, file="spec", base=tmp_path)
+    assert (found.launcher, found.cluster.hosts) == ("slurm", ("n1", "n2"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.flagscale_rules import FlagScale, grid_order
-from flagcore.importers.flagscale.pruning_history import AXES, RULES
+from flagcore.importers.flagscale.pruning_history import AXES, RULES, Entry, History
 
 PLAIN: dict[str, Any] = {
     "data_parallel_size": 2,
@@ -160,3 +160,11 @@ def test_memory_model_goes_from_the_largest_down_and_skips_what_is_too_large_or_
     assert by_size[4] == ("memory_model", True)
     assert by_size[3] == ("memory_utilization", False)
     assert by_size[1] == ("memory_utilization", False)
+
+
+def test_a_candidate_with_recompute_is_compared_with_one_without_that_ran_out_of_memory() -> None:
+    uniform = {"use_recompute": True, "recompute_method": "uniform", "recompute_granularity": "full"}
+    known = History()
+    known.add(Entry(strategy(), out_of_memory=True))
+    assert known.rule(Entry(strategy(**uniform, recompute_num_layers=1))) is None
+    assert known.rule(Entry(block(1))) is None

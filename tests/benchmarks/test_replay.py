@@ -79,8 +79,9 @@ def replay(tmp_path: Path, records: list[dict[str, Any]], *options: str) -> tupl
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """All searches on one sweep."""
-    return replay(tmp_path_factory.mktemp("plain"), sweep(best=(1, 4, 2)), "--strategy", "predicted")
+    """All searches on one sweep, beside an invalid record, which is left out."""
+    invalid = {**record("invalid", 1, 1, 1, {"step_time_s": 1.0}), "model": {"name": "without layers"}}
+    return replay(tmp_path_factory.mktemp("plain"), [invalid, *sweep(best=(1, 4, 2))], "--strategy", "predicted")
 
 
 def test_the_last_line_has_mean_trials_of_all_searches(plain: tuple[dict[str, Any], str]) -> None:

@@ -320,3 +320,42 @@ def test_the_limit_of_open_files_is_raised_for_the_channels_as_far_as_allowed(tm
             launcher().start(too_many)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_end_of_the_client_ends_the_programs_of_the_hosts(tmp_path: Path, mark: str) -> None:
+    client = ("sh", "-c", "echo asked; echo figures > metrics")
+    running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b"), client=client))
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (0, None)
+    assert (tmp_path / "trial" / "metrics").read_text() == "figures\n"
+    assert (tmp_path / "trial" / "stdout.log").read_text() == "asked\n"
+
+
+def test_a_failed_client_is_the_reason_and_a_failed_host_ends_it(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("sleep 60", tmp_path / "1", hosts=("a", "b"), client=("sh", "-c", "exit 5")))
+    ended = running.wait(40)
+    assert ended is not None
+    assert (ended.code, ended.ended_by, ended.detail) == (5, None, "")
+    script = "[ $NODE_RANK = 1 ] && exit 7; sleep 60"
+    ended = launcher().start(launch(script, tmp_path / "2", hosts=("a", "b"), client=("sleep", "60"))).wait(40)
+    assert ended is not None
+    assert (ended.code, ended.ended_by, ended.detail) == (7, None, "b")
+
+
+def test_a_trial_with_a_client_is_stopped_on_request(tmp_path: Path, mark: str) -> None:
+    running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b"), client=("sleep", "60")))
+    assert running.poll() is None
+    assert running.stop().ended_by == "request"
+
+
+def test_a_client_without_a_program_cannot_be_started(tmp_path: Path, mark: str) -> None:
+    with pytest.raises(LaunchError, match="/no/such"):
+        launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b"), client=("/no/such",)))
+
+
+def test_each_host_knows_a_free_port_of_all(tmp_path: Path, mark: str) -> None:
+    ended = launcher().start(launch("echo {node_ports}", tmp_path / "trial")).wait(30)
+    assert ended is not None
+    (line,) = set((tmp_path / "trial" / "stdout.log").read_text().split())
+    assert len([int(port) for port in line.split(",")]) == 3

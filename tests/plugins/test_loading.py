@@ -72,7 +72,7 @@ def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
             "@hookimpl\ndef flagcore_device(): return []",
             ["flagcore_device ", "flagcore_devices?"],
         ),
-        ("@hookimpl\ndef flagcore_weather(): return []", ["flagcore_weather", "flagcore_telemetry"]),
+        ("@hookimpl\ndef flagcore_telemeter(): return []", ["flagcore_telemeter", "flagcore_telemetry"]),
         ("def flagcore_devices(): return []", ["flagcore_devices lacks @hookimpl"]),
         (
             "@hookimpl\ndef flagcore_environment(chip, motor): return {}",

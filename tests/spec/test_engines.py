@@ -109,3 +109,38 @@ def test_the_schema_accepts_words_as_one_text_as_the_spec_does() -> None:
         assert parse(settings={"parts": text}).train.settings["parts"] == ",".join(sorted(re.findall(r"\w+", text)))
     assert not re.search(pattern, "mlp")
     assert error_of(settings={"parts": "mlp"}).key.startswith("train.settings.parts")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "batch", "wrong"),
+    [(2, 8, False), ([1, 2, 4], 8, False), (4, 8, False), (3, 8, True), (1, 6, True), (8, 8, True), ([2, 1], 8, True)],
+)
+def test_nodes_of_trials_divide_the_nodes_and_the_batch(nodes: object, batch: int, wrong: bool) -> None:
+    data = {
+        "model": MODEL,
+        "cluster": {"chip": "a", "nodes": 4, "devices_per_node": 2},
+        "train": {**TRAIN, "global_batch_size": batch},
+        "auto_tuner": {"control": {"trial_nodes": nodes}},
+    }
+    if not wrong:
+        assert parse_spec(data, file="x", base=Path(), engines=ENGINES).trial_nodes[-1] <= 4
+        return
+    with pytest.raises(SpecError) as error:
+        parse_spec(data, file="x", base=Path(), engines=ENGINES)
+    assert error.value.key == "auto_tuner.control.trial_nodes"
+
+
+def test_a_job_may_have_more_nodes_than_there_are_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    data = {
+        "model": MODEL,
+        "cluster": {"chip": "a", "nodes": 8, "hostfile": "hosts"},
+        "train": TRAIN,
+        "auto_tuner": {"launcher": "ssh", "control": {"trial_nodes": 2}},
+    }
+    spec = parse_spec(data, file="x", base=tmp_path, engines=ENGINES)
+    assert (spec.cluster.nodes, spec.cluster.hosts, spec.on_nodes(2).train.global_batch_size) == (8, ("a", "b"), 2)
+    data["auto_tuner"]["control"] = {"trial_nodes": 4}  # type: ignore[index]
+    with pytest.raises(SpecError) as error:
+        parse_spec(data, file="x", base=tmp_path, engines=ENGINES)
+    assert error.value.key == "auto_tuner.control.trial_nodes"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.chip import Chip, Device, Fact, Support
-from flagcore.domain.engine import EngineSupport, RefusedValues
+from flagcore.domain.engine import EngineSupport, ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.megatron.adapter import WORKLOAD
@@ -278,3 +278,37 @@ def test_the_users_own_variables_win_and_each_conflict_is_reported(monkeypatch: 
     )
     launched = platform.prepared(Launch(argv=("train",), folder="/x")).environment
     assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}
+
+
+def advising(advice: TaskAdvice) -> SimpleNamespace:
+    """A plugin that gives this advice on tasks of more than one node."""
+
+    @hookimpl
+    def flagcore_check_task(task: Task, engine_version: str | None) -> TaskAdvice | None:
+        return advice if task.cluster.groups[0].nodes > 1 else None
+
+    return SimpleNamespace(flagcore_check_task=flagcore_check_task)
+
+
+def test_a_plugin_can_refuse_a_whole_task() -> None:
+    plugins = loaded(a=advising(TaskAdvice(impossible="ACME's build uses one node")), x=plugin(small.CHIP))
+    assert discover(spec(chip="test-chip"), plugins).support.notes == ()
+    with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: ACME's build uses one node"):
+        discover(spec(chip="test-chip", nodes=2), plugins)
+
+
+def test_a_plugin_can_set_what_a_task_leaves_open() -> None:
+    kept = PreferredSetting(setting="settings.fp8_margin", value=1, reason="kept")
+    set_ = PreferredSetting(setting="settings.attention_softmax_in_fp32", value=True, reason="sums are in bf16")
+    must = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
+    worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
+    advice = TaskAdvice(preferred=(kept, set_), forced=(must,), refused=(worst,), notes=("nodes are far apart",))
+    wanted = spec(chip="test-chip", nodes=2)
+    work = replace(wanted.work, command=("train.py",), settings={"fp8_margin": 2})
+    platform = discover(replace(wanted, work=work), loaded(a=advising(advice), x=plugin(small.CHIP)))
+    expected = {"fp8_margin": 2, "attention_softmax_in_fp32": True, "sequence_parallel": True}
+    assert platform.task.spec.work.settings == expected  # type: ignore[union-attr]
+    (note, further) = platform.support.notes
+    assert note == "settings.attention_softmax_in_fp32 = True: sums are in bf16"
+    assert further == "nodes are far apart"
+    assert (platform.support.forced, platform.support.refused) == ((must,), (worst,))

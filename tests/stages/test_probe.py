@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.probe import Probe
 from flagcore.domain.trial import TimeLimit, TrialState
 from flagcore.engines.megatron.adapter import Megatron
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.discover import parallel_probe_ranks
 from flagcore.stages.probe import probe
@@ -138,3 +141,30 @@ def test_probes_run_in_parallel_unless_devices_are_shared_or_selected() -> None:
     assert parallel_probe_ranks(small.platform(TASK, support=shared), here) == 1
     assert parallel_probe_ranks(small.platform(TASK, environment={"ANY_VISIBLE_DEVICES": "1"}), here) == 1
     assert parallel_probe_ranks(plain, ()) == 1
+
+
+@pytest.mark.slow
+def test_ranks_run_on_separate_hosts_and_a_lost_host_proves_nothing(tmp_path: Path) -> None:
+    def channel(host: str) -> list[str]:
+        return ["sh", "-c", agent_command() if host != "lost" else "cat > /dev/null & sleep 1; exit 1"]
+
+    def on(*hosts: str) -> Probe:
+        cluster = replace(TASK.spec.cluster, hosts=hosts, nodes=2)
+        task = replace(TASK, spec=replace(TASK.spec, cluster=cluster, launcher="shell"))
+        launcher = HostsLauncher(name="shell", channel=channel, reached=set(hosts))
+        program = f"open({str(tmp_path / 'metrics')!r}); open('metrics.json', 'w').write({json.dumps(METRICS)!r})"
+        (tmp_path / "metrics").touch()
+        workload = Rehearsal(lambda rank: program)
+        workload.probe_launch = lambda platform, candidate, rank, folder, device=0: Launch(  # type: ignore[method-assign]
+            argv=(sys.executable, "-c", program), folder=folder
+        )
+        folder = str(tmp_path / hosts[-1])
+        return probe(
+            small.platform(task), workload, launcher, CANDIDATE, folder, LIMIT, (0, 1, 2), finish=False, devices=1
+        )
+
+    found = on("a", "b")
+    assert [(rank.state, rank.inconclusive) for rank in found.ranks] == [(TrialState.MEASURED, False)] * 3
+    assert {rank.device for rank in found.ranks} == {0, 1}
+    lost = [rank for rank in on("a", "lost").ranks if rank.state is TrialState.FAILED]
+    assert [(rank.inconclusive, "lost" in (rank.reason or "")) for rank in lost] == [(True, True)]

@@ -70,7 +70,8 @@ def foreign(name: str) -> Fault:
         "task": f"task = replace(task, cluster=replace(task.cluster, groups=tuple({group})))",
         "device": f"device = replace(device, chip={own_chip}.name)",
     }[subject]
-    return hook("foreign_chips_get_no_answer", name, "return own", f"flagcore_{name}", before=before_text)
+    also = ("topology_uses_the_users_network",) if name == "topology" else ()
+    return hook("foreign_chips_get_no_answer", name, "return own", f"flagcore_{name}", before=before_text, also=also)
 
 
 def memory(check: str, method: str, body: str) -> Fault:
@@ -103,6 +104,22 @@ def support(check: str, change: str, names: str, also: tuple[str, ...] = ()) -> 
     return hook(check, "engine_support", f"return own and replace(own, {change})", names, also=also)
 
 
+def advice(check: str, answer: str, names: str, *, owned: bool = True) -> Fault:
+    """Add a hook about tasks, for the plugin's own chips or for any."""
+    body = f"""
+
+class AdvisingPlugin(AcmePlugin):
+    @hookimpl
+    def flagcore_check_task(self, task):
+        from flagcore.domain.engine import ForcedSetting, PreferredSetting, RefusedValues, TaskAdvice
+        return {answer} if {'self.owns(task.cluster.groups[0].chip)' if owned else 'True'} else None
+
+
+plugin = AdvisingPlugin(**vars(plugin))
+"""
+    return Fault(check, HOOKS, "", body, names)
+
+
 MODULE = (
     Fault("plugin_loads", HOOKS, "", "\n\nplugin.__dict__['flagcore_chip'] = hookimpl(lambda: ())\n", "flagcore_chips"),
     Fault("plugin_loads", HOOKS, "", "\n\nplugin.__dict__['HOOKS_API'] = 99\n", "99"),
@@ -111,7 +128,7 @@ MODULE = (
     module("import_loads_no_framework", "try:\n    import pynvml\nexcept ImportError:\n    pass", "pynvml"),
     module("import_has_no_side_effects", "print('hello')", "hello"),
     module("import_has_no_side_effects", "import os\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
-    module("import_has_no_side_effects", "import time\ntime.sleep(3.2)", "takes"),
+    module("import_has_no_side_effects", "import time\ntime.sleep(2.5)", "takes"),
     module("import_has_no_side_effects", "import logging\nlogging.basicConfig(level=40)", "logging"),
     module("import_has_no_side_effects", "import numpy\nnumpy.seterr(all='ignore')", "numpy"),
     module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop"),
@@ -190,6 +207,13 @@ COSTS = (
     Fault("measured_curves_do_not_exceed_the_link", COLLECTIVES, "6.9e-04, 9.8e-03]", "2.9e-04, 2.8e-03]", "a device sends"),
 )
 ENGINES = (
+    advice("foreign_chips_get_no_answer", "TaskAdvice()", "flagcore_check_task", owned=False),
+    advice("check_task_is_valid", "'no'", "flagcore_check_task"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(impossible='too small')", "too small"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(notes=(' ',))", "A1: a note"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(forced=(ForcedSetting(name='a', setting='settings.no_flag', value=1, reason='r'),))", "settings.no_flag"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(preferred=(PreferredSetting(setting='bf16', value=True, reason='r'),))", "bf16"),
+    advice("advice_on_tasks_is_complete", "TaskAdvice(refused=(RefusedValues(name='a', knob='no_knob', values=(1,), reason='r'),))", "no_knob"),
     support("engine_support_is_valid", "preload='torch_acme'", "flagcore_engine_support"),
     support("supported_engines_have_device_and_backend", "distributed_backend=None", "megatron"),
     support("untested_engines_have_a_reason", "reason=''", "megatron"),
@@ -285,4 +309,66 @@ PACKAGING = (
     Fault("wheel_contains_data_files", PYPROJECT, "packages = [\"flagcore_acme\"]", "packages = [\"flagcore_acme\"]\nexclude = [\"*.yaml\"]", "leaves out flagcore_acme/"),
     Fault("tests_run_the_conformance_kit", "tests/test_conformance.py", "", "", "PluginConformance"),
 )
-FAULTS = (*MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)
+SHEET = "{kind: published, where: \"the sheet, %s\"}"
+LINK = "    value: 2.0e+11\n    source: {kind: estimated, method: \"TODO: made up, one way\"}"
+NIC = "nic_bytes_per_second: {value: 2.5e+10, source: *made_up}"
+MEMORY = "value: 68719476736"
+
+
+def link(value: str, words: str, check: str, names: str) -> Fault:
+    """State another rate of the link, with words of its source."""
+    return Fault(check, CHIP, LINK, f"    value: {value}\n    source: {SHEET % words}", names)
+
+
+def adapter(value: str, words: str) -> Fault:
+    """State another rate of the adapter, with words of its source."""
+    new = f"nic_bytes_per_second: {{value: {value}, source: {SHEET % words}}}"
+    return Fault("rates_match_their_sources", CHIP, NIC, new, "A1: nic_bytes_per_second")
+
+
+def variable(name: str, near: str) -> Fault:
+    """Add a variable with a misspelt name."""
+    new = f"  - {{name: {name}, value: '1', meaning: queues, source: *made_up}}\n"
+    return Fault("variables_are_spelt_as_elsewhere", ENVIRONMENT, "", new, near)
+
+
+def printing(name: str, method: str) -> Fault:
+    """Let a method of a hook's object print to stdout."""
+    say = f"'{method}': lambda self, *given: (print('{method} is called'), getattr(own, '{method}')(*given))[1]"
+    made = f"type('Loud', (), {{'__getattr__': lambda self, part: getattr(own, part), {say}}})()"
+    return hook("hooks_have_no_side_effects", name, f"return own and {made}", f"{method} is called")
+
+
+MEASURED = (
+    link("4.0e+11", "400 GB/s in both directions", "link_rates_are_one_way", "'both directions'"),
+    link("1.0e+11", "100 GB/s per pair of devices", "link_rates_are_one_way", "'per pair'"),
+    link("2.0e+11", "200 GB/s", "link_rates_are_one_way", "does not say"),
+    link("2.0e+11", "200 Gb/s one way", "rates_match_their_sources", "200 Gb/s"),
+    adapter("4.0e+11", "one adapter of 400 Gb/s for each device"),
+    adapter("5.0e+10", "400 Gb/s per node"),
+    adapter("2.5e+10", "200 Gbps a server"),
+    Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB"),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 65536000000", "65536 MiB"),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt"),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 137438953472", "68719476736"),
+    Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
+    variable("CUDA_DEVICE_MAX_CONECTIONS", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    variable("PYTORCH_CUDA_ALOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    variable("GLOO_SOCKET_IFNMAE", "GLOO_SOCKET_IFNAME"),
+    variable("ACME_QUEUE", "ACME_QUEUES"),
+    hook("prepared_variables_are_documented", "prepare_launch", "return own and replace(own, environment={**own.environment, 'ACME_LOG': '1'})", "ACME_LOG"),
+    printing("memory_model", "reserved_bytes"),
+    printing("kernel_costs", "gemm_seconds"),
+    printing("telemetry", "sample"),
+    Fault("hooks_have_no_side_effects", HOOKS, "        return columns[\"tensor_model", "        print('judging')\n        return columns[\"tensor_model", "judging"),
+    hook("hooks_return_quickly", "memory_model", "import time\n        return own and type('Slow', (), {'__getattr__': lambda self, name: getattr(own, name), 'capacity_bytes': lambda self: time.sleep(3.5) or own.capacity_bytes()})()", "flagcore_memory_model"),
+    Fault("pruning_rules_keep_columns", HOOKS, "        return columns[\"tensor_model", "        columns[\"tensor_model_parallel_size\"] *= 2\n        return columns[\"tensor_model", "tensor_model_parallel_size"),
+    Fault("chip_names_differ_from_other_plugins", CHIP, "[ACME A1]", "[ACME A1, ACME cpu]", "plugin cpu"),
+    Fault("transcripts_leave_nothing_out", SOURCES, "  lists:", "  left_out: 2\n  lists:", "expected 2"),
+    Fault("transcripts_leave_nothing_out", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),
+    hook("topology_uses_the_users_network", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips()[0]))", "the user stated"),
+    reading("telemetry_memory_is_that_in_use", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory"),
+    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB"),
+    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
+)
+FAULTS = (*MEASURED, *MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)

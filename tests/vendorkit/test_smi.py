@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.smi import tool_output, visible
+from flagcore.vendorkit.rows import Listing
+from flagcore.vendorkit.smi import query_tool, tool_output, visible
 
 FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
 
@@ -46,3 +47,19 @@ def test_only_visible_devices_count(monkeypatch: pytest.MonkeyPatch, setting: st
     if setting is not None:
         monkeypatch.setenv("X_VISIBLE_DEVICES", setting)
     assert [device.index for device in visible(FOUR, "X_VISIBLE_DEVICES")] == indices
+
+
+@pytest.mark.parametrize(
+    ("printed", "first"),
+    [
+        ("0:07:00.0 is lost\n", "0:07:00.0 is lost"),
+        ("00:07:00.0 is lost\n", "00:07:00.0 is lost"),
+        ("Fri Dec 20 11:14:29 2024\nno device\n", "no device"),
+        ("[07:58:46.633] starting\nno device\n", "no device"),
+    ],
+)
+def test_an_address_on_the_bus_is_no_time_stamp(printed: str, first: str) -> None:
+    code = f"import sys; print({printed!r}, end=''); sys.exit(3)"
+    listing = query_tool(lambda text: Listing(), sys.executable, "-c", code)
+    assert listing is not None
+    assert listing.left_out[0].endswith(f"failed with exit status 3: {first}")

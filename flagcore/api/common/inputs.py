@@ -191,13 +191,13 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def _with_launcher(spec: Spec, any_number: bool) -> Spec:
-    """Return a training job for several nodes with the launcher of the current allocation, if there is one.
+    """Return a job for several nodes with the launcher of the current allocation, if there is one.
 
     A job with a `train.command` is unchanged, because the command may start all nodes itself.
     """
     cluster, work = spec.cluster, spec.work
     needs_launcher = not (cluster.hosts or cluster.groups) and (any_number or cluster.nodes > 1)
-    if not needs_launcher or not isinstance(work, TrainSpec) or work.command is not None:
+    if not needs_launcher or (isinstance(work, TrainSpec) and work.command is not None):
         return spec
     launchers = ((name, launcher(name)) for name in names(LAUNCHERS))
     found = (name for name, each in launchers if isinstance(each, MultiHostLauncher) and each.has_allocation())
@@ -207,7 +207,7 @@ def _with_launcher(spec: Spec, any_number: bool) -> Spec:
 def _with_hosts(spec: Spec) -> Spec:
     """Return a spec without hosts with those that its launcher finds. Raises SpecError if their number differs."""
     cluster, finder = spec.cluster, launcher(spec.launcher)
-    at_most = cluster.nodes + cluster.spares
+    at_most = max(spec.trial_nodes) + cluster.spares
     hosts = finder.find_hosts(at_most) if isinstance(finder, MultiHostLauncher) and not cluster.hosts else ()
     if HOSTFILE in " ".join(spec.work.command or ()) and not (hosts or cluster.hosts):
         section = "serve" if isinstance(spec.work, ServeSpec) else "train"
@@ -216,7 +216,7 @@ def _with_hosts(spec: Spec) -> Spec:
     if cluster.hosts or cluster.groups or not (hosts or cluster.spares):
         return spec
     count = without_spares(hosts, cluster.spares)
-    if cluster.nodes > count:
+    if max(spec.trial_nodes) > count:
         host_names = ", ".join(hosts)
         problem = _(
             "must be at most {count}: {launcher} found {hosts}", count=count, launcher=finder.name, hosts=host_names

@@ -123,7 +123,7 @@ def _termination_reason(snapshot: Snapshot, trial: Trial) -> str:
     line += f": {seconds_text(snapshot.task.spec.objective, measured.step_time_s)}"
     if measured.scaled_from is not None and trial.shortened:
         bounds = {"low": figure_text(measured.low_s), "high": figure_text(measured.high_s)}
-        line += f", {scaled_text(measured.scaled_from)} " + _(
+        line += f", {scaled_text(measured.scaled_from, trial.shortened.nodes, trial.shortened.of_nodes)} " + _(
             "({part} of {whole} samples; 80%: {low} to {high} s)",
             part=trial.shortened.global_batch_size,
             whole=trial.shortened.whole,

@@ -12,10 +12,10 @@ from statistics import median
 from typing import Any
 
 from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, SPEED_TEST, slow_devices
-from flagcore.domain.launch import Launch, log_tail
+from flagcore.domain.launch import HOSTS, Launch, log_tail
 from flagcore.errors import LaunchError
 from flagcore.i18n import _
-from flagcore.launchers.hosts import HOSTS, HostsLauncher
+from flagcore.launchers.hosts import HostsLauncher
 
 PROGRAM = "flagcore.microbench.hosts"
 SECONDS = 180.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -13,10 +13,15 @@ from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
 from flagcore.api.common.inputs import loaded_plugins
-from flagcore.contracts import untested_reason
-from flagcore.domain.chip import Chip, Fact, Support
+from flagcore.contracts import description_of, device_use, untested_reason
+from flagcore.domain.chip import Chip, Device, Fact, Support
+from flagcore.domain.devices import MEMORY_IN_USE, DeviceUse
 from flagcore.errors import FlagError, NoDevice
 from flagcore.i18n import _
+from flagcore.vendorkit.machine import import_problem
+
+IMPORT_SECONDS = 60.0
+"""Time limit of the modules that a chip's engines import first."""
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -74,17 +79,11 @@ def doctor() -> list[dict[str, Any]]:
         _requirement_record("flagcore", _("the tuner"), __version__, ""),
         _requirement_record("python", _("3.10 or later"), platform.python_version(), _("install a newer Python")),
     ]
-    for name in plugins.names(plugins.WORKLOADS):
-        try:
-            engine = plugins.workload(name)
-        except FlagError as error:
-            records.append(_requirement_record(name, _("engine"), None, str(error)))
-            continue
-        for module, requirement in engine.modules.items():
-            purpose = _("engine {name} ({module})", name=name, module=module)
-            part = _requirement(Requirement(requirement), purpose, name)
-            records.append(_untested(part, untested_reason(engine)))
-    records += _support()
+    with loaded_plugins(()) as loaded:
+        chips_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        for name in plugins.names(plugins.WORKLOADS):
+            records += _engine(name, loaded, tuple(chips_by_name.values()))
+        records += _support(loaded, tuple(chips_by_name.values()))
     for record in plugin_table():
         name, found = record["distribution"] or record["name"], record["version"]
         records.append(
@@ -99,23 +98,44 @@ def doctor() -> list[dict[str, Any]]:
     return records
 
 
-def _support() -> Iterator[dict[str, Any]]:
-    """Yield one record per engine and kind of chip found here: whether the chip's plugin supports it."""
-    with loaded_plugins(()) as loaded:
-        chips_by_name = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
-        for chip in chips_by_name.values():
-            for engine in plugins.names(plugins.WORKLOADS):
-                answer, reason = loaded.engine_support(chip, engine), ""
-                with suppress(FlagError):
-                    reason = untested_reason(plugins.workload(engine))
-                if answer.support is Support.UNKNOWN:
-                    reason = answer.reason
-                fix = f"{answer.support.value}: {answer.reason}"
-                runs = answer.support in (Support.YES, Support.UNKNOWN)
-                part = _requirement_record(
-                    chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs
-                )
-                yield _untested(part, reason)
+def _engine(name: str, loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield one record per module that an engine needs. The fix is the build of the vendor of `chips`, if any."""
+    try:
+        engine = plugins.workload(name)
+    except FlagError as error:
+        yield _requirement_record(name, _("engine"), None, str(error))
+        return
+    builds = [build for chip in chips if (build := loaded.engine_support(chip, name).install)]
+    fix = "; ".join(dict.fromkeys(builds)) or f"pip install 'flagcore[{name}]'"
+    for module, requirement in engine.modules.items():
+        purpose = _("engine {name} ({module})", name=name, module=module)
+        yield _untested(_requirement(Requirement(requirement), purpose, fix), untested_reason(engine))
+
+
+def _support(loaded: plugins.LoadedPlugins, chips: Sequence[Chip]) -> Iterator[dict[str, Any]]:
+    """Yield the support of each engine on each kind of chip found here, and what is wrong with the chip's stack."""
+    for chip in chips:
+        preload: dict[tuple[str, ...], str] = {}
+        for engine in plugins.names(plugins.WORKLOADS):
+            answer, reason = loaded.engine_support(chip, engine), ""
+            with suppress(FlagError):
+                reason = untested_reason(plugins.workload(engine))
+            if answer.support is Support.UNKNOWN:
+                reason = answer.reason
+            fix = f"{answer.support.value}: {answer.reason}"
+            runs = answer.support in (Support.YES, Support.UNKNOWN)
+            part = _requirement_record(
+                chip.name, _("engine {name} on this chip", name=engine), answer.device_type, fix, runs
+            )
+            yield _untested(part, reason)
+            if answer.preload:
+                preload.setdefault(answer.preload, engine)
+        for modules, engine in preload.items():
+            problem = import_problem("torch", *modules, timeout_seconds=IMPORT_SECONDS)
+            purpose = _("engine {name} on this chip ({module})", name=engine, module=", ".join(modules))
+            yield _requirement_record(chip.name, purpose, None if problem else _("imported"), problem)
+        for problem in loaded.health(chip):
+            yield _requirement_record(chip.name, _("stack of the chip"), None, problem)
 
 
 def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
@@ -138,6 +158,7 @@ def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
         "link_gbytes_per_second": scaled(chip.link.bytes_per_second, 1e9) if chip.link else None,
         "host_gbytes_per_second": scaled(chip.host_bytes_per_second, 1e9),
         "nic_gbytes_per_second": scaled(chip.nic_bytes_per_second, 1e9),
+        "tdp_watts": scaled(chip.tdp_watts, 1.0),
     }
 
 
@@ -145,7 +166,7 @@ def _usual_precision(chip: Chip) -> str | None:
     return next((name for name in ("bf16", "fp16", "fp32") if name in chip.dense_flops_per_second), None)
 
 
-def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
+def _device(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
     chip = loaded.find_chip(device.chip)
     flops = chip.dense_flops_per_second if chip else {}
     best = _usual_precision(chip) if chip else None
@@ -153,13 +174,30 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
         "index": device.index,
         "name": device.chip,
         "chip": chip.name if chip else None,
-        "plugin": loaded.owner(device.chip) if chip else None,
+        "plugin": loaded.owner(device.chip) if chip else loaded.finder(device),
         "memory_gib": device.memory_bytes / 2**30 if device.memory_bytes else None,
+        **_now(loaded, device),
         "peak_tflops": flops[best].value / 1e12 if best else None,
         "peak_precision": best,
         "peak_source": flops[best].source.kind if best else None,
         "driver": device.driver or None,
         "aliases": list(chip.aliases) if chip else [],
+    }
+
+
+def _now(loaded: plugins.LoadedPlugins, device: Device) -> dict[str, Any]:
+    """Return who uses a device now, and its identity, as far as its telemetry tells; None for the rest."""
+    figures: Mapping[str, float] = {}
+    use, known = DeviceUse(), {"uuid": device.uuid}
+    if reader := loaded.telemetry(device):
+        with suppress(FlagError, LookupError):
+            figures = reader.sample()
+            use, known = device_use(reader), {**known, **description_of(reader)}
+    in_use = figures.get(MEMORY_IN_USE)
+    return {
+        "in_use_gib": None if in_use is None else in_use / 2**30,
+        "use": "; ".join(filter(None, (*use.processes, use.blocked, use.pending))) or None,
+        **{name: known.get(name) or None for name in ("uuid", "bus", "links")},
     }
 
 
@@ -174,11 +212,11 @@ def _untested(part: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**part, "ok": _("untested"), "mend": reason} if part["ok"] and reason else part
 
 
-def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
+def _requirement(wanted: Requirement, purpose: str, fix: str) -> dict[str, Any]:
     """Return a record of an installed distribution, not ok if it is missing or has another version."""
     try:
         installed = version(wanted.name)
     except PackageNotFoundError:
         installed = None
     ok = installed is not None and wanted.specifier.contains(installed, prereleases=True)
-    return _requirement_record(wanted.name, purpose, installed, f"pip install 'flagcore[{extra}]'", ok)
+    return _requirement_record(wanted.name, purpose, installed, fix, ok)

@@ -36,7 +36,7 @@ from flagcore.domain.chip import Device
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
-from flagcore.domain.trial import FIDELITIES, PROBE, RUN, TrialState
+from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN, TrialState
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
 from flagcore.i18n import _, ngettext
 from flagcore.loop import Dependencies, TuneResult
@@ -115,7 +115,7 @@ class _EngineRun:
 
     def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises the error that stopped the run, or EveryTrialFailed without a measurement."""
-        runs = self.spec.control.fidelity == RUN
+        runs = self.spec.control.fidelity != ESTIMATE
         if runs:
             require_any_host(self.launcher, self.spec.cluster.hosts)
         _require_ready(self.workload, self.spec)
@@ -220,7 +220,7 @@ class _EngineRun:
 def _require_ready(workload: Workload, spec: Spec) -> None:
     """Raise SpecError or NoDevice if trials at the fidelity of `spec` cannot run on this machine."""
     if spec.control.fidelity == RUN:
-        workload.ready(spec)
+        workload.ready(spec.on_nodes(max(spec.trial_nodes)))
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
         require_prober(workload).ready_to_probe(spec)
 

@@ -95,6 +95,7 @@ class Megatron:
     spec_warnings = staticmethod(unused_keys.spec_warnings)
     job_warnings = staticmethod(unused_keys.job_warnings)
 
+    replicas = DP
     shorter_batch = staticmethod(shortening.shorter_batch)
 
     ready = staticmethod(launching.ready)

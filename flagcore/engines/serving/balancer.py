@@ -1,6 +1,6 @@
 """A TCP load balancer for machines without nginx: each connection goes to the server with the fewest connections.
 
-    python -m flagcore.engines.serving.balancer 8000 8001 8002    (listens at the first port)
+    python -m flagcore.engines.serving.balancer 8000 127.0.0.1:8001 node-2:8001    (listens at the first port)
 
 It forwards bytes immediately, so streams stay streams. nginx has a higher throughput; this balancer uses one core.
 """
@@ -16,23 +16,24 @@ CHUNK_BYTES = 1 << 16
 
 
 class Balancer:
-    """Forwards connections to the servers at `ports` of this machine."""
+    """Forwards connections to the servers at `addresses`, HOST:PORT."""
 
-    def __init__(self, ports: Sequence[int]) -> None:
-        self._connections = dict.fromkeys(ports, 0)
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._connections = dict.fromkeys(addresses, 0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward one connection until one side closes it; a server that refuses it is skipped."""
-        for port in sorted(self._connections, key=self._connections.__getitem__):
+        for address in sorted(self._connections, key=self._connections.__getitem__):
+            host, _, port = address.rpartition(":")
             try:
-                upstream = await asyncio.open_connection("127.0.0.1", port)
+                upstream = await asyncio.open_connection(host, int(port))
             except OSError:
                 continue
-            self._connections[port] += 1
+            self._connections[address] += 1
             try:
                 await _forward_both((reader, writer), upstream)
             finally:
-                self._connections[port] -= 1
+                self._connections[address] -= 1
             return
         writer.close()
 
@@ -58,12 +59,12 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             writer.write_eof()
 
 
-async def main(port: int, ports: Sequence[int]) -> None:
+async def main(port: int, addresses: Sequence[str]) -> None:
     """Listen at the port `port` until the process is stopped."""
-    listener = await asyncio.start_server(Balancer(ports).serve, "127.0.0.1", port, limit=CHUNK_BYTES, backlog=1024)
+    listener = await asyncio.start_server(Balancer(addresses).serve, "127.0.0.1", port, limit=CHUNK_BYTES, backlog=1024)
     async with listener:
         await listener.serve_forever()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), [int(word) for word in sys.argv[2:]]))
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2:]))

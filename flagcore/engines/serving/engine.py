@@ -76,6 +76,9 @@ class Engine:
     settings: Callable[[Task, Columns], Settings]
     server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Instance]
     """Returns how to start one instance with its knob values, on the given CPU cores if devices are cores."""
+    on_host: Callable[[int, int], tuple[str, ...]] | None = None
+    """Returns the flags of one of the hosts of an instance, from their number and its index. None: an instance has one
+    host."""
     merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
     """Returns the merges of candidates that the engine treats as equal."""
     effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}

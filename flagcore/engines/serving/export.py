@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,45 +17,79 @@ from flagcore.engines.serving.trial.job import Instance
 
 FRONT_PORT = 8000
 """The port of a single server, or of the balancer; the servers behind it have the following ports."""
+MEETING_PORT = 8500
+"""The port at which the hosts of the first instance meet; those of others have the following ports."""
 BALANCER = "flagcore.engines.serving.balancer"
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 
 
 def launch(
-    instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str], health: str
+    instances: Sequence[Instance],
+    folder: str,
+    directory: str,
+    common: Mapping[str, str],
+    health: str,
+    hosts: Sequence[str] = (),
 ) -> Launch:
     """Return how to start the best configuration; write files for several instances into `folder`. Raises OSError.
 
     `common` is the environment of all launches, which containers need in full. The path `health` returns 200 when a
-    server is ready.
+    server is ready. On several `hosts`, the user starts the script on each.
     """
-    if len(instances) == 1:
+    if len(instances) == 1 and not instances[0].further:
         instance = instances[0].at_port(FRONT_PORT)
         ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
         argv, environment = instance.argv, instance.environment
         return Launch(argv=argv, environment=environment, folder=folder, directory=directory, ready=ready)
     ports = _ports(instances)
     placed = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
-    Path(folder, NGINX).write_text(_render("nginx.conf.j2", ports=ports), encoding="utf-8")
-    compose = compose_yaml(placed, folder, directory, common)
+    if hosts:
+        heads = enumerate(each.host for each in instances)
+        meet = [(hosts[host], str(MEETING_PORT + number)) for number, host in heads]
+        placed = [each.at_head(*place) for each, place in zip(placed, meet, strict=True)]
+    Path(folder, NGINX).write_text(_render("nginx.conf.j2", places=_places_of(placed, hosts)), encoding="utf-8")
     start = Path(folder, START)
+    texts = [(start, start_script(placed, folder, hosts), 0o700)]
+    if not hosts:
+        texts.append((Path(folder, COMPOSE), compose_yaml(placed, folder, directory, common), 0o600))
     has_secret = any(secrets_in_arguments(each.argv) for each in placed)
-    for file, text, mode in ((start, start_script(placed, folder), 0o700), (Path(folder, COMPOSE), compose, 0o600)):
+    for file, text, mode in texts:
         file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")
         file.chmod(mode if has_secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
-    return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory, ready=urls)
+    numbers = ", ".join(f"NODE_RANK={number} on {host}" for number, host in enumerate(hosts))
+    return Launch(
+        argv=("/bin/sh", str(start)),
+        folder=folder,
+        directory=directory,
+        ready=() if hosts else urls,
+        missing=f"a start on each host, with its number: {numbers}" if hosts else "",
+    )
 
 
-def start_script(instances: Sequence[Instance], folder: str) -> str:
-    """Return a shell script that runs all instances and the balancer, and stops them together."""
+def start_script(instances: Sequence[Instance], folder: str, hosts: Sequence[str] = ()) -> str:
+    """Return a shell script that runs the instances of a host, on the first one also the balancer, and ends them
+    together.
+    """
+    commands: list[list[str]] = [[] for _ in hosts or ("",)]
+    for each in instances:
+        for part, argv in enumerate((each.argv, *each.further)):
+            commands[each.host + part].append(shlex.join(_command(replace(each, argv=argv))))
+    places = _places_of(instances, hosts)
     return _render(
         "start.sh.j2",
-        commands=[shlex.join(_command(each)) for each in instances],
+        commands=commands,
+        count=len(instances),
         conf=shlex.quote(str(Path(folder, NGINX))),
-        balancer=shlex.join((sys.executable, "-m", BALANCER, str(FRONT_PORT), *map(str, _ports(instances)))),
+        balancer=shlex.join((sys.executable, "-m", BALANCER, str(FRONT_PORT), *places)),
     )
+
+
+def _places_of(instances: Sequence[Instance], hosts: Sequence[str]) -> list[str]:
+    """Return HOST:PORT of each instance."""
+    names = [hosts[each.host] if hosts else "127.0.0.1" for each in instances]
+    return [f"{name}:{port}" for name, port in zip(names, _ports(instances), strict=True)]
 
 
 def _ports(instances: Sequence[Instance]) -> list[int]:

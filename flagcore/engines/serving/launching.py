@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flagcore.engines.serving.engine import Engine
 
 PROGRAM = "flagcore.engines.serving.trial"
+HOST_PROGRAM = f"{PROGRAM}.host"
 
 
 def ready(spec: Spec, engine: Engine) -> None:
@@ -33,8 +34,9 @@ def ready(spec: Spec, engine: Engine) -> None:
         chips, problem = [group.chip for group in cluster.groups], "are several chips, but one machine has one"
         fix = "predict with `flag estimate`"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
-    if cluster.nodes > 1:
-        problem, fix = "is more than one, but servers start on one machine", "use 1, or predict with `flag estimate`"
+    if cluster.nodes > 1 and not spec.on_each_host:
+        problem = "is more than one, but no launcher for several hosts is set"
+        fix = "set auto_tuner.launcher and cluster.hostfile, or predict with `flag estimate`"
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))
@@ -55,7 +57,8 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
     try:
         if for_real:
             common = {**platform.environment, **platform.task.spec.envs}
-            return export.launch(instances, folder, directory, common, engine.health)
+            hosts = task.spec.cluster.hosts if task.spec.on_each_host else ()
+            return export.launch(instances, folder, directory, common, engine.health, hosts)
         job = Job(
             engine=engine.where,
             instances=instances,
@@ -71,6 +74,7 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
             patterns=platform.failure_patterns,
             directory=directory,
             versions={engine.name: engine.program.version(platform.task.spec)},
+            hosts=task.spec.cluster.hosts[: task.spec.cluster.nodes] if task.spec.on_each_host else (),
         )
         file = Path(folder, SERVE)
         if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
@@ -78,7 +82,11 @@ def launch(platform: Platform, engine: Engine, candidate: Candidate, folder: str
         file.write_text(as_text(job), encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
-    return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
+    program = (sys.executable, "-m", PROGRAM, folder)
+    if not job.hosts:
+        return Launch(argv=program, folder=folder)
+    on_host = (sys.executable, "-m", HOST_PROGRAM, folder, "{node_rank}", "{node_ports}")
+    return Launch(argv=on_host, client=program, folder=folder)
 
 
 def _first_load(platform: Platform, engine: Engine, candidate: Candidate) -> float:
@@ -105,12 +113,25 @@ def _instance(platform: Platform, engine: Engine, placement: Placement) -> Insta
         )
     neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
     set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
-    return replace(instance, environment=environment, cores=cores, asked=set_values)
+    argv, further, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
+    if hosts > 1:
+        assert engine.on_host, "the candidate is legal"
+        argv, *further = [(*argv, *engine.on_host(hosts, number)) for number in range(hosts)]
+    return replace(
+        instance,
+        argv=argv,
+        environment=environment,
+        cores=cores,
+        asked=set_values,
+        host=placement.hosts[0],
+        further=tuple(further),
+    )
 
 
 def _visible_devices(platform: Platform, variable: str) -> list[str]:
     """Return the names of the visible devices in order, by default the indices of a node's devices."""
-    names = platform.task.spec.envs.get(variable) or os.environ.get(variable)
+    spec = platform.task.spec
+    names = spec.envs.get(variable) or ("" if spec.on_each_host else os.environ.get(variable))
     if names:
         return [word.strip() for word in names.split(",")]
     return [str(index) for index in range(platform.task.cluster.groups[0].devices_per_node)]

@@ -17,6 +17,14 @@ from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, 
 
 PORT = "{port}"
 """Placeholder for the port in a command line; the port is chosen when the server starts."""
+HEAD, HEAD_PORT = "{head}", "{head_port}"
+"""Placeholders in a command line of an instance on several hosts: its first host, and a free port there."""
+
+
+def address(task: Task) -> str:
+    """Return the address on which servers listen: all of other hosts, so that the client reaches them."""
+    return "0.0.0.0" if task.spec.on_each_host else "127.0.0.1"
+
 
 GRAPH_TOKENS = 512
 """The default of the largest batch that engines capture as a graph, in tokens."""

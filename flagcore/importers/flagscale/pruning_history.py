@@ -143,12 +143,10 @@ def _by_recompute(new: Values, old: Entry) -> str | None:
         return "performance"
     if not new[RECOMPUTE] and previous[RECOMPUTE] and old.out_of_memory:
         return "memory"
-    needs_more = (
-        new[LAYERS] > previous[LAYERS]
-        if new[METHOD] == "uniform"
-        else bool(same_method) and new[LAYERS] < previous[LAYERS]
-    )
-    return "memory" if same_method and needs_more and old.out_of_memory else None
+    if not same_method:  # what does not recompute has no number of layers
+        return None
+    needs_more = new[LAYERS] > previous[LAYERS] if new[METHOD] == "uniform" else new[LAYERS] < previous[LAYERS]
+    return "memory" if needs_more and old.out_of_memory else None
 
 
 def _by_sequence_parallel(new: Values, old: Entry) -> str | None:

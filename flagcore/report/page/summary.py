@@ -141,7 +141,9 @@ def _step(best: Record, mark: str) -> Cell:
     if step.get("low") and step.get("high"):
         text += " " + _("(80%: {low} to {high} s)", low=shown(step["low"]), high=shown(step["high"]))
     if step.get("scaled_from") is not None:
-        text += ", " + scaled_text(step["scaled_from"])
+        text += ", " + scaled_text(
+            step["scaled_from"], *(lookup(best, f"shortened.{key}") or 0 for key in ("nodes", "of_nodes"))
+        )
     elif step.get("modelled") is not None:
         text += ", " + _("~{seconds} s of it modelled communication and waiting", seconds=shown(step["modelled"]))
     elif "spread" in step:

@@ -126,6 +126,13 @@ def _limit(trial: Mapping[str, Any]) -> str | None:
 
 def _shortened_text(trial: Mapping[str, Any]) -> str | None:
     shortened = trial.get("shortened")
+    if shortened and shortened.get("nodes"):
+        return _(
+            "{nodes} of {of_nodes} nodes; predicted factor to a step on all: {scale} (80%: {low} to {high})",
+            nodes=shortened["nodes"],
+            of_nodes=shortened["of_nodes"],
+            **{name: shown(shortened[name]) for name in ("scale", "low", "high")},
+        )
     return shortened and _(
         "{part} of {whole} samples; predicted factor to a whole step: {scale} (80%: {low} to {high})",
         part=shortened["global_batch_size"],

@@ -18,6 +18,7 @@ from flagcore.testing.checks import (
     peaks,
     shipped,
     side_effects,
+    sources,
     trials,
 )
 from flagcore.testing.kit import Check
@@ -30,7 +31,7 @@ def _checks(module: ModuleType) -> tuple[Check, ...]:
 
 
 MODULES = (
-    *(module, side_effects, chips, peaks, answers, costs, collectives, engines, environment, failures),
+    *(module, side_effects, chips, peaks, sources, answers, costs, collectives, engines, environment, failures),
     *(trials, detection, shipped, packaging),
 )
 CHECKS: tuple[Check, ...] = tuple(check for each in MODULES for check in _checks(each))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import date, datetime
 from typing import Any
 
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, normalize_name
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check, chips
 from flagcore.vendorkit.fields import SOURCE_KEYS
 
@@ -53,8 +53,10 @@ def chip_names_are_unique(plugin: Subject) -> Problems:
 @check("list only names that this vendor's tools print")
 def chip_names_differ_from_other_plugins(plugin: Subject) -> Problems:
     for chip in plugin.own_chips():
+        vendor = normalize_name(chip.vendor)
         for name in (chip.name, *chip.aliases):
-            if owner := plugin.others.owner(name):
+            spellings = dict.fromkeys((name, normalize_name(name).removeprefix(vendor)))
+            if owner := next(filter(None, map(plugin.others.owner, spellings)), None):
                 yield f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import CollectiveCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, with_network
+from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.collectives.curves import CollectiveTable, Curve
 from flagcore.physics.collectives.model import KINDS
 from flagcore.physics.collectives.topology import topology_of
@@ -44,6 +45,21 @@ def level_names_are_unique(plugin: Subject) -> Problems:
         names = [level.name for level in topology.levels] if topology else []
         if len(set(names)) != len(names) or not all(names):
             yield f"flagcore_topology: the levels of {group.chip.name} are named {', '.join(names)}"
+
+
+USER_RATE = 1.25e9
+"""A network far slower than any default, as a user states it."""
+
+
+@check("take the rate of the network from group.chip.nic_bytes_per_second, which has the user's value")
+def topology_uses_the_users_network(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_topology")
+    for chip in plugin.own_chips():
+        told = with_network(chip, USER_RATE)
+        found = plugin.loaded.topology(NodeGroup(chip=told, nodes=2, devices_per_node=chip.devices_per_node))
+        if found and found.levels[-1].bytes_per_second > 1.01 * USER_RATE:
+            rate = found.levels[-1].bytes_per_second
+            yield f"flagcore_topology: {chip.name} has {rate:g} B/s between nodes, the user stated {USER_RATE:g}"
 
 
 def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:

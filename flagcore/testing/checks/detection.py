@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
+from flagcore.plugins.installed import capture_warnings
 from flagcore.testing import fakes
 from flagcore.testing.kit import Problem, Problems, Skip, Subject, check
 from flagcore.testing.transcripts import FOLDER, SOURCES, Transcript
@@ -174,11 +175,21 @@ def transcripts_are_parsed(plugin: Subject) -> Problems:
         devices = fakes.devices(plugin, fakes.printing(each))
         if each.devices == 0 and fakes.without_tools(plugin):
             continue  # this machine has its own devices
-        expected_devices = [listed for listed in each.lists for _ in range(listed.devices)]
-        if len(devices) != len(expected_devices) or not all(
-            one.matches(is_) for one, is_ in zip(expected_devices, devices, strict=True)
-        ):
-            yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(devices)}"
+        wanted = [listed for listed in each.lists for _ in range(listed.devices)]
+        if len(devices) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, devices, strict=True)):
+            listed = ", ".join(f"{one.devices} {one.chip!r} with {one.memory_mib} MiB" for one in each.lists)
+            expected = listed or "no device"
+            yield f"{FOLDER / each.name}: flagcore_devices returns {_device_text(devices)}, expected {expected}"
+
+
+@check(f"read these lines, or state in {SOURCES} how many devices are `left_out`")
+def transcripts_leave_nothing_out(plugin: Subject) -> Problems:
+    for each in plugin.listings:
+        with fakes.machine(fakes.printing(each)), fakes.audible(), capture_warnings() as messages:
+            fakes.ask(plugin)
+        if len(messages) != each.left_out:
+            shown = "; ".join(messages)[:200] or "nothing"
+            yield f"{FOLDER / each.name}: {len(messages)} devices are left out, expected {each.left_out}: {shown}"
 
 
 @check("leave out a device with incomplete lines")

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 
 from flagcore.domain.chip import Chip, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.engine import EngineSupport, ForcedSetting, RefusedValues
 from flagcore.domain.knob import Factor, Knob
 from flagcore.domain.spec import PRECISIONS
 from flagcore.errors import SpecError
@@ -15,6 +15,7 @@ from flagcore.stages.legality import JOB_KEYS, SHARED_PREFIXES
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
 
+PREFIXES = ", ".join(SHARED_PREFIXES)
 Supported = tuple[str, Chip, str, EngineSupport]
 
 
@@ -48,24 +49,12 @@ def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: 
     "give a name of letters and underscores, a reason for `flag explain`, and what the rule is about", each=_supports
 )
 def rules_of_engines_are_complete(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for refused in answer.refused:
-        limits = bool(refused.values) or refused.above is not None
-        if not (refused.name.isidentifier() and refused.reason.strip() and limits):
-            yield f"{where}: {refused.name!r} is incomplete"
-    for forced in answer.forced:
-        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED_PREFIXES)):
-            prefixes = ", ".join(SHARED_PREFIXES)
-            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {prefixes}"
+    yield from _incomplete(where, answer.refused, answer.forced)
 
 
 @check("name a knob or a setting of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
 def rules_of_engines_name_known_values(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
-    for refused in answer.refused:
-        if not _is_known(engine, refused.knob, refused.values):
-            yield f"{where}: unknown knob {refused.knob!r} with {refused.values}"
-    for forced in answer.forced:
-        if forced.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, forced.setting, (forced.value,)):
-            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
+    yield from _unknown(where, engine, answer.refused, answer.forced)
 
 
 @check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
@@ -80,6 +69,44 @@ def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer:
 def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     if answer.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", answer.visible_devices):
         yield f"{where}: visible_devices = {answer.visible_devices!r}"
+
+
+@check("advise on what this task lacks: names, reasons and known settings; a small task on one node can run")
+def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
+    plugin.implements("flagcore_check_task")
+    for task in plugin.tasks():
+        where = f"flagcore_check_task: a small task on one node of {task.cluster.chips}"
+        for advice in plugin.loaded.check_task(task):
+            if advice.impossible:
+                yield f"{where} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
+            yield from _incomplete(where, advice.refused, advice.forced)
+            yield from _unknown(where, task.spec.work.engine, advice.refused, advice.forced)
+            for preferred in advice.preferred:
+                if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
+                    yield f"{where}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
+            if not all(note.strip() for note in advice.notes):
+                yield f"{where}: a note is empty"
+
+
+def _incomplete(where: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]) -> Problems:
+    for refused in refusals:
+        limits = bool(refused.values) or refused.above is not None
+        if not (refused.name.isidentifier() and refused.reason.strip() and limits):
+            yield f"{where}: {refused.name!r} is incomplete"
+    for forced in settings:
+        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED_PREFIXES)):
+            yield f"{where}: {forced.name!r} forces {forced.setting!r}, which begins with none of {PREFIXES}"
+
+
+def _unknown(
+    where: str, engine: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]
+) -> Problems:
+    for refused in refusals:
+        if not _is_known(engine, refused.knob, refused.values):
+            yield f"{where}: unknown knob {refused.knob!r} with {refused.values}"
+    for forced in settings:
+        if forced.setting.startswith(SHARED_PREFIXES) and not _is_known(engine, forced.setting, (forced.value,)):
+            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
 def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
-from flagcore.testing.examples import group_of
+from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.kit import Problems, Skip, Subject, check
 
 PUBLIC_PACKAGES = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
@@ -63,6 +63,7 @@ def _answers(plugin: Subject, loaded: LoadedPlugins) -> dict[str, object]:
         "flagcore_chips": [_stable_values(chip) for chip in chips],
         "flagcore_topology": [loaded.topology(group_of(chip)) for chip in plugin.chips],
         "flagcore_engine_support": [loaded.engine_support(*pair) for pair in pairs],
+        "flagcore_check_task": [loaded.check_task(task_on(chip)) for chip in plugin.chips],
         "flagcore_environment": [loaded.environment(*pair) for pair in pairs],
         "flagcore_failure_patterns": [loaded.failure_patterns(*pair) for pair in pairs],
     }

@@ -18,6 +18,7 @@ RANGES = {
     "link.latency_seconds": (1e-8, 1e-3),
     "host_bytes_per_second": (1e8, 1e12),
     "nic_bytes_per_second": (1e8, 1e12),
+    "tdp_watts": (1, 3000),
 }
 """Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s is far outside. The lower bounds are
 for one core of a small CPU.

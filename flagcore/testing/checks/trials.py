@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,15 @@ def telemetry_has_memory_in_use(device: Device, sample: Mapping[str, float]) -> 
         yield f"flagcore_telemetry of device {device.index} lacks memory_used_bytes"
 
 
+@check("read the first figure of the cell: memory in use is not the memory of the device")
+def telemetry_memory_is_that_in_use(plugin: Subject) -> Problems:
+    samples = _samples(plugin)
+    full = [device for device, sample in samples if sample.get("memory_used_bytes") == (device.memory_bytes or -1)]
+    if full and len(full) == len(samples):
+        used = full[0].memory_bytes
+        yield f"flagcore_telemetry: memory_used_bytes = {used} of every device, which is all of its memory"
+
+
 @check("compare names with chip.has_name(device.chip)")
 def telemetry_accepts_chip_aliases(plugin: Subject) -> Problems:
     plugin.implements("flagcore_telemetry")
@@ -146,6 +156,18 @@ def pruning_rules_leave_candidates(rule: PruningRule, space: Space, predictions:
         )
 
 
+@check("compute a new array: columns[...] of a rule are also those of the rules after it", each=_rules)
+def pruning_rules_keep_columns(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
+    rows = np.arange(min(len(space), 200))
+    columns = {name: column.copy() for name, column in space.columns(rows).items()}
+    before = {name: column.copy() for name, column in columns.items()}
+    with suppress(Exception):  # another check reports it
+        rule.prunes(columns, predictions.take(rows))
+    changed = [name for name in before if not np.array_equal(before[name], columns.get(name, ()))]
+    if changed:
+        yield f"flagcore_pruning_rules: {rule.name} changes the column {changed[0]!r}"
+
+
 @check("judge each row independently: no mean, no minimum, no sorting", each=_rules)
 def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
     rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)
@@ -192,6 +214,14 @@ def prepared_launch_extends_the_launch(prepared: Launch) -> Problems:
     if prepared.timeout_seconds > 60.0 or not 0 < (prepared.memory_limit_bytes or 0) <= 2**30:
         fix = "keep or lower the limits: they are the user's"
         yield Problem("flagcore_prepare_launch raises timeout_seconds or memory_limit_bytes of a trial", fix)
+
+
+@check("add it with `value`, meaning and source, or correct its name")
+def prepared_variables_are_documented(plugin: Subject) -> Problems:
+    documented = {each.name for each in plugin.variables}
+    for (prepared,) in _prepared_launches(plugin):
+        for name in sorted({*prepared.environment} - {*LAUNCH.environment} - documented):
+            yield f"flagcore_prepare_launch adds {name}, which is missing in environment.yaml"
 
 
 @check("a wrapper must exist here, start the command and stay its parent")

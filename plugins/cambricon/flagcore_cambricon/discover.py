@@ -5,7 +5,7 @@ A MLU370-X8 card lists two devices.
 
 from __future__ import annotations
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore_cambricon import smi
 
 PCI_VENDOR = 0xCABC
@@ -15,6 +15,7 @@ DETECTOR = DeviceDetector(
     vendor="cambricon",
     tool="cnmon",
     listing=list_with(smi.read, "cnmon"),
+    uses=use_with(smi.read, "cnmon"),
     visible=("MLU_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MLU_", "CNCL_", "NEUWARE_"),
@@ -22,5 +23,6 @@ DETECTOR = DeviceDetector(
     pci_vendor=PCI_VENDOR,
     torch_device="mlu",
     torch_attributes=("mlu",),
+    topology=("cnmon", "topo", "-m"),
     trusts=lambda report: "mlu" in report.attributes,
 )

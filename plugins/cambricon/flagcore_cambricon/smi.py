@@ -123,4 +123,5 @@ def _body(head: tuple[int, str, str, str, str, str | None], parts: list[str], af
             celsius=search(r"(\d+)C\b", parts[0])[0],
             percent=percent,
         ),
+        mode=parts[2].split()[-1] if parts[2].split() else "",
     )

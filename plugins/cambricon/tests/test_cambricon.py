@@ -31,7 +31,11 @@ def test_power_is_not_taken_for_memory() -> None:
 def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:
     support = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "megatron", None, "train")
     assert support is not None
-    assert (support.device_type, support.distributed_backend, support.preload) == ("mlu", "cncl", ("torch_mlu",))
+    assert (support.device_type, support.distributed_backend, support.preload) == (
+        "mlu",
+        "cncl",
+        ("torch_mlu", "torch_mlu.utils.gpu_migration"),
+    )
 
 
 def test_unpublished_peaks_are_absent() -> None:

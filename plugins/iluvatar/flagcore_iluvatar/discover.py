@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.smi import tool_output
 from flagcore_iluvatar import smi
@@ -29,6 +29,7 @@ DETECTOR = DeviceDetector(
     vendor="iluvatar",
     tool="ixsmi",
     listing=list_with(smi.read, "ixsmi"),
+    uses=use_with(smi.read, "ixsmi"),
     visible=("CUDA_VISIBLE_DEVICES",),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/iluvatar[0-9]*",

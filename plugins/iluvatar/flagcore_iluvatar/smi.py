@@ -26,8 +26,8 @@ TITLE = "IX-ML:"
 _OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
 """Some releases leave out the vendor, or write BI150 for BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
-_NO_POWER = "65535"
-"""What a device that hangs reports as its power: a counter of 16 bits, all set."""
+_DEAD_WATTS = "65535"
+"""Power that a device reports after it hung: a counter of 16 bits, all set. Such a device is also at 0 C and 25 MHz."""
 
 
 def read(text: str) -> Listing:
@@ -71,15 +71,18 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
     if memory is None:
         return None
     watts, limit = parse_power(parts[0])
+    if watts == _DEAD_WATTS:
+        return f"GPU {index} ({name}) is not to be used: it hangs and reports {watts} W"
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
         bus=bus,
         reading=reading(
             used_bytes=memory[0],
-            watts=None if watts == _NO_POWER else watts,
+            watts=watts,
             limit_watts=limit,
             celsius=search(r"(\d+)C\b", parts[0])[0],
             percent=search(r"(\d+)%", parts[2])[0],
             megahertz=megahertz,
         ),
+        mode=parts[2].split()[-1] if len(parts[2].split()) > 1 else "",
     )

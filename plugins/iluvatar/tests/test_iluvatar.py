@@ -69,3 +69,12 @@ def test_published_collectives_of_two_devices_are_predicted_and_more_devices_tak
     assert two == pytest.approx(2163.9e-6, rel=0.001)
     assert 1.5 * two < four < sixteen < 6 * two
     assert costs.seconds("send", np.array([2.0**26]), ranks[:1], stride[:1])[0] == pytest.approx(3056.4e-6, rel=0.001)
+
+
+def test_vllm_gets_the_variable_for_graphs_and_captures_decoding_only() -> None:
+    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
+    loaded = LoadedPlugins.of({"iluvatar": plugin})
+    assert loaded.environment(chip, "vllm")["VLLM_ENFORCE_CUDA_GRAPH"] == "1"
+    refused = {value for each in loaded.engine_support(chip, "vllm").refused for value in each.values}
+    assert {"PIECEWISE", "FULL", "FULL_AND_PIECEWISE"} <= refused
+    assert not {"NONE", "FULL_DECODE_ONLY"} & refused

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flagcore.vendorkit.detection import DeviceDetector, list_with
+from flagcore.vendorkit.detection import DeviceDetector, list_with, use_with
 from flagcore.vendorkit.machine import TorchReport
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
 from flagcore.vendorkit.smi import tool_output
@@ -16,12 +16,18 @@ NAME = re.compile(r"MetaX |MX[CNX]\d")
 DEVICE_FILE = "dev/mxcd"
 PCI_VENDOR = 0x9999
 """From an lspci of a C500 node (9999:4001): wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md."""
-ADAPTERS = ("mx-smi", "topo", "-n")
+TOOLS = ("mx-smi", "ht-smi")
+"""The management tool; machines that are sold under another name have the second one."""
+
+
+def topology(option: str = "-m") -> str:
+    """Return the matrix of links that the management tool prints: of devices (-m), or of adapters, too (-n)."""
+    return next((text for tool in TOOLS if (text := tool_output(tool, "topo", option))), "")
 
 
 def adapters(root: Path = Path("/")) -> float | None:
     """Return each device's share of this machine's network adapters in bytes per second; None if unknown."""
-    text = tool_output(*ADAPTERS) or ""
+    text = topology("-n")
     matrix = read_matrix(text)
     return adapter_share(matrix, text, root) if matrix else None
 
@@ -31,13 +37,20 @@ def _trusts(report: TorchReport) -> bool:
 
 
 def _uuids() -> Mapping[int, str]:
-    return smi.uuids(tool_output("mx-smi", "-L") or "")
+    return next((found for tool in TOOLS if (found := smi.uuids(tool_output(tool, "-L") or ""))), {})
 
 
-DETECTOR = DeviceDetector(
+class MetaxDetector(DeviceDetector):
+    """Asks whichever of the two tools is there."""
+
+    def matrix(self) -> str:
+        return topology("-n")
+
+
+DETECTOR = MetaxDetector(
     vendor="metax",
     tool="mx-smi",
-    listing=list_with(smi.read, "mx-smi", "ht-smi"),
+    listing=list_with(smi.read, *TOOLS),
     visible=("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     own_variables=("MACA_",),
@@ -45,5 +58,6 @@ DETECTOR = DeviceDetector(
     pci_vendor=PCI_VENDOR,
     trusts=_trusts,
     uuids=_uuids,
-    topology=ADAPTERS,
+    topology=(TOOLS[0], "topo", "-n"),
+    uses=use_with(smi.read, *TOOLS),
 )

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
-
 from flagcore.domain.cluster import Level, NodeGroup, Topology
-from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, IntArray
 from flagcore.physics.collectives.topology import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
 from flagcore.vendorkit.matrix import group_size
 
@@ -29,8 +23,11 @@ BETWEEN_NODES_SECONDS = 34e-6
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
-    """Return how many devices of a C500 node a bridge joins, by `topo` (the output of `mx-smi topo -m`), or 4."""
-    return group_size(group, topo, "MX", ISLAND)
+    """Return how many devices of a C500 node a bridge joins, by `topo` (the output of `mx-smi topo -m`), or 4.
+
+    ht-smi names the link HT.
+    """
+    return group_size(group, topo, "MX|HT", ISLAND)
 
 
 def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:
@@ -66,21 +63,3 @@ def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None
             )
         )
     return Topology(levels=tuple(levels))
-
-
-class StayInsideIsland:
-    """`flagcore.contracts.PruningRule`: tensor and expert parallelism across the islands is not worth a trial."""
-
-    name = "metax_c500_island"
-    knobs = ("tensor_model_parallel_size", "expert_model_parallel_size")
-
-    def __init__(self, island: int = ISLAND) -> None:
-        self._island = island
-        self.message = f"tensor and expert parallelism of a C500 stay inside an island of {island} (vendor's advice)"
-
-    def prunes(self, columns: Mapping[str, IntArray], predictions: Predictions) -> BoolArray:
-        """Return True where either is wider than the island."""
-        wide = np.zeros(predictions.device_used_bytes.shape, dtype=np.bool_)
-        for knob in self.knobs:
-            wide |= columns.get(knob, np.ones(1, dtype=np.int64)) > self._island
-        return wide

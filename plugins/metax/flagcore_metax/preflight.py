@@ -1,4 +1,4 @@
-"""What is looked at before a trial: things that make it slow without telling."""
+"""Checks of the machine before trials."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ PEER_MEMORY = "sys/kernel/mm/memory_peers/mxcd/version"
 8 GB/s: wangzheng422/docker_env redhat/notes/2025/2025.12.metax.mccl.perf.debug.md."""
 
 
+def peer_memory_problem(root: Path = Path("/")) -> str:
+    """Return why adapters cannot reach the devices' memory here; empty if they can, or without any device."""
+    if (root / PEER_MEMORY).exists() or not (root / DEVICE_FILE).exists():
+        return ""
+    return f"/{PEER_MEMORY} is missing: GPUDirect RDMA of MetaX is off, so nodes exchange data slowly"
+
+
 @cache
-def peer_memory(root: Path = Path("/")) -> bool:
-    """Return whether adapters can reach the devices' memory here, and warn once if not; True without any device."""
-    reaches = (root / PEER_MEMORY).exists() or not (root / DEVICE_FILE).exists()
-    if not reaches:
-        LOG.warning("/%s is missing: GPUDirect RDMA of MetaX is off, so nodes exchange slowly", PEER_MEMORY)
-    return reaches
+def warn_of_peer_memory(root: Path = Path("/")) -> None:
+    """Log `peer_memory_problem` once."""
+    if problem := peer_memory_problem(root):
+        LOG.warning("%s", problem)

@@ -26,7 +26,8 @@ def _uses(timeout_seconds: float) -> dict[int, DeviceUse]:
         query = ("nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
         return tool_output(*query, timeout_seconds=timeout_seconds) or ""
 
-    return smi.uses(ask("gpu", smi.USE_FIELDS), ask("compute-apps", smi.PROCESS_FIELDS))
+    devices = ask("gpu", smi.USE_FIELDS) or ask("gpu", smi.USE_FIELDS[:3])  # older drivers know no pending MIG mode
+    return smi.uses(devices, ask("compute-apps", smi.PROCESS_FIELDS))
 
 
 def _trusts(report: TorchReport) -> bool:

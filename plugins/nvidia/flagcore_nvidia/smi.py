@@ -12,6 +12,7 @@ from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
+    blocked,
     listing_of,
     parse_memory,
     parse_power,
@@ -25,9 +26,9 @@ from flagcore.vendorkit.rows import (
 FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id", "mig.mode.current")
 READING_FIELDS = (
     *FIELDS,
-    *("memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
+    *("pci.bus_id", "memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
 )
-USE_FIELDS = ("index", "uuid", "compute_mode")
+USE_FIELDS = ("index", "uuid", "compute_mode", "mig.mode.current", "mig.mode.pending")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 TITLE = "NVIDIA-SMI"
 PCI_VENDOR = "10DE"
@@ -132,16 +133,18 @@ def uses(devices: str, processes: str) -> dict[int, DeviceUse]:
             uuid, pid, *name, used = words
             amount = f" ({int(used) / 1024:.1f} GiB)" if used.isdigit() else ""
             holders.setdefault(uuid, []).append(f"{pid} {', '.join(name).rpartition('/')[2]}{amount}")
+    text = strip_controls(devices)
     return {
-        int(row["index"]): DeviceUse(processes=tuple(held), blocked=_blocked(row["compute_mode"], held))
-        for row in csv_rows(strip_controls(devices), USE_FIELDS)
+        int(row["index"]): DeviceUse(
+            processes=tuple(held), blocked=blocked(row["compute_mode"], held), pending=_pending(row)
+        )
+        for row in csv_rows(text, USE_FIELDS) or csv_rows(text, USE_FIELDS[:3])
         if row["index"].isdigit()
         for held in [holders.get(row["uuid"], [])]
     }
 
 
-def _blocked(mode: str, held: Sequence[str]) -> str:
-    """Return why no process can start in a compute mode (`nvidia-smi -c`)."""
-    if mode == "Prohibited":
-        return "is in compute mode Prohibited"
-    return f"is in compute mode {mode}, and {held[0]} uses it" if mode.startswith("Exclusive") and held else ""
+def _pending(device: Mapping[str, str]) -> str:
+    """Return what changes with the next reset of a GPU; empty if nothing does."""
+    now, later = (device.get(f"mig.mode.{when}", "") for when in ("current", "pending"))
+    return f"MIG becomes {later} with the next reset" if now != later and later in ("Enabled", "Disabled") else ""

@@ -22,7 +22,8 @@ def test_without_support_for_the_query_the_table_is_read() -> None:
 
 
 def test_a_reading_has_the_fields_of_the_query() -> None:
-    line = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980\n"
+    identity = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 00000000:0F:00.0"
+    line = f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980\n"
     with fakes.machine({"nvidia-smi": fakes.prints(line)}):
         (row,) = DETECTOR.rows()
     assert row.reading["memory_used_bytes"] == 1024 * 2**20

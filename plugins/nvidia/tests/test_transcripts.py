@@ -48,7 +48,8 @@ def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_requeste
 
 
 def test_a_reading_has_the_fields_of_its_query() -> None:
-    line = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980"
+    identity = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 00000000:0F:00.0"
+    line = f"{identity}, 1024, 412.50, 700.00, 61, 97, 1980"
     (row,) = smi.read(line, smi.READING_FIELDS).rows
     assert row.reading == {
         "memory_used_bytes": 2**30,

@@ -29,7 +29,7 @@ def echo(name: bytes) -> Serve:
 def test_open_connections_are_spread_evenly_and_answers_pass_at_once() -> None:
     async def run() -> None:
         servers = [await listening(echo(name)) for name in (b"a", b"b")]
-        front, port = await listening(Balancer([each for _, each in servers]).serve)
+        front, port = await listening(Balancer([f"127.0.0.1:{each}" for _, each in servers]).serve)
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         names = []
         for reader, writer in clients:
@@ -52,12 +52,12 @@ def test_the_balancer_skips_dead_servers_and_closes_the_connection_if_all_are_de
         gone.close()
         await gone.wait_closed()
         server, alive = await listening(echo(b"a"))
-        front, port = await listening(Balancer([nobody, alive]).serve)
+        front, port = await listening(Balancer([f"127.0.0.1:{nobody}", f"127.0.0.1:{alive}"]).serve)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"hello\n")
         assert await asyncio.wait_for(reader.readline(), 10) == b"ahello\n"
         writer.close()
-        none, port = await listening(Balancer([nobody]).serve)
+        none, port = await listening(Balancer([f"127.0.0.1:{nobody}"]).serve)
         reader, _ = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), 10) == b""
         for each in (front, none, server):

@@ -13,6 +13,7 @@ import yaml
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
+from flagcore.domain.cluster import Cluster
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load
@@ -202,3 +203,46 @@ def test_containers_see_where_links_of_a_model_lead_and_all_variables(tmp_path: 
     service = yaml.safe_load(text)["services"]["instance-0"]
     assert {f"{place}:{place}:ro" for place in (blobs, snapshot, "/work")} == set(service["volumes"])
     assert service["environment"] == {"A": "own", "B": "user", "PRICE": "$$5"}
+
+
+def on_two_hosts(folder: Path) -> Platform:
+    """Two hosts with four cards each."""
+    where = on_cards(folder, devices=4)
+    spec, (group,) = where.task.spec, where.task.cluster.groups
+    cluster = dataclasses.replace(spec.cluster, hosts=("a", "b"), nodes=2)
+    spec = dataclasses.replace(spec, cluster=cluster, launcher="ssh")
+    task = dataclasses.replace(where.task, spec=spec, cluster=Cluster(groups=(dataclasses.replace(group, nodes=2),)))
+    return dataclasses.replace(where, task=task)
+
+
+def test_instances_on_hosts_are_started_by_a_program_of_each_host(tmp_path: Path) -> None:
+    started = launched(on_two_hosts(tmp_path), tmp_path, instances=3, pipeline_model_parallel_size=2)
+    assert started.argv[-2:] == ("{node_rank}", "{node_ports}")
+    assert started.client[-1] == str(tmp_path)
+    job = read_job(tmp_path)
+    assert job.hosts == ("a", "b")
+    assert [(each.host, each.environment[VISIBLE]) for each in job.instances] == [(0, "0,1"), (0, "2,3"), (1, "0,1")]
+    assert all("0.0.0.0" in each.argv for each in job.instances)
+
+
+def test_winners_on_hosts_are_started_on_each_by_its_number(tmp_path: Path) -> None:
+    where = on_two_hosts(tmp_path)
+    best = launched(where, tmp_path, for_real=True, instances=2, pipeline_model_parallel_size=4)
+    assert "NODE_RANK=1 on b" in best.missing
+    assert best.ready == ()
+    script = (tmp_path / export.START).read_text()
+    own = script[script.index("1)\n") : script.index("esac")]
+    assert "--port 8002" in own
+    assert "--port 8001" not in own
+    assert "balancer 8000 a:8001 b:8002" in script
+    assert "server b:8002" in (tmp_path / export.NGINX).read_text()
+    assert not (tmp_path / export.COMPOSE).exists()
+    subprocess.run(["sh", "-n", str(tmp_path / export.START)], check=True)
+
+
+def test_an_instance_on_two_hosts_meets_at_the_first(tmp_path: Path) -> None:
+    far = Instance(argv=("serve", "{head}:{head_port}", "{port}"), further=(("follow", "{head}:{head_port}"),), host=1)
+    best = export.launch([far], str(tmp_path), "/work", {}, "/health", ["a", "b", "c"])
+    script = (tmp_path / export.START).read_text()
+    assert best.argv == ("/bin/sh", str(tmp_path / export.START))
+    assert script.index("1)\n    serve b:8500 8001") < script.index("2)\n    follow b:8500")

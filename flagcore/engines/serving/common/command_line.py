@@ -27,11 +27,15 @@ from flagcore.engines.serving.model.work import Overheads, Releases
 from flagcore.errors import NoDevice, SpecError, join_errors
 
 RESERVED_FLAGS: Mapping[str, str] = {
-    "host": "servers listen on this machine only",
+    "host": "servers listen where the load client is",
     "port": "each trial uses a free port",
-    "api-key": "the load client sends no key, and servers listen on this machine only",
+    "api-key": "the load client sends no key",
     "ssl-keyfile": "the load client uses plain HTTP",
     "ssl-certfile": "the load client uses plain HTTP",
+    **dict.fromkeys(
+        ("nnodes", "node-rank", "master-addr", "master-port", "headless", "dist-init-addr"),
+        "each host of an instance has its own",
+    ),
 }
 """Flags of several engines that the user cannot set, with the reasons."""
 

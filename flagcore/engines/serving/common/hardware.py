@@ -25,9 +25,12 @@ class Hardware:
 
     `cards` is their number, `memory_bytes` the memory of one device, NaN if unknown. With `on_cores` devices are CPU
     cores, which share the machine's memory; instances are pinned to cores. With `fp8` the chip has a peak rate in fp8.
+    A host has `per_host` of the devices, all if there is one host, or several kinds of them.
     """
 
     cards: int
+    hosts: int
+    per_host: int
     on_cores: bool
     memory_bytes: float
     fp8: bool
@@ -42,26 +45,33 @@ class Hardware:
             raise SpecError(key="auto_tuner.cards", value=cards, problem=problem, fix=fix)
         chip = group.chip
         memory = group.memory_bytes or (chip.memory_bytes.value if chip.memory_bytes else math.nan)
+        several = len(task.cluster.groups) == 1 and group.nodes > 1
         return cls(
             cards=cards or task.cluster.devices,
+            hosts=group.nodes if several else 1,
+            per_host=group.devices_per_node if several else task.cluster.devices,
             on_cores=chip.link is not None and chip.link.topology == "shared-memory",
             memory_bytes=float(memory),
             fp8="fp8" in chip.dense_flops_per_second,
         )
 
     def cores(self, first: int, count: int) -> tuple[int, ...]:
-        """Return `count` of the CPU cores that this process may use, from the index `first` on.
+        """Return `count` of the CPU cores that this process may use, from the index `first` on; on other hosts of all.
 
         The tuple is empty if devices are not cores. If the process may use fewer cores, the last ones are reused.
         """
         if not self.on_cores:
             return ()
+        if self.hosts > 1:
+            return tuple(range(first, first + count))
         own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return tuple(own[first : first + count]) or tuple(own[-count:])
 
     def share(self, instances: IntArray, columns: Columns) -> IntArray:
         """Return the cores of one instance: the column `CORES`, by default an even share."""
-        even_share: IntArray = np.maximum(self.cards // np.maximum(instances, 1), 1)
+        instances = np.maximum(instances, 1)
+        on_host = self.per_host // -(-instances // self.hosts)
+        even_share: IntArray = np.maximum(np.minimum(self.cards // instances, on_host), 1)
         return np.where(columns[CORES] > 0, columns[CORES], even_share) if CORES in columns else even_share
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ BrokenRows: TypeAlias = "Callable[[Columns], BoolArray]"
 
 MAX_PARTS = 16
 """Maximum number of parts: with more cards, sizes are multiples of the smallest suitable power of two."""
+WHOLE = ", or have all devices of several hosts"
 _SIZES_PATTERN = re.compile(r"\d{1,6}(\+\d{1,6})+")
 
 
@@ -85,9 +86,11 @@ def _are_powers_of_two(parts: tuple[int, ...]) -> bool:
     return all(part & (part - 1) == 0 for part in parts)
 
 
-def rules(task: Task, unit_knobs: tuple[str, ...], *, heads: bool) -> tuple[Rule, ...]:
-    """Return the rules for SIZES. Knobs in `unit_knobs` must be 1. With `heads` TP ranks must have whole heads."""
+def rules(task: Task, unit_knobs: tuple[str, ...], *, heads: bool, span: bool) -> tuple[Rule, ...]:
+    """Return the rules for SIZES. Knobs in `unit_knobs` must be 1. With `heads` TP ranks must have whole heads, with
+    `span` an instance may span hosts."""
     hardware, model = Hardware.of(task), task.spec.model
+    span = span and not hardware.on_cores
     sizes_by_code = [(), *(sizes(word) for word in known_sizes(task))]
     groups, is_latent = model.num_query_groups, model.multi_latent_attention
 
@@ -96,7 +99,17 @@ def rules(task: Task, unit_knobs: tuple[str, ...], *, heads: bool) -> tuple[Rule
         has_whole_heads = model.num_attention_heads % size == 0 and divides_groups
         return heads and not hardware.on_cores and not has_whole_heads
 
+    def misplaced(parts: tuple[int, ...]) -> bool:
+        too_large = not span and hardware.hosts > 1 and max(parts, default=0) > hardware.per_host
+        return too_large or on_hosts(parts, hardware) is None
+
     return (
+        Rule(
+            name="hosts_of_sizes",
+            knobs=(SIZES,),
+            message=f"each of {SIZES} must fit on a host of {hardware.per_host} devices" + (WHOLE if span else ""),
+            broken=_rule_by_code(sizes_by_code, misplaced),
+        ),
         Rule(
             name="cards_of_sizes",
             knobs=(SIZES,),
@@ -138,15 +151,22 @@ def merges(*threads: str) -> tuple[Merge, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One instance of a candidate: its knob values, and its `width` devices from the index `first` on."""
+    """One instance of a candidate: its knob values, and its `width` devices from the index `first` on.
+
+    An instance on several `hosts` has all their devices.
+    """
 
     values: Mapping[str, KnobValue]
     first: int
     width: int
+    hosts: range = range(1)
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
-    """Return the instances of a candidate on consecutive devices; without SIZES, cores are split evenly."""
+    """Return the instances of a candidate, each on consecutive devices; without SIZES, cores are split evenly.
+
+    An instance is on the first host with room for it, or, if it is larger, on whole hosts.
+    """
     hardware, word = Hardware.of(task), values.get(SIZES)
     if isinstance(word, str):
         widths = sizes(word)
@@ -156,11 +176,31 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
     else:
         number = count(values, INSTANCES)
         ranks = count(values, TP) * count(values, PP) * count(values, DP)
-        widths = (max(1, hardware.cards // number) if hardware.on_cores else ranks,) * number
+        share = int(hardware.share(np.array([number]), {})[0])
+        widths = (share if hardware.on_cores else ranks,) * number
         instance_values = [dict(values)] * number
-    firsts = np.cumsum([0, *widths])
-    rows = zip(instance_values, firsts.tolist(), widths, strict=False)
-    return tuple(Placement(own, first, width) for own, first, width in rows)
+    places = on_hosts(widths, hardware)
+    assert places is not None, "the candidate is legal"
+    return tuple(
+        Placement(own, first, width, hosts)
+        for own, width, (hosts, first) in zip(instance_values, widths, places, strict=True)
+    )
+
+
+def on_hosts(widths: Sequence[int], hardware: Hardware) -> list[tuple[range, int]] | None:
+    """Return the hosts of each instance and its first device there, None if they do not fit. The largest come first."""
+    if hardware.hosts == 1:
+        return [(range(1), sum(widths[:place])) for place in range(len(widths))]
+    used, found = [0] * hardware.hosts, list[tuple[range, int]]()
+    for width in widths:
+        span, each = max(1, width // hardware.per_host), min(width, hardware.per_host)
+        starts = range(hardware.hosts - span + 1)
+        at = next((at for at in starts if max(used[at : at + span]) + each <= hardware.per_host), None)
+        if at is None or each * span != width:
+            return None
+        found.append((range(at, at + span), used[at]))
+        used[at : at + span] = [used[at] + each] * span
+    return found
 
 
 @dataclass(frozen=True, slots=True)

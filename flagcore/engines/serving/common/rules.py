@@ -8,17 +8,18 @@ import numpy as np
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
-from flagcore.domain.space import Merge, Rule
+from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest_request
 from flagcore.engines.serving.common.knobs import code
 
 
-def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule, ...]:
+def split_rules(task: Task, *, data: bool, pipeline: bool = True, span: bool = False) -> tuple[Rule, ...]:
     """Return the rules for instances and for splits of the model.
 
-    With `data` the engine has attention DP and EP, and splits attention by heads. With `pipeline` it has stages.
+    With `data` the engine has attention DP and EP, and splits attention by heads. With `pipeline` it has stages, with
+    `span` an instance may span hosts.
     """
     hardware, model = Hardware.of(task), task.spec.model
     knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
@@ -35,8 +36,30 @@ def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule,
         broken=lambda c: c[PP] > model.num_layers,
     )
     others = (*((PP,) if pipeline else ()), *((DP, EP) if data else ()))
-    unequal = heterogeneous.rules(task, others, heads=data)
-    return (cards, *((layers,) if pipeline else ()), *unequal, *(_attention_and_experts(task) if data else ()))
+    unequal = heterogeneous.rules(task, others, heads=data, span=span)
+    return (
+        cards,
+        *_hosts(hardware, knobs, span),
+        *((layers,) if pipeline else ()),
+        *unequal,
+        *(_attention_and_experts(task) if data else ()),
+    )
+
+
+def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule, ...]:
+    """Return the rule that instances fit on hosts of the cluster. The first of `knobs` counts them."""
+
+    def misplaced(c: Columns) -> BoolArray:
+        width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)
+        whole = width // hardware.per_host
+        large = ((width % hardware.per_host != 0) | (c[INSTANCES] * whole > hardware.hosts)) if span else True
+        small = c[INSTANCES] > hardware.hosts * (hardware.per_host // width)
+        return np.where(width > hardware.per_host, large, small)
+
+    if hardware.hosts == 1 or hardware.on_cores:
+        return ()
+    limit = f"an instance must fit on a host of {hardware.per_host} devices" + (heterogeneous.WHOLE if span else "")
+    return (Rule(name="hosts", knobs=knobs, message=limit, broken=misplaced),)
 
 
 def _attention_and_experts(task: Task) -> tuple[Rule, ...]:

@@ -41,7 +41,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
     UBATCH,
     UNIFIED,
 )
-from flagcore.engines.serving.settings import PORT, Fetch
+from flagcore.engines.serving.settings import PORT, Fetch, address
 from flagcore.engines.serving.trial.job import Instance
 
 RUNNER = "flagcore.engines.serving.llamacpp.server"
@@ -52,7 +52,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     other_args = own.PROGRAM.parse(spec).others
     is_embedded = spec.serve.command is None
     command = (sys.executable, "-m", RUNNER) if is_embedded else program.find_command(spec, spec.serve.command or ())
-    argv = [*command, "--model", spec.serve.weights or "", "--host", "127.0.0.1", "--port", PORT, "--metrics"]
+    argv = [*command, "--model", spec.serve.weights or "", "--host", address(task), "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in own.KNOBS if knob.name != own.CONTEXT], values)
     slots, context = _int(values.get(own.PARALLEL)), _int(values.get(own.CONTEXT))
     if (slots or context) and not own.total_context(task):
@@ -146,7 +146,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             knobs=(INSTANCES, THREADS, BATCH_THREADS),
             message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
             broken=lambda c: (
-                (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > hardware.cards) & hardware.on_cores
+                (np.maximum(c[THREADS], c[BATCH_THREADS]) > hardware.share(c[INSTANCES], {})) & hardware.on_cores
             ),
         ),
         context_rule(task, CONTEXT),

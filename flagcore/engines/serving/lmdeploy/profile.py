@@ -23,7 +23,7 @@ from flagcore.engines.serving.engine import Engine, ServingWorkload
 from flagcore.engines.serving.lmdeploy import knobs as own
 from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
 from flagcore.engines.serving.load.result import GENERATE
-from flagcore.engines.serving.settings import PORT, Fetch
+from flagcore.engines.serving.settings import PORT, Fetch, address
 from flagcore.engines.serving.trial.job import Instance
 
 
@@ -32,7 +32,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if count(values, EP) == 1:  # without EP, tp counts the devices of all attention groups
         values = {**values, TP: count(values, TP) * data}
     argv = [*own.PROGRAM.command(spec), spec.serve.weights or ""]
-    argv += ["--server-name", "127.0.0.1", "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
+    argv += ["--server-name", address(task), "--server-port", PORT, "--log-level", "INFO", "--max-log-len", "0"]
     argv += knobs.arguments(own.KNOBS, values)
     argv += as_words(own.PROGRAM.parse(spec).others, has_negation=False)
     return Instance(argv=tuple(argv), environment={"HF_HUB_OFFLINE": "1"})

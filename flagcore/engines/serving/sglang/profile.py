@@ -21,7 +21,7 @@ from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, 
 from flagcore.engines.serving.common.knobs import or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
-from flagcore.engines.serving.settings import PORT, Fetch, PublishedRuns
+from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.sglang import knobs as own
 from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
 from flagcore.engines.serving.trial.job import Instance
@@ -35,7 +35,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     data = count(values, DP)
     ranks = count(values, TP) * data
     argv = [*own.PROGRAM.command(spec), "--model-path", spec.serve.weights or ""]
-    argv += ["--host", "127.0.0.1", "--port", PORT, "--enable-metrics"]
+    argv += ["--host", address(task), "--port", PORT, "--enable-metrics"]
     argv += knobs.arguments(own.KNOBS, {**values, TP: ranks, DP: 1})
     if data > 1:
         newer = "attn-dp-size" in own.PROGRAM.installed_flags(spec)
@@ -49,6 +49,10 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if cores:
         environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // ranks))
     return Instance(argv=tuple(argv), environment=environment)
+
+
+def _on_host(hosts: int, number: int) -> tuple[str, ...]:
+    return ("--nnodes", str(hosts), "--node-rank", str(number), "--dist-init-addr", f"{HEAD}:{HEAD_PORT}")
 
 
 _KNOBS_BY_ARGUMENT = {
@@ -121,7 +125,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     experts = task.spec.model.num_moe_experts or 1
     need = longest_request(task.spec.serve.loads)
     return (
-        *split_rules(task, data=True),
+        *split_rules(task, data=True, span=True),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
@@ -184,6 +188,7 @@ WORKLOAD: ServingWorkload = Engine(
     merges=merges,
     settings=own.settings,
     server=_server,
+    on_host=_on_host,
     effective=effective,
     memory=memory,
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients

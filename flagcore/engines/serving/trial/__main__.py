@@ -29,21 +29,22 @@ def main(arguments: list[str]) -> int:
         (folder / METRICS).unlink(missing_ok=True)  # remove the metrics of an earlier run
         job = read_job(folder)
     except (OSError, ValueError) as error:
-        return _report(TrialFailure(TrialState.INVALID, str(error)))
+        return report(TrialFailure(TrialState.INVALID, str(error)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         from flagcore.engines.serving.trial.program import run
 
         run(job, folder)
     except TrialFailure as failure:
-        return _report(failure)
+        return report(failure)
     except Exception as error:
         traceback.print_exc()
-        return _report(TrialFailure(TrialState.FAILED, f"{type(error).__name__}: {error}"))
+        return report(TrialFailure(TrialState.FAILED, f"{type(error).__name__}: {error}"))
     return 0
 
 
-def _report(failure: TrialFailure) -> int:
+def report(failure: TrialFailure) -> int:
+    """Print a failure as the last line on stderr, and return its exit code."""
     print(failure, file=sys.stderr, flush=True)
     return CODES[failure.state]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.servers import Server, free_port, is_owned_by
+from flagcore.engines.serving.trial.servers import Served, free_port, is_owned_by
 from flagcore.errors import UsageError
 
 BALANCER = "flagcore.engines.serving.balancer"
@@ -22,7 +22,7 @@ TAIL_LENGTH = 300
 
 
 def run_client(
-    command: Sequence[str], report: str, servers: Sequence[Server], model: str, folder: Path, deadline: float, name: str
+    command: Sequence[str], report: str, servers: Sequence[Served], model: str, folder: Path, deadline: float, name: str
 ) -> tuple[dict[str, float], float]:
     """Run a client in its own folder, and return the metrics of its report and its run time in seconds.
 
@@ -59,14 +59,14 @@ def run_client(
 
 
 @contextlib.contextmanager
-def _client_url(servers: Sequence[Server]) -> Iterator[str]:
+def _client_url(servers: Sequence[Served]) -> Iterator[str]:
     """Yield the URL of a single server, or of a balancer for several servers."""
     if len(servers) == 1:
         yield servers[0].url
         return
     port = free_port()
-    ports = [server.url.rpartition(":")[2] for server in servers]
-    balancer = subprocess.Popen([sys.executable, "-m", BALANCER, str(port), *ports], stdin=subprocess.DEVNULL)
+    places = [server.url.removeprefix("http://") for server in servers]
+    balancer = subprocess.Popen([sys.executable, "-m", BALANCER, str(port), *places], stdin=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + BALANCER_SECONDS
         while not is_owned_by(port, [balancer.pid]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,48 @@ from pydantic import TypeAdapter, ValidationError
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.settings import PORT
+from flagcore.engines.serving.settings import HEAD, HEAD_PORT, PORT
 
 SERVE = "serve.json"
+
+
+def log_name(number: int, part: int = 0) -> str:
+    """Return the name of an instance's log, on its first host or a further one."""
+    return f"instance-{number}-host-{part}.log" if part else f"instance-{number}.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
     """One server. `argv` has the placeholder PORT; `cores` are the cores to which it is pinned, empty for all cores.
 
-    `asked` are the knob values that the server must report back; None: the engine chooses.
+    `asked` are the knob values that the server must report back; None: the engine chooses. It is on host number `host`,
+    and with the commands `further` on the next ones, which serve no requests.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
     asked: Mapping[str, KnobValue] = field(default_factory=dict)
+    host: int = 0
+    further: tuple[tuple[str, ...], ...] = ()
 
     def at_port(self, port: int) -> Instance:
         """Return the instance with `port` in place of PORT."""
-        argv = tuple(word.replace(PORT, str(port)) for word in self.argv)
-        environment = {name: value.replace(PORT, str(port)) for name, value in self.environment.items()}
-        return replace(self, argv=argv, environment=environment)
+        return self.filled({PORT: str(port)})
+
+    def at_head(self, host: str, port: str) -> Instance:
+        """Return the instance with its first host, and the port at which its hosts meet."""
+        return self.filled({HEAD: host, HEAD_PORT: port})
+
+    def filled(self, values: Mapping[str, str]) -> Instance:
+        """Return the instance with `values` for placeholders."""
+
+        def words(argv: Sequence[str]) -> tuple[str, ...]:
+            return tuple(_replaced(word, values) for word in argv)
+
+        environment = {name: _replaced(value, values) for name, value in self.environment.items()}
+        further = tuple(words(argv) for argv in self.further)
+        return replace(self, argv=words(self.argv), environment=environment, further=further)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +64,8 @@ class Job:
 
     `engine` is the import path of the engine, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
     are the limits for goodput. `highest` is as in ServeSpec, `start` the load to try first. `client` is the
-    command of another load client, which writes `report`.
+    command of another load client, which writes `report`. `hosts` are the names of the hosts of instances; none for
+    this machine.
     """
 
     engine: str
@@ -61,6 +82,13 @@ class Job:
     report: str = ""
     highest: str | None = None
     start: float = 1.0
+    hosts: tuple[str, ...] = ()
+
+
+def _replaced(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
 
 
 def as_text(job: Job) -> str:

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,9 @@ from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import run_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
-from flagcore.engines.serving.trial.job import Job, plain_load
-from flagcore.engines.serving.trial.servers import PORT_TRIES, PortTaken, Server
+from flagcore.engines.serving.trial.job import Job, log_name, plain_load
+from flagcore.engines.serving.trial.remote import connect
+from flagcore.engines.serving.trial.servers import Served, Server, check_all_alive, log, start_all, stop_all
 
 MARGIN_SECONDS = 5.0
 """Part of a trial's time that is reserved to stop its servers and to report."""
@@ -52,7 +52,7 @@ def run(job: Job, folder: Path) -> None:
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
     with _running_servers(job, engine, folder, deadline) as servers:
-        effective = _read_back(engine, servers)
+        effective = _read_back(job, engine, servers)
         points = _LoadRunner(job, engine, servers, folder, deadline).points()
         metrics = {
             "schema_version": 1,
@@ -64,56 +64,41 @@ def run(job: Job, folder: Path) -> None:
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
         }
-        _check_all_alive(servers, "after the load")
+        check_all_alive(servers, "after the load")
     _write(folder / METRICS, metrics)
 
 
 @contextlib.contextmanager
-def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
-    """Start the servers, yield them when all are healthy, and stop them."""
+def _running_servers(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[Sequence[Served]]:
+    """Yield the servers when all are healthy. Stop those that run here."""
     patterns = (*engine.program.failures, *job.patterns)
-    servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
+    if job.hosts:
+        yield connect(job, folder, patterns, engine.health, deadline)
+        return
+    servers = [
+        Server(f"instance {number}", each, folder / log_name(number), patterns)
+        for number, each in enumerate(job.instances)
+    ]
     try:
-        for server in servers:
-            server.start(job.directory)
-        for server in servers:
-            _wait_until_healthy(server, job, engine.health, deadline)
-        _check_all_alive(servers, "while others started")
+        start_all(servers, job.directory, engine.health, deadline)
         yield servers
     except TrialFailure as failure:
         log(str(failure))  # in case this program is killed while it stops the servers
         raise
     finally:
-        for server in servers:
-            server.ask_to_stop()
-        for server in servers:
-            server.stop()
+        stop_all(servers)
 
 
-def _wait_until_healthy(server: Server, job: Job, health: str, deadline: float) -> None:
-    """Wait until a server is healthy; restart it on another port if its port is in use."""
-    for attempt in range(1, PORT_TRIES + 1):
-        try:
-            return server.wait_until_healthy(health, deadline)
-        except PortTaken as error:
-            if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} attempts") from None
-            log(f"{error}; restarting on another one")
-            server.stop()
-            server.start(job.directory)
-    return None
-
-
-def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue]:
+def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str, KnobValue]:
     """Return the knob values in use that are equal on all servers. Raises TrialFailure if one differs from its knob."""
     reported: list[Mapping[str, KnobValue]] = []
-    for server in servers:
+    for server, instance in zip(servers, job.instances, strict=True):
         try:
             values = engine.effective(server.fetch, log_text(server.log))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
         for knob, value in values.items():
-            set_value = server.instance.asked.get(knob)
+            set_value = instance.asked.get(knob)
             if set_value is not None and set_value != value:
                 reason = f"{server.name} runs {knob} = {value} instead of {set_value}"
                 raise TrialFailure(TrialState.INVALID, reason)
@@ -130,7 +115,7 @@ class _LoadRunner:
     Prompts are equal for all candidates, but differ between points and repeats, so that no prefix cache has them.
     """
 
-    def __init__(self, job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> None:
+    def __init__(self, job: Job, engine: Engine, servers: Sequence[Served], folder: Path, deadline: float) -> None:
         self.job, self.servers, self.folder, self.deadline = job, servers, folder, deadline
         self.model = _model(servers[0])
         self.targets = [Target(url=server.url, path=engine.api) for server in servers]
@@ -201,18 +186,23 @@ class _LoadRunner:
         figures, duration_s = run_client(
             command, self.job.report, self.servers, self.model, client_folder, self.deadline, name
         )
-        _check_all_alive(self.servers, f"during {name}")
+        check_all_alive(self.servers, f"during {name}")
         return {"figures": figures, "duration_s": duration_s}
 
     def _measure(
         self, load: Load, name: str, seed: int, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any] | None:
         """Return the figures of a load, or None if it was stopped because it is certain to exceed one of `limits`."""
-        cpu_start_s = sum(server.cpu_seconds() for server in self.servers)
+        local = [server for server in self.servers if isinstance(server, Server)]
+        cpu_start_s = sum(server.cpu_seconds() for server in local)
         result = self._send(load, name, seed, limits)
         if result.stopped:
             return None
-        figures = {**result.figures, "engine_cpu_s": sum(server.cpu_seconds() for server in self.servers) - cpu_start_s}
+        figures = dict(result.figures)
+        if local:
+            figures["engine_cpu_s"] = sum(server.cpu_seconds() for server in local) - cpu_start_s
+        else:  # servers may run on this host, too
+            figures.pop("others_cores", None)
         if self.job.slo:
             figures["goodput_requests_per_s"] = goodput(result, self.job.slo)
         return {
@@ -239,7 +229,7 @@ class _LoadRunner:
         )
         if result.problems or result.failed:
             raise _load_failure(result, name, self.servers)
-        _check_all_alive(self.servers, f"during {name}")
+        check_all_alive(self.servers, f"during {name}")
         return result
 
 
@@ -257,7 +247,7 @@ def _warm_up(load: Load, servers: int) -> Load:
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
 
-def _load_failure(result: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
+def _load_failure(result: LoadResult, name: str, servers: Sequence[Served]) -> TrialFailure:
     """Return the failure of a load. A cause in a server's log takes precedence.
 
     Raises the failure of a server that has ended or ends soon: connections may be lost before it ends.
@@ -269,7 +259,7 @@ def _load_failure(result: LoadResult, name: str, servers: Sequence[Server]) -> T
     reason = f"{result.failed} of {result.completed + result.failed} requests in {name}: {reason}"
     deadline = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
-        _check_all_alive(servers, f"during {name}")
+        check_all_alive(servers, f"during {name}")
         if time.monotonic() >= deadline:
             break
         time.sleep(0.1)
@@ -282,12 +272,7 @@ def _load_failure(result: LoadResult, name: str, servers: Sequence[Server]) -> T
     return TrialFailure(state, reason)
 
 
-def _check_all_alive(servers: Sequence[Server], when: str) -> None:
-    for server in servers:
-        server.check_alive(when)
-
-
-def _model(server: Server) -> str:
+def _model(server: Served) -> str:
     try:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -303,8 +288,3 @@ def _write(file: Path, data: Mapping[str, Any]) -> None:
     temporary = file.with_suffix(".new")
     temporary.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     temporary.replace(file)
-
-
-def log(line: str) -> None:
-    """Print a line of progress to stderr; the last line shows where a killed trial was."""
-    print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Starts a server on a free port, checks that it owns the port, and stops all its processes."""
+"""Starts servers on free ports, checks that each owns its port, and stops all their processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -38,23 +39,54 @@ class PortTaken(Exception):
     """Another process listens on the port of a server."""
 
 
-class Server:
-    """One instance. `startup_s` is the time until it was healthy."""
+class Served:
+    """An instance that answers requests. `startup_s` is the time until it was healthy."""
 
-    def __init__(self, number: int, instance: Instance, folder: Path, patterns: Sequence[FailurePattern]) -> None:
-        self.name, self.instance, self.patterns = f"instance {number}", instance, patterns
-        self.log = folder / f"instance-{number}.log"
-        self.port, self.startup_s = 0, 0.0
+    def __init__(self, name: str, log: Path, patterns: Sequence[FailurePattern]) -> None:
+        self.name, self.log, self.patterns = name, log, patterns
+        self.startup_s, self.url = 0.0, ""
+
+    def check_alive(self, when: str) -> None:
+        """Raise TrialFailure if the server has ended."""
+        raise NotImplementedError
+
+    def resident_bytes(self) -> int:
+        """Return the sum of the peaks of resident memory of its processes (proc(5): VmHWM)."""
+        raise NotImplementedError
+
+    def fetch(self, path: str) -> str:
+        """Return the response to a path. Raises OSError, also for a status other than 200."""
+        status, text = self._get(path)
+        if status != 200:
+            raise OSError(f"{path} answers {status}")
+        return text
+
+    def _get(self, path: str, timeout_s: float = ANSWER_SECONDS) -> tuple[int, str]:
+        """Return status and text of GET `path` with a timeout of at most `timeout_s` seconds. Raises OSError."""
+        try:
+            with NO_PROXY_OPENER.open(self.url + path, timeout=max(0.1, min(timeout_s, ANSWER_SECONDS))) as answer:
+                return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+        except (ValueError, http.client.HTTPException) as error:
+            raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+class Server(Served):
+    """An instance whose process this one starts, or the part of it on a further host, which `serves` no requests."""
+
+    def __init__(
+        self, name: str, instance: Instance, log: Path, patterns: Sequence[FailurePattern], *, serves: bool = True
+    ) -> None:
+        super().__init__(name, log, patterns)
+        self.instance, self.serves, self.port = instance, serves, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._started, self._healthy_from = 0.0, 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def start(self, directory: str | None) -> None:
         """Start the server on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
+        self.url = f"http://127.0.0.1:{self.port}"
         instance = self.instance.at_port(self.port)
         own_cores = os.sched_getaffinity(0)
         try:
@@ -114,17 +146,10 @@ class Server:
         code = self._process.poll()
         if code is None:
             return
-        if self.startup_s == 0.0 and self._is_taken():
+        if self.serves and self.startup_s == 0.0 and self._is_taken():
             raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise server_failure(self.name, f"ended {when} with {ending}", self.log, self.patterns, self._healthy_from)
-
-    def fetch(self, path: str) -> str:
-        """Return the response to a path. Raises OSError, also for a status other than 200."""
-        status, text = self._get(path)
-        if status != 200:
-            raise OSError(f"{path} answers {status}")
-        return text
 
     def pids(self) -> list[int]:
         """Return the ids of this server's processes: its descendants, and all processes of its session."""
@@ -138,7 +163,6 @@ class Server:
         return total
 
     def resident_bytes(self) -> int:
-        """Return the sum of the peak resident memory of its processes (proc(5): VmHWM)."""
         return sum(_peak_bytes(each.pid) for each in self._processes())
 
     def ask_to_stop(self) -> None:
@@ -182,15 +206,48 @@ class Server:
             time.sleep(POLL_SECONDS)
         return True
 
-    def _get(self, path: str, timeout_s: float = ANSWER_SECONDS) -> tuple[int, str]:
-        """Return status and text of GET `path` with a timeout of at most `timeout_s` seconds. Raises OSError."""
+
+def start_all(servers: Sequence[Server], directory: str | None, health: str, deadline: float) -> None:
+    """Start servers and wait until all that serve requests are healthy. Raises TrialFailure."""
+    for server in servers:
+        server.start(directory)
+    for server in servers:
+        if server.serves:
+            _wait(server, directory, health, deadline)
+    check_all_alive(servers, "while others started")
+
+
+def _wait(server: Server, directory: str | None, health: str, deadline: float) -> None:
+    """Wait until a server is healthy; if its port was taken, restart it on another one."""
+    for attempt in range(1, PORT_TRIES + 1):
         try:
-            with NO_PROXY_OPENER.open(self.url + path, timeout=max(0.1, min(timeout_s, ANSWER_SECONDS))) as answer:
-                return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
-        except urllib.error.HTTPError as error:
-            return error.code, ""
-        except (ValueError, http.client.HTTPException) as error:
-            raise OSError(f"{type(error).__name__}: {error}") from None
+            return server.wait_until_healthy(health, deadline)
+        except PortTaken as error:
+            if attempt == PORT_TRIES:
+                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} attempts") from None
+            log(f"{error}; restarting on another one")
+            server.stop()
+            server.start(directory)
+    return None
+
+
+def stop_all(servers: Sequence[Server]) -> None:
+    """End all servers."""
+    for server in servers:
+        server.ask_to_stop()
+    for server in servers:
+        server.stop()
+
+
+def check_all_alive(servers: Sequence[Served], when: str) -> None:
+    """Raise TrialFailure if one of the servers has ended."""
+    for server in servers:
+        server.check_alive(when)
+
+
+def log(line: str) -> None:
+    """Report progress: the last line shows where a trial was that had to be ended."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _peak_bytes(pid: int) -> int:
@@ -204,9 +261,9 @@ def _peak_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """Return a free TCP port of 127.0.0.1. Raises OSError if there is none."""
+    """Return a free TCP port. Raises OSError if there is none."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

@@ -18,7 +18,7 @@ from flagcore.engines.serving.common.command_line import as_words
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.engine import Engine, ServingWorkload
-from flagcore.engines.serving.settings import GRAPH_TOKENS, PORT, Fetch, PublishedRuns
+from flagcore.engines.serving.settings import GRAPH_TOKENS, HEAD, HEAD_PORT, PORT, Fetch, PublishedRuns, address
 from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.vllm import knobs as own
 from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS, SEQS, THREADS, TOKENS, limits
@@ -34,7 +34,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     command = own.PROGRAM.command(task.spec)
     weights = task.spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
-    argv = [*command, *model, "--host", "127.0.0.1", "--port", PORT, *knobs.arguments(own.KNOBS, values)]
+    argv = [*command, *model, "--host", address(task), "--port", PORT, *knobs.arguments(own.KNOBS, values)]
     if count(values, EP) > 1:
         argv.append("--enable-expert-parallel")
     argv += as_words(own.PROGRAM.parse(task.spec).others, has_negation=True)
@@ -42,6 +42,12 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if Hardware.of(task).on_cores:
         environment |= _cpu_environment(task, values, cores)
     return Instance(argv=tuple(argv), environment=environment)
+
+
+def _on_host(hosts: int, number: int) -> tuple[str, ...]:
+    """Return the flags of a host of an instance (0.32: `engine/arg_utils.py`, `entrypoints/cli/serve.py`)."""
+    flags = ("--nnodes", str(hosts), "--node-rank", str(number), "--master-addr", HEAD, "--master-port", HEAD_PORT)
+    return (*flags, "--headless") if number else flags
 
 
 def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
@@ -89,7 +95,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of vLLM for legal candidates."""
     hardware = Hardware.of(task)
     return (
-        *split_rules(task, data=True),
+        *split_rules(task, data=True, span=True),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
@@ -158,7 +164,7 @@ def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
             name="threads_on_cores",
             knobs=(INSTANCES, TP, THREADS),
             message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
-            broken=lambda c: c[THREADS] * c[TP] * c[INSTANCES] > hardware.cards,
+            broken=lambda c: c[THREADS] * c[TP] > hardware.share(c[INSTANCES], {}),
         ),
     )
 
@@ -198,6 +204,7 @@ WORKLOAD: ServingWorkload = Engine(
     merges=merges,
     settings=own.settings,
     server=_server,
+    on_host=_on_host,
     effective=effective,
     memory=lambda log: metrics.largest_matches(log, own.PROGRAM.memory),
     host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings

@@ -1,0 +1,82 @@
+"""Entry point: `python -m flagcore.engines.serving.trial.host FOLDER NUMBER PORTS`.
+
+Starts the servers that FOLDER/serve.json has for host NUMBER, and keeps them running until it is ended. PORTS has a
+free port of each host. What the client has to know is in FOLDER/servers.json (`remote.py`). If a server ends, so does
+this program, with the exit codes and the last line on stderr of the trial program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.trial.__main__ import report
+from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.trial.job import Job, log_name, read_job
+from flagcore.engines.serving.trial.program import MARGIN_SECONDS
+from flagcore.engines.serving.trial.remote import REPORT
+from flagcore.engines.serving.trial.servers import Server, check_all_alive, start_all, stop_all
+
+PERIOD_SECONDS = 1.0
+CHECK_SECONDS = 0.1
+
+
+def main(folder: Path, number: int, ports: Sequence[str]) -> int:
+    """Serve until this program is ended, or a server ends; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    job = read_job(folder)
+    engine: Engine = resolve_name(job.engine)
+    servers = servers_of(job, engine, folder, number, ports)
+    deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
+    try:
+        start_all(list(servers.values()), job.directory, engine.health, deadline)
+        while True:
+            _report(folder, servers)
+            until = time.monotonic() + PERIOD_SECONDS
+            while time.monotonic() < until:
+                check_all_alive(list(servers.values()), "during the load")
+                time.sleep(CHECK_SECONDS)
+    except TrialFailure as failure:
+        _report(folder, {}, failure)
+        return report(failure)
+    finally:
+        stop_all(list(servers.values()))
+
+
+def servers_of(job: Job, engine: Engine, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
+    """Return the servers of a host, by the number of their instance."""
+    patterns, found = (*engine.program.failures, *job.patterns), dict[int, Server]()
+    mine = dict(enumerate(sorted(os.sched_getaffinity(0))))
+    for place, each in enumerate(job.instances):
+        filled = each.at_head(job.hosts[each.host], ports[each.host])
+        for part, argv in enumerate((filled.argv, *filled.further)):
+            if each.host + part == number:
+                name, log = f"instance {place} on {job.hosts[number]}", folder / log_name(place, part)
+                cores = tuple(mine[core] for core in filled.cores if core in mine)
+                own = replace(filled, argv=argv, further=(), cores=cores)
+                found[place] = Server(name, own, log, patterns, serves=part == 0)
+    return found
+
+
+def _report(folder: Path, servers: Mapping[int, Server], failure: TrialFailure | None = None) -> None:
+    data = {
+        number: {"port": each.port, "startup_s": each.startup_s, "resident_bytes": each.resident_bytes()}
+        for number, each in servers.items()
+        if each.serves
+    }
+    why = {"state": failure.state.value, "reason": failure.args[0]} if failure else {}
+    new = folder / f"{REPORT}.new"
+    new.write_text(json.dumps({"servers": data, "failure": why}), encoding="utf-8")
+    os.replace(new, folder / REPORT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")))

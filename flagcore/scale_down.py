@@ -1,0 +1,134 @@
+"""scale_down: run trials on fewer nodes, with fewer data-parallel replicas, and scale their steps by the predictions.
+
+A trial keeps everything but the number of replicas, and the batch of each. What it hides is the exchange between more
+replicas, and that each has a smaller share of the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.contracts import Costs, PruningRule, ScalesDown, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.growth import PRIOR, scale_of
+from flagcore.domain.prediction import Prediction, Predictions
+from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Rule
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Shortened
+from flagcore.domain.variants import engine_legality
+from flagcore.errors import SpecError
+from flagcore.stages.build import canonical
+from flagcore.stages.predict import predict_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Smaller:
+    """The task of trials on `nodes` of the nodes of `whole`."""
+
+    whole: Task
+    workload: Workload
+    nodes: int
+
+    @property
+    def task(self) -> Task:
+        return self.whole.on_nodes(self.nodes)
+
+    def columns(self, columns: Columns) -> Columns:
+        """Return the columns of candidates as they run in trials."""
+        merges = engine_legality(self.task, self.workload.rules, self.workload.merges)[1]
+        return canonical(self._fewer(columns), merges)
+
+    def candidate(self, columns: Mapping[str, IntArray], axes: tuple[Axis, ...]) -> Candidate:
+        """Return the candidate of one row as it runs in trials."""
+        small = self.columns(columns)
+        return Candidate(tuple((axis.knob, axis.decode(int(small[axis.knob][0]))) for axis in axes))
+
+    def rule(self) -> Rule:
+        """Return the rule that a candidate can run in trials."""
+        rules, replicas, times = self._rules(), self._replicas, self._times
+
+        def broken(columns: Columns) -> BoolArray:
+            small, wrong = self._fewer(columns), columns[replicas] % times != 0
+            illegal: BoolArray = np.logical_or.reduce([wrong, *(rule.broken(small) for rule in rules)])
+            return illegal
+
+        return Rule(
+            name="trial_nodes",
+            knobs=tuple(dict.fromkeys([replicas, *(knob for rule in rules for knob in rule.knobs)])),
+            message=f"with 1/{times} of {replicas} it must be legal on the {self.nodes} nodes of trials",
+            broken=broken,
+        )
+
+    def shortened(self, columns: Columns, costs: Costs, whole: Prediction) -> Shortened | None:
+        """Return how steps of one row scale to `whole`; None on all nodes. Raises SpecError if neither is predicted."""
+        if self._times == 1:
+            return None
+        small = predict_columns(self.task, self.workload, self.columns(columns), costs)
+        step, more = float(small.step_time_s[0]), float(small.device_used_bytes[0]) - whole.device_used_bytes
+        if not whole.step_time_s or not math.isfinite(step):
+            problem, fix = "needs predicted step times, which the chip's facts do not give", "leave it out"
+            raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix=fix)
+        of_nodes = self.whole.spec.cluster.nodes
+        scale = scale_of(PRIOR, whole.step_time_s / step, self.nodes, of_nodes)
+        return Shortened(
+            global_batch_size=self.task.spec.train.global_batch_size,
+            whole=self.whole.spec.train.global_batch_size,
+            scale=scale.factor,
+            low=scale.low,
+            high=scale.high,
+            own=scale.own,
+            nodes=self.nodes,
+            of_nodes=of_nodes,
+            more_bytes=int(more) if math.isfinite(more) else 0,
+        )
+
+    @property
+    def _replicas(self) -> str:
+        if not isinstance(self.workload, ScalesDown):
+            problem = f"is not supported by {self.workload.name}"
+            raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix="leave it out")
+        return self.workload.replicas
+
+    @property
+    def _times(self) -> int:
+        return self.whole.spec.cluster.nodes // self.nodes
+
+    def _rules(self) -> tuple[Rule, ...]:
+        return engine_legality(self.task, self.workload.rules, self.workload.merges)[0]
+
+    def _fewer(self, columns: Columns) -> Columns:
+        return {**columns, self._replicas: np.maximum(columns[self._replicas] // self._times, 1)}
+
+
+class TrialMemory:
+    """Candidates that are predicted to fit on all nodes, but not on those of trials."""
+
+    name = "trial_memory"
+    message = "it is predicted not to fit on the nodes of trials, where a device may have more of the optimizer"
+
+    def __init__(self, smaller: Smaller, costs: Costs) -> None:
+        self.smaller, self.costs = smaller, costs
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        fits = predict_columns(self.smaller.task, self.smaller.workload, self.smaller.columns(columns), self.costs).fits
+        return ~fits
+
+
+def rules_of_trials(task: Task, workload: Workload) -> tuple[Rule, ...]:
+    """Return the rules that a candidate can run on each number of nodes of trials."""
+    return tuple(each.rule() for each in _sizes(task, workload))
+
+
+def pruning_of_trials(task: Task, workload: Workload, costs: Costs) -> tuple[PruningRule, ...]:
+    """Return the rule that a candidate fits on the fewest nodes of trials."""
+    sizes = sorted(_sizes(task, workload), key=lambda each: each.nodes)
+    return tuple(TrialMemory(each, costs) for each in sizes[:1])
+
+
+def _sizes(task: Task, workload: Workload) -> list[Smaller]:
+    whole = task.spec.cluster.nodes
+    return [Smaller(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < whole]

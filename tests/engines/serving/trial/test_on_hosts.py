@@ -1,0 +1,80 @@
+"""Servers on several hosts. Agents of this machine stand for the hosts, and a played server for the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from flagcore.contracts import Platform
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.trial import Role, TimeLimit, Trial, TrialState
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore.launchers.connection import agent_command
+from flagcore.launchers.hosts import HostsLauncher
+from flagcore.stages.launch import launch
+from flagcore.stages.measure import measure
+from tests.engines.serving.trial import trials
+from tests.engines.serving.trial.test_misbehaving_servers import all_gone
+
+pytestmark = pytest.mark.slow
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names at which the servers of this machine answer."""
+
+
+def on_hosts(folder: Path, behaviour: str, **given: object) -> Platform:
+    """The platform of two hosts with two cores each."""
+    where = trials.platform(folder, behaviour, **given)  # type: ignore[arg-type]
+    spec, (group,) = where.task.spec, where.task.cluster.groups
+    cluster = dataclasses.replace(spec.cluster, hosts=HOSTS, nodes=2, devices_per_node=2)
+    task = dataclasses.replace(
+        where.task,
+        spec=dataclasses.replace(spec, cluster=cluster, launcher="shell"),
+        cluster=Cluster(groups=(dataclasses.replace(group, nodes=2),)),
+    )
+    return dataclasses.replace(where, task=task)
+
+
+def run(where: Platform, folder: Path, **values: int) -> Trial:
+    """Run a candidate by agents of this machine, as the loop does."""
+    launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
+    wanted, made = trials.candidate(where, **values), str(trials.trial_folder(folder))
+    trial = Trial(number=0, candidate=wanted, role=Role.SEARCH, state=TrialState.RUNNING)
+    running = launch(where, LLAMACPP, launcher, wanted, made, TimeLimit(seconds=60.0, because="test"))
+    return measure(running, where, LLAMACPP, trial, made, None)
+
+
+def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
+    done = run(on_hosts(tmp_path, "good"), tmp_path, instances=3, parallel=4)
+    assert done.state is TrialState.MEASURED, done.reason
+    assert done.measurement is not None
+    assert done.measurement.figures["output_tokens_per_s_per_device"] == pytest.approx(
+        done.measurement.figures["output_tokens_per_s"] / 3
+    )
+    assert len({each["port"] for each in trials.asked(tmp_path)}) == 3
+    reports = [tmp_path / "trial" / "servers.json", tmp_path / "trial" / "hosts" / HOSTS[1] / "servers.json"]
+    assert [list(json.loads(file.read_text())["servers"]) for file in reports] == [["0", "1"], ["2"]]
+    assert (done.measurement.device_used_bytes or 0) > 0
+    assert all_gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "state", "reason"),
+    [
+        ("crashes", TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError"),
+        ("out_of_memory", TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
+        ("dies", TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
+        ("refuses", TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
+    ],
+)
+def test_a_failure_on_a_host_has_its_class_and_its_reason(
+    behaviour: str, state: TrialState, reason: str, tmp_path: Path
+) -> None:
+    loads = (dataclasses.replace(trials.LOAD, num_prompts=24),)
+    done = run(on_hosts(tmp_path, behaviour, loads=loads), tmp_path, instances=2, parallel=4)
+    assert (done.state, done.measurement) == (state, None)
+    assert reason in (done.reason or "")
+    assert all_gone(tmp_path)

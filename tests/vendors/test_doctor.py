@@ -1,0 +1,72 @@
+"""`flag doctor` on machines with a vendor's management tool and a stack that fits it or does not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore import api
+from flagcore.testing import fakes
+from tests.vendors.test_simulated_nodes import CAMBRICON, ILUVATAR, METAX
+from tests.vendors.test_without_tool import VENDORS
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A vendor's tool, what it prints, and the chip."""
+
+    tool: str
+    printed: str
+    chip: str
+
+
+STACKS = {
+    "metax": Stack("mx-smi", METAX, "C500"),
+    "iluvatar": Stack("ixsmi", ILUVATAR, "BI-V150"),
+    "cambricon": Stack("cnmon", CAMBRICON, "MLU370-X8"),
+}
+BUILDS = {vendor.name: vendor for vendor in VENDORS}
+
+
+def records(name: str, modules: Path | None) -> list[dict[str, Any]]:
+    """Return what `flag doctor` reports with the modules in a folder in front of the installed ones."""
+    stack = STACKS[name]
+    path = os.pathsep.join(filter(None, [str(modules) if modules else "", os.environ.get("PYTHONPATH", "")]))
+    with fakes.machine({stack.tool: fakes.prints(stack.printed)}, PYTHONPATH=path):
+        return api.doctor()
+
+
+def of_stack(found: list[dict[str, Any]], chip: str) -> list[dict[str, Any]]:
+    return [each for each in found if each["name"] == chip and not each["ok"]]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_public_wheel_of_vllm_is_not_advised_on_a_vendors_chip(name: str) -> None:
+    found = {each["for"]: each for each in records(name, None)}
+    for engine in ("vllm", "sglang", "lmdeploy"):
+        assert "pip install 'flagcore[" not in found[f"engine {engine} ({engine})"]["mend"]
+    words = "`pip install --no-deps`" if name == "cambricon" else "the public wheel"
+    assert words in found["engine vllm (vllm)"]["mend"]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_torch_of_another_vendor_is_reported(name: str) -> None:
+    problems = of_stack(records(name, None), STACKS[name].chip)
+    assert any(each["mend"].startswith("torch ") and each["mend"].endswith("vendor's build") for each in problems)
+    assert any("torch_mlu" in each["mend"] for each in problems) == (name == "cambricon")
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_that_fits_has_no_problem(name: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(BUILDS[name].torch)
+    migration = tmp_path / "torch_mlu/utils/gpu_migration"
+    migration.mkdir(parents=True)
+    for folder in (migration, migration.parent, migration.parent.parent):
+        (folder / "__init__.py").touch()
+    assert of_stack(records(name, tmp_path), STACKS[name].chip) == []
