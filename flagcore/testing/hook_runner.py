@@ -8,11 +8,13 @@ the `drivers` and the plugin's `files` that it loaded.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import logging
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -37,6 +39,7 @@ DRIVERS = (
     *("cupy", "vllm", "sglang", "megatron", "triton"),
 )
 IMPORT = "its import"
+_PR_SET_PDEATHSIG = 1
 
 
 def main(entry: str) -> int:
@@ -162,5 +165,6 @@ def _captured_output() -> Iterator[IO[bytes]]:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a hook may never return, and the check may be ended
     sys.path[:0] = json.loads(sys.argv[2])
     os._exit(main(sys.argv[1]))  # threads that the plugin started may not keep it alive

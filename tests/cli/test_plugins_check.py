@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.conftest import Ran
@@ -99,6 +100,8 @@ plugin = Endless(**vars(plugin))
     completed = flag("plugins", "check", str(acme), "--format", "json")
     assert completed.code == 4
     assert "it took more than 8 s" in json.loads(completed.out)["plugins"][0]["failures"][-1]["message"]
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(acme) in " ".join(each.info["cmdline"] or ())]
+    assert not psutil.wait_procs(left, timeout=5)[1]
 
 
 def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
