@@ -79,6 +79,7 @@ class ServeSpec:
     release of the engine; None: the installed one. Each load point runs `repeats` times. If `client` is given, this
     command sends the load and writes a `report`; otherwise flagcore's client does. `highest` is `request_rate` or
     `concurrency` if a trial searches for the highest one that keeps the SLO; that of the only load is the maximum.
+    `default_space`: the spec has no space, so the engine searches layouts and limits of the batch.
     """
 
     engine: str
@@ -95,3 +96,4 @@ class ServeSpec:
     client: tuple[str, ...] | None = None
     report: str = "report.json"
     highest: str | None = None
+    default_space: bool = False

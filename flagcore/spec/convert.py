@@ -169,7 +169,15 @@ def _read_serving(
         return {name: each if isinstance(each, tuple) or each == AUTO else (each,) for name, each in given.items()}
 
     def work() -> ServeSpec:
-        return serve_of(document.serve, engine, base, cards=tuner.cards, model=document.model, file=file)
+        return serve_of(
+            document.serve,
+            engine,
+            base,
+            cards=tuner.cards,
+            model=document.model,
+            default_space=not (data.get("auto_tuner") or {}).get("space"),
+            file=file,
+        )
 
     converters: Converters = {
         "work": ((("serve",), ("model",), ("auto_tuner", "cards")), work),

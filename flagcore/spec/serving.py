@@ -17,7 +17,7 @@ HIGHEST_RATE = 1e5
 
 
 def serve_of(
-    section: ServeSection, engine: str, base: Path, *, cards: int | None, model: object, file: str
+    section: ServeSection, engine: str, base: Path, *, cards: int | None, model: object, default_space: bool, file: str
 ) -> ServeSpec:
     """Return the serving job of a section for one of its engines. Raises SpecError."""
     weights = section.weights or (model if isinstance(model, str) else None)
@@ -31,6 +31,7 @@ def serve_of(
         slo=slo_of(section.slo),
         repeats=section.repeats,
         highest=highest,
+        default_space=default_space,
         **_client(section, file),
         weights=str((base / weights).resolve()) if weights else None,
         command=tuple(section.command) if section.command else None,

@@ -34,7 +34,7 @@ def usual_space(
         named = knob.value_in(space)
         if named is not None:
             usual[knob.name] = named
-        elif not space:
+        elif task.spec.serve.default_space:
             usual[knob.name] = tuple(size for size in divisors(task) if size <= node) if knob.name == TP else AUTO
     return usual
 

@@ -33,7 +33,7 @@ def usual(engine: Engine, task: Task) -> dict[str, KnobValue]:
 
 @ALL
 def test_a_spec_without_a_space_searches_layouts_and_batch_limits(engine: Engine) -> None:
-    task = serving(engine.name, devices=4)
+    task = serving(engine.name, devices=4, default_space=True)
     names = {knob.name for knob in engine.knobs if set(knob.names) & set(DEFAULT_SPACE)}
     searched = {axis.knob for axis in engine.axes(task) if len(axis.values) > 1}
     assert {"instances", engine.split_by} < searched <= names
@@ -45,7 +45,7 @@ def test_a_flag_of_the_engine_is_not_searched(engine: Engine) -> None:
     flag = {"llamacpp": "tensor-split", "sglang": "tp-size", "vllm": "tensor-parallel-size"}[engine.name]
     if engine is LLAMACPP:
         flag = "np"
-    task = serving(engine.name, devices=4, engine_args={flag: 2})
+    task = serving(engine.name, devices=4, engine_args={flag: 2}, default_space=True)
     knob = "parallel" if engine is LLAMACPP else "tensor_model_parallel_size"
     assert [axis.values for axis in engine.axes(task) if axis.knob == knob] == [(2,)]
 
@@ -59,7 +59,7 @@ def test_with_a_space_other_knobs_have_the_engines_defaults(engine: Engine) -> N
 
 @ALL
 def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
-    task = serving(engine.name, devices=4, on_cores=True)
+    task = serving(engine.name, devices=4, on_cores=True, default_space=True)
     assert usual(engine, task) == engine.defaults(task)
 
 
@@ -76,7 +76,7 @@ def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
 def test_the_baseline_uses_all_devices_and_has_room_for_the_cache(
     engine: Engine, model: Model, memory: int, objective: str, instances: int, tensor: int
 ) -> None:
-    task = serving(engine.name, devices=8, model=model, memory=memory)
+    task = serving(engine.name, devices=8, model=model, memory=memory, default_space=True)
     found = usual(engine, replace(task, spec=replace(task.spec, objective=objective)))
     assert (found["instances"], found["tensor_model_parallel_size"]) == (instances, tensor)
     assert found["pipeline_model_parallel_size"] == 1

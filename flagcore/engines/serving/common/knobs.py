@@ -32,7 +32,7 @@ IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
 def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
     """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
 
-    Without a space, those of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the space that
+    For a spec without a space, knobs of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the space that
     is not a knob.
     """
     baseline = task.spec.baseline or {}
@@ -46,8 +46,10 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
         extra_values, baseline_value = [value, knob.neutral], knob.value_in(baseline)
         if baseline_value is not None:
             extra_values.append(knob.parse(baseline_value, f"auto_tuner.baseline.{knob.name}"))
-        default = not task.spec.space and knob.name not in fixed and any(name in DEFAULT_SPACE for name in knob.names)
-        result.append(knob.axis(knob.parse_space(task, AUTO if default else [value]), extra_values))
+        by_default = task.spec.serve.default_space and any(name in DEFAULT_SPACE for name in knob.names)
+        result.append(
+            knob.axis(knob.parse_space(task, AUTO if by_default and knob.name not in fixed else [value]), extra_values)
+        )
     return tuple(result)
 
 
