@@ -32,8 +32,8 @@ IMPLIED_VALUES: Mapping[str, tuple[object, ...]] = {
 def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
     """Return the axes of all knobs: the values in the spec's space, or the fixed or neutral value.
 
-    For a spec without a space, knobs of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the space that
-    is not a knob.
+    For a spec without a space, knobs of DEFAULT_SPACE that are not fixed are `auto`. Raises SpecError for a key of the
+    space that is not a knob.
     """
     baseline = task.spec.baseline or {}
     for values, section in ((task.spec.space, "space"), (baseline, "baseline")):
