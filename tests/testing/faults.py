@@ -266,7 +266,7 @@ RUNS = (
     Fault("pruning_rules_leave_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_parallel"] > 4', "acme_pod"),
     Fault("pruning_rules_judge_single_candidates", HOOKS, 'columns["tensor_model_parallel_size"] > 4', "predictions.device_used_bytes > predictions.device_used_bytes.mean()", "acme_pod"),
     hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, argv=('env', *launch.argv[1:]))", "argv", also=("prepared_launch_can_be_stopped",)),
-    hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, environment={'A': 'b'})", "launch.environment"),
+    hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, environment={'A': 'b'})", "launch.environment", also=("prepared_variables_are_documented",)),
     hook("prepared_launch_extends_the_launch", "prepare_launch", "return own and replace(own, timeout_seconds=1e9)", "timeout_seconds"),
     hook("prepared_launch_can_be_stopped", "prepare_launch", "return own and replace(own, argv=('sh', '-c', 'exit 0', *launch.argv))", "flagcore_prepare_launch"),
 )
@@ -320,10 +320,10 @@ def link(value: str, words: str, check: str, names: str) -> Fault:
     return Fault(check, CHIP, LINK, f"    value: {value}\n    source: {SHEET % words}", names)
 
 
-def adapter(value: str, words: str) -> Fault:
+def adapter(value: str, words: str, also: tuple[str, ...] = ()) -> Fault:
     """State another rate of the adapter, with words of its source."""
     new = f"nic_bytes_per_second: {{value: {value}, source: {SHEET % words}}}"
-    return Fault("rates_match_their_sources", CHIP, NIC, new, "A1: nic_bytes_per_second")
+    return Fault("rates_match_their_sources", CHIP, NIC, new, "A1: nic_bytes_per_second", also=also)
 
 
 def variable(name: str, near: str) -> Fault:
@@ -344,12 +344,16 @@ MEASURED = (
     link("1.0e+11", "100 GB/s per pair of devices", "link_rates_are_one_way", "'per pair'"),
     link("2.0e+11", "200 GB/s", "link_rates_are_one_way", "does not say"),
     link("2.0e+11", "200 Gb/s one way", "rates_match_their_sources", "200 Gb/s"),
-    adapter("4.0e+11", "one adapter of 400 Gb/s for each device"),
+    adapter(
+        "4.0e+11",
+        "one adapter of 400 Gb/s for each device",
+        also=("outer_levels_are_not_faster", "network_is_slower_than_the_link"),
+    ),
     adapter("5.0e+10", "400 Gb/s per node"),
     adapter("2.5e+10", "200 Gbps a server"),
-    Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB"),
+    Fault("memory_is_in_binary_units", CHIP, MEMORY, "value: 64000000000", "64 GB", also=("memory_matches_transcripts",)),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 65536000000", "65536 MiB"),
-    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt"),
+    Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 899678208", "acme-smi-1.txt", also=("memory_model_is_in_bytes", "pruning_rules_leave_candidates")),
     Fault("memory_matches_transcripts", CHIP, MEMORY, "value: 137438953472", "68719476736"),
     Fault("figures_are_plausible", CHIP, NIC, f"{NIC}\ntdp_watts: {{value: 350000, source: *made_up}}", "A1: tdp_watts"),
     variable("CUDA_DEVICE_MAX_CONECTIONS", "CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -368,7 +372,7 @@ MEASURED = (
     Fault("transcripts_leave_nothing_out", "tests/smi/acme-smi-1.txt", "+---", "| 2    ACME A1                  | 0000:10:00.0         | 0%                    |\n| 40C  61W / 400W               | broken               |                       |\n+---", "expected 0"),
     hook("topology_uses_the_users_network", "topology", "return own and topology_of(replace(group, chip=self.flagcore_chips()[0]))", "the user stated"),
     reading("telemetry_memory_is_that_in_use", "{**figures, 'memory_used_bytes': 65536 * 2**20}", "all of its memory"),
-    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB"),
+    Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[0])", "120 MiB", also=("telemetry_memory_is_that_in_use",)),
     Fault("transcripts_are_parsed", SMI, "memory_bytes=int(memory[1])", "memory_bytes=int(memory[1] / 2**20)", "expected 2 'ACME A1' with 65536 MiB"),
 )
 FAULTS = (*MEASURED, *MODULE, *CHIPS, *FOREIGN, *COSTS, *ENGINES, *ENVIRONMENTS, *FAILURES, *RUNS, *DETECTION, *SHIPPED, *PACKAGING)
