@@ -180,8 +180,8 @@ def _fitted_section(fitted_curves: Mapping[str, Any]) -> list[str]:
             errors = [_percent(each["fitted_mape"]), _percent(each.get("left_out_mape")) or "the only one"]
             rows.append([source, str(each.get("runs", "")), *errors, between])
         lines += [f"**{family}**\n", *_table(head, rows)]
-        if given := fit.get("parameters"):
-            lines.append(", ".join(f"`{name}` {value:g}" for name, value in given.items()) + "\n")
+        if arguments := fit.get("parameters"):
+            lines.append(", ".join(f"`{name}` {value:g}" for name, value in arguments.items()) + "\n")
     return lines
 
 

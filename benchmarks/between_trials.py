@@ -66,7 +66,7 @@ def _tuned(spec: Path, run_dir: Path, by_hand: float) -> dict[str, float]:
     result = api.tune(spec, run_dir=run_dir, on_event=note)
     periods = [later - earlier for earlier, later in pairwise(ends)]
     running = [trial.duration_s for trial in result.plan.trials[1:]]
-    between = [period - ran for period, ran in zip(periods, running, strict=True)]
+    between = [period - completed for period, completed in zip(periods, running, strict=True)]
     middle = sorted(between)[len(between) // 2]
     return {
         "candidates": result.plan.counts.candidates,

@@ -101,8 +101,8 @@ class Runs:
     def predicted(self, curve: Curve) -> FloatArray:
         """Return the predicted seconds of a step for each run."""
         seconds = np.full(len(self.measured), np.nan)
-        for train, layout, group, made, rows in self.groups:
-            with_curve = replace(made, kernels=Roofline(chip=group.chip, curve=curve))
+        for train, layout, group, result, rows in self.groups:
+            with_curve = replace(result, kernels=Roofline(chip=group.chip, curve=curve))
             seconds[list(rows)] = sum(step_time(train, layout, with_curve).values())
         return seconds
 

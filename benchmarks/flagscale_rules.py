@@ -47,11 +47,11 @@ def grid_order(strategies: Sequence[Values], priority: str | None = None) -> lis
 
 
 def _listed(knob: str, values: set[Any], priority: str | None) -> list[Any]:
-    given = values - {None}
+    arguments = values - {None}
     if priority and knob == SP:
-        return sorted(given, reverse=True)
+        return sorted(arguments, reverse=True)
     if priority and knob in (*UPWARDS_FOR_MEMORY, *DOWNWARDS_FOR_MEMORY):
-        return sorted(given, reverse=(knob in DOWNWARDS_FOR_MEMORY) == (priority == "memory"))
+        return sorted(arguments, reverse=(knob in DOWNWARDS_FOR_MEMORY) == (priority == "memory"))
     return sort_values(knob, values)
 
 

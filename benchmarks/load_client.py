@@ -146,9 +146,9 @@ class _Answering(asyncio.Protocol):
         if self.left:
             return
         ANSWERING.discard(self)
-        made, read = self.asked["max_tokens"], len(self.asked["prompt"])
+        result, read = self.asked["max_tokens"], len(self.asked["prompt"])
         end = {**EVENT, "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-        usage = {**EVENT, "choices": [], "usage": {"prompt_tokens": read, "completion_tokens": made}}
+        usage = {**EVENT, "choices": [], "usage": {"prompt_tokens": read, "completion_tokens": result}}
         last = b"".join(chunk(json.dumps(event).encode()) for event in (end, usage))
         self.transport.write(last + chunk(b"[DONE]") + b"0\r\n\r\n")
 

@@ -119,10 +119,10 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 def _compare(name: str, sweeps: Sequence[Sweep], options: argparse.Namespace) -> dict[str, Any]:
     """Print a table of searches over `sweeps`, and return its values."""
-    alone = options.ablations or options.wrong
+    single = options.ablations or options.wrong
     kind = ablations if options.ablations else wrong_models
-    own_searches = kind(sweeps) if alone else _own_searches(options.strategy, sweeps)
-    other_searches = {} if alone else {**OTHER_SEARCHES, "tpe": tpe(options.seeds), "random": random, "oracle": oracle}
+    own_searches = kind(sweeps) if single else _own_searches(options.strategy, sweeps)
+    other_searches = {} if single else {**OTHER_SEARCHES, "tpe": tpe(options.seeds), "random": random, "oracle": oracle}
     sweeps = sweeps[:: options.every]
     scores = {
         name: [_scores(sweep, search) for sweep in sweeps]
@@ -169,7 +169,7 @@ def _scores(sweep: Sweep, search: Searcher) -> Score:
         trials={tol: float(np.mean([each.trials[tol] for each in scores])) for tol in TOLERANCES},
         seconds={tol: float(np.mean([each.seconds[tol] for each in scores])) for tol in TOLERANCES},
         regret=float(np.mean([each.regret for each in scores])),
-        untried={of: float(np.mean([each.untried[of] for each in scores])) for of in scores[0].untried},
+        untried={predictions: float(np.mean([each.untried[predictions] for each in scores])) for predictions in scores[0].untried},
         regret_when_done=float(np.mean(done)) if done else None,
     )
 
@@ -192,7 +192,7 @@ def _score(sweep: Sweep, search: Search) -> Score:
         trials=trials,
         seconds=seconds,
         regret=float(so_far[:MAX_ROWS][-1] / sweep.best - 1),
-        untried={of: 1 - len(search.rows) / size for of, size in _spaces(sweep).items()} if is_done else {},
+        untried={predictions: 1 - len(search.rows) / size for predictions, size in _spaces(sweep).items()} if is_done else {},
         regret_when_done=float(so_far[-1] / sweep.best - 1) if is_done else None,
     )
 
@@ -206,9 +206,9 @@ def _figures(scores: Sequence[Score]) -> dict[str, Any]:
     figures["regret_at_5_trials"] = float(np.mean([score.regret for score in scores]))
     figures["worst_regret_at_5_trials"] = float(np.max([score.regret for score in scores]))
     regrets = [score.regret_when_done for score in scores if score.regret_when_done is not None]
-    for of in SPACES:
-        shares = [score.untried[of] for score in scores if score.untried]
-        figures[f"never_tried_of_{of}"] = float(np.mean(shares)) if shares else None
+    for predictions in SPACES:
+        shares = [score.untried[predictions] for score in scores if score.untried]
+        figures[f"never_tried_of_{predictions}"] = float(np.mean(shares)) if shares else None
     figures["best_kept_within_1pct"] = float(np.mean(np.array(regrets) <= TOLERANCES["1pct"])) if regrets else None
     figures["regret_when_done"] = float(np.mean(regrets)) if regrets else None
     figures["worst_regret_when_done"] = float(np.max(regrets)) if regrets else None
@@ -226,7 +226,7 @@ def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapp
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for name, reported in figures.items():
         trials = (f"{reported[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
-        done = (*(reported[f"never_tried_of_{of}"] for of in SPACES), reported["best_kept_within_1pct"])
+        done = (*(reported[f"never_tried_of_{predictions}"] for predictions in SPACES), reported["best_kept_within_1pct"])
         shares = ("never stops" if share is None else f"{share:.1%}" for share in done)
         cells = (
             *trials,

@@ -67,10 +67,10 @@ def by_strategy(
     The search learns from the latest of `other_sweeps` with the same chip and another model, as `flag tune` does from
     earlier runs.
     """
-    taught = [(one, _measured(one, number)) for number, one in enumerate(other_sweeps, start=1)]
+    experienced = [(one, _measured(one, number)) for number, one in enumerate(other_sweeps, start=1)]
 
     def search(sweep: Sweep) -> list[Search]:
-        known = [past for one, past in taught if _is_related(one, sweep)]
+        known = [past for one, past in experienced if _is_related(one, sweep)]
         time, memory = (
             (_last(Observations.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
         )
@@ -92,8 +92,8 @@ def _last(observed: Observations, most: int) -> Observations:
 
 
 def _is_related(one: Sweep, other: Sweep) -> bool:
-    here, there = one.problem.platform.task, other.problem.platform.task
-    return here.cluster.groups[0].chip == there.cluster.groups[0].chip and here.spec.model != there.spec.model
+    first, second = one.problem.platform.task, other.problem.platform.task
+    return first.cluster.groups[0].chip == second.cluster.groups[0].chip and first.spec.model != second.spec.model
 
 
 def _measured(sweep: Sweep, number: int) -> tuple[Observations, Observations]:

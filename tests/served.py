@@ -62,14 +62,14 @@ OVER = Overheads(
 )
 
 
-def split(**given: float | list[float]) -> Split:
+def split(**arguments: float | list[float]) -> Split:
     """A split of one device, but for what is given: one candidate each element of the longest list."""
     counts = {
         **dict.fromkeys(("tensor", "data", "expert", "pipeline", "instances", "cores"), 1.0),
         "captured": 512.0,
         "pass_tokens": 1e9,
         "cache_bytes": 2.0,
-        **given,
+        **arguments,
     }
     rows = max(np.size(value) for value in counts.values())
     return Split(**{name: np.broadcast_to(np.array(value, dtype=float), (rows,)) for name, value in counts.items()})
@@ -84,7 +84,7 @@ def costs(devices: int = 8) -> Costs:
 
 
 def times(
-    model: Model = DENSE, precision: str = "bf16", overheads: Overheads = OVER, **given: float | list[float]
+    model: Model = DENSE, precision: str = "bf16", overheads: Overheads = OVER, **arguments: float | list[float]
 ) -> IterationCosts:
     """The costs of iterations of a model on splits."""
-    return iteration_costs(Serving(model=model, precision=precision, overheads=overheads), split(**given), costs())
+    return iteration_costs(Serving(model=model, precision=precision, overheads=overheads), split(**arguments), costs())

@@ -32,8 +32,8 @@ class Not:
         if self.pair is None:
             return np.ones(columns[TP].shape, dtype=np.bool_)
         tensor, stages = self.pair
-        gone: BoolArray = (columns[TP] == tensor) & (columns[PP] == stages)
-        return gone
+        removed: BoolArray = (columns[TP] == tensor) & (columns[PP] == stages)
+        return removed
 
 
 def baseline(*rules: PruningRule) -> Candidate:
@@ -46,9 +46,9 @@ def baseline(*rules: PruningRule) -> Candidate:
 
 
 def test_the_rule_of_thumb_respects_a_plugins_rule() -> None:
-    usual = baseline().as_dict()
-    other = baseline(Not((usual[TP], usual[PP]))).as_dict()
-    assert (other[TP], other[PP]) != (usual[TP], usual[PP])
+    default = baseline().as_dict()
+    other = baseline(Not((default[TP], default[PP]))).as_dict()
+    assert (other[TP], other[PP]) != (default[TP], default[PP])
 
 
 def test_if_plugin_rules_leave_no_candidate_the_rule_of_thumb_is_used() -> None:

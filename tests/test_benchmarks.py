@@ -59,12 +59,12 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
 def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
     data.mkdir()
-    strange = {"chip": "unknown chip", "devices": 4, "devices_per_node": 4}
+    unrelated = {"chip": "unknown chip", "devices": 4, "devices_per_node": 4}
     train = [
         record("one", 1, {"step_time_s": 1.0, "peak_gib": 2.0}),
         record("two", 2, {"step_time_s": 3.0}),
         record("three", 4, {"step_time_s": 5.0}),
-        record("strange", 4, {"step_time_s": 7.0}, cluster=strange),
+        record("strange", 4, {"step_time_s": 7.0}, cluster=unrelated),
         record("rate", 2, {"model_tflops_per_gpu": 0.05}),
     ]
     (data / "train_jobs.jsonl").write_text("\n".join(map(json.dumps, train)))
@@ -83,9 +83,9 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     (worst,) = [line for line in page.splitlines() if line.startswith("| Made up | ") and " | tiny, 4 x cpu | " in line]
     assert worst.split(" | ")[1] in ("one", "two", "three")
     assert [file.name for file in docs.glob("accuracy/*")] == ["made-up.svg"]
-    once = page, (docs / "accuracy" / "made-up.svg").read_text()
+    single = page, (docs / "accuracy" / "made-up.svg").read_text()
     run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
-    assert once == ((docs / "accuracy.md").read_text(), (docs / "accuracy" / "made-up.svg").read_text())
+    assert single == ((docs / "accuracy.md").read_text(), (docs / "accuracy" / "made-up.svg").read_text())
 
 
 @pytest.mark.parametrize("name", ["ampere", "hopper", "blackwell"])
@@ -99,9 +99,9 @@ def test_shipped_curves_hold_what_a_refit_leaves_fixed(name: str) -> None:
             part, _, precision = key.partition(".")
             if key != "host_bytes_per_second":  # a chip's own is kept
                 assert (shipped[part][precision] if precision else shipped[part]) == value, (chip, key)
-        kept = fit_curves._arguments(family, family.start)
-        assert kept.keys() == shipped.keys()
-        assert kept["gemm_shares"].keys() == shipped["gemm_shares"].keys()
+        stored = fit_curves._arguments(family, family.start)
+        assert stored.keys() == shipped.keys()
+        assert stored["gemm_shares"].keys() == shipped["gemm_shares"].keys()
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:

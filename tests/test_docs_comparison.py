@@ -20,18 +20,18 @@ def row(page: str, section: str, name: str) -> list[str]:
 
 def test_trials_to_the_best_are_those_of_the_replay() -> None:
     names = (OURS, OURS + FIRST, "FlagScale, defaults", PRIORITY, "Optuna TPE")
-    ours, first, theirs, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[1] for name in names)
-    assert f"| flagcore | {ours}, and {first} on the first run on a chip |" in PAGE
-    assert f"| FlagScale, defaults | {theirs} |" in PAGE
+    flagcore_row, first, flagscale_row, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[1] for name in names)
+    assert f"| flagcore | {flagcore_row}, and {first} on the first run on a chip |" in PAGE
+    assert f"| FlagScale, defaults | {flagscale_row} |" in PAGE
     assert f"| FlagScale, priority performance | {priority} |" in PAGE
     assert f"| Optuna's TPE | {tpe} |" in PAGE
 
 
 def test_effects_of_less_memory_match_the_replay() -> None:
-    theirs, ours, first = (row("replay.md", "Less memory", name) for name in (PRIORITY, OURS, OURS + FIRST))
-    assert f"it needs {theirs[1]} trials and misses the best in {_lost(theirs):.0f}% of the sweeps" in PAGE
-    assert _lost(ours) == 0
-    assert f"against {ours[1]} and none, or {first[1]} and {_lost(first):.1f}% on a first run" in PAGE
+    flagscale_row, flagcore_row, first = (row("replay.md", "Less memory", name) for name in (PRIORITY, OURS, OURS + FIRST))
+    assert f"it needs {flagscale_row[1]} trials and misses the best in {_lost(flagscale_row):.0f}% of the sweeps" in PAGE
+    assert _lost(flagcore_row) == 0
+    assert f"against {flagcore_row[1]} and none, or {first[1]} and {_lost(first):.1f}% on a first run" in PAGE
 
 
 def test_errors_of_training_and_serving_are_those_of_their_pages() -> None:

@@ -106,9 +106,9 @@ def _is_of(key: tuple[str, str], block: Block) -> bool:
 @pytest.mark.parametrize("block", SPECS, ids=str)
 def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, workshop: Path) -> None:
     part = yaml.safe_load(block.text)
-    whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
+    full = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [select_engine(part, engine) for engine in engines_of(part)] or [part]:
-        parse_spec({**whole, **data}, file=block.page, base=workshop, engines=ENGINES)
+        parse_spec({**full, **data}, file=block.page, base=workshop, engines=ENGINES)
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
@@ -221,18 +221,18 @@ def _parsed(arguments: list[str]) -> list[str]:
     context = flag.make_context("flag", arguments.copy())
     command = flag.get_command(context, arguments[0])
     assert isinstance(command, click.Command)
-    given = command.make_context(arguments[0], arguments[1:], parent=context).params
-    if given.get("config_path"):
-        words = [given["spec"], *given["overrides"]] if given["spec"] else [*given["overrides"]]
-        return ["--config-path", str(given["config_path"]), "--config-name", given["config_name"], *map(str, words)]
-    return [str(given["spec"])]
+    overrides = command.make_context(arguments[0], arguments[1:], parent=context).params
+    if overrides.get("config_path"):
+        words = [overrides["spec"], *overrides["overrides"]] if overrides["spec"] else [*overrides["overrides"]]
+        return ["--config-path", str(overrides["config_path"]), "--config-name", overrides["config_name"], *map(str, words)]
+    return [str(overrides["spec"])]
 
 
 def _make(arguments: list[str]) -> None:
     targets = [word for word in arguments if "=" not in word]
     assert set(targets) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    given = dict(word.split("=", 1) for word in arguments if "=" in word)
-    assert all((ROOT / value).exists() for name, value in given.items() if name == "TESTS")
+    overrides = dict(word.split("=", 1) for word in arguments if "=" in word)
+    assert all((ROOT / value).exists() for name, value in overrides.items() if name == "TESTS")
 
 
 def _pip(arguments: list[str]) -> None:
@@ -260,15 +260,15 @@ FOLLOWERS: dict[str, Callable[[list[str]], None]] = {
 @pytest.fixture(scope="module")
 def folder_of(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
     """Yield what gives a page the copy of the workshop in which it is followed; what it measures stays with it."""
-    made: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     patch = pytest.MonkeyPatch()
 
     def folder(page: str) -> Path:
-        if page not in made:
-            made[page] = tmp_path_factory.mktemp("page") / "reader"
-            shutil.copytree(workshop, made[page])
-        patch.setenv("FLAGCORE_HOME", str(made[page] / "home"))
-        return made[page]
+        if page not in result:
+            result[page] = tmp_path_factory.mktemp("page") / "reader"
+            shutil.copytree(workshop, result[page])
+        patch.setenv("FLAGCORE_HOME", str(result[page] / "home"))
+        return result[page]
 
     yield folder
     patch.undo()

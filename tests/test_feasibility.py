@@ -41,11 +41,11 @@ def test_candidates_name_the_limits_that_they_exceed() -> None:
 
 @pytest.mark.parametrize("load", [{"concurrency": 128}, {"request_rate": 150}])
 def test_if_no_candidate_keeps_them_a_lower_load_that_does_is_found(load: dict[str, float]) -> None:
-    slo, (key, given) = {"tpot_s": {"p99": 0.015}}, next(iter(load.items()))
+    slo, (key, arguments) = {"tpot_s": {"p99": 0.015}}, next(iter(load.items()))
     found = api.estimate(spec(load, slo), top=100)
     assert all(each["slo"] for each in found.candidates)
     lower = float(found.unmet.rpartition("at ")[2].split()[0])
-    assert 0 < lower < given
+    assert 0 < lower < arguments
     again = api.estimate(spec({key: int(lower) if key == "concurrency" else lower * 0.99}, slo))
     assert again.unmet == ""
 

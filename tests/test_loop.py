@@ -138,8 +138,8 @@ def knobs(candidate: Candidate) -> tuple[Any, Any]:
 
 
 def sound(plan: Plan) -> bool:
-    ran = plan.counts.measured + plan.counts.stopped + plan.counts.failed
-    return plan.counts.balanced and ran == len(plan.trials)
+    completed = plan.counts.measured + plan.counts.stopped + plan.counts.failed
+    return plan.counts.balanced and completed == len(plan.trials)
 
 
 def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(bench: Bench) -> None:
@@ -248,12 +248,12 @@ def test_repeats_resume_where_they_were_interrupted(bench: Bench, stop_at: int) 
 
 
 def test_one_fast_outlier_does_not_win(bench: Bench) -> None:
-    ran = Counter[tuple[int, int]]()
+    completed = Counter[tuple[int, int]]()
 
     def lucky(tensor: int, micro: int) -> float:
-        ran[tensor, micro] += 1
+        completed[tensor, micro] += 1
         if (tensor, micro) == (2, 4):
-            return 99.0 if ran[tensor, micro] == 1 else 110.0
+            return 99.0 if completed[tensor, micro] == 1 else 110.0
         return plain(tensor, micro)
 
     bench.launcher = Instant(lucky)

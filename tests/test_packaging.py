@@ -47,7 +47,7 @@ def test_a_release_requires_plugins_of_its_version(sdist: tarfile.TarFile) -> No
     assert f"flagcore-cpu=={__version__}" in needs
     for vendor in VENDORS:
         assert f"flagcore-{vendor}=={__version__}; extra == '{vendor}'" in needs
-    assert not [need for need in needs if "file:" in need]
+    assert not [needed for needed in needs if "file:" in needed]
 
 
 def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None:

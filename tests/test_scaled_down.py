@@ -34,9 +34,9 @@ class Nodes(Player):
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    made = Bench(tmp_path)
-    made.player, made.cluster = Nodes(), CLUSTER
-    return made
+    created = Bench(tmp_path)
+    created.player, created.cluster = Nodes(), CLUSTER
+    return created
 
 
 def nodes_of(trial: Trial) -> int:

@@ -216,15 +216,15 @@ def test_an_unusual_row_is_read_or_left_out_with_the_reason(
     case: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
-    heading, row, says = ODD[case]
+    heading, row, message = ODD[case]
     file, spec = tmp_path / "odd.csv", project.spec()
     file.write_text(f"{heading}\n{row}\n", encoding="utf-8")
-    if says in {state.value for state in TrialState}:
+    if message in {state.value for state in TrialState}:
         (trial,) = import_history(file, spec, run_dir=project.run_dir).trials
-        assert trial.state.value == says
+        assert trial.state.value == message
         assert trial.candidate.as_dict()["tensor_model_parallel_size"] == 2
     else:
-        with pytest.raises(UsageError, match=f"line 2 .*: {says}"):
+        with pytest.raises(UsageError, match=f"line 2 .*: {message}"):
             import_history(file, spec, run_dir=project.run_dir)
 
 

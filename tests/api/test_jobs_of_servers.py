@@ -80,12 +80,12 @@ def test_missing_engine_features_imply_only_the_off_value() -> None:
 
 
 def test_layers_on_the_host_have_no_time_and_no_memory_of_the_device() -> None:
-    part, whole = answer("llamacpp", n_gpu_layers=4), answer("llamacpp", n_gpu_layers=9)
-    assert whole == answer("llamacpp", n_gpu_layers=-1) == answer("llamacpp", n_gpu_layers=99)
+    part, full = answer("llamacpp", n_gpu_layers=4), answer("llamacpp", n_gpu_layers=9)
+    assert full == answer("llamacpp", n_gpu_layers=-1) == answer("llamacpp", n_gpu_layers=99)
     assert part["status"] == "ok"
     assert part["reason"].startswith("no time: unknown: the host's speed for layers")
     assert "output_tokens_per_s" not in part or part["output_tokens_per_s"] is None
-    assert part["memory"]["static_gib"] < 0.5 * whole["memory"]["static_gib"]
+    assert part["memory"]["static_gib"] < 0.5 * full["memory"]["static_gib"]
     assert answer("llamacpp", n_gpu_layers=0)["memory"]["static_gib"] == 0.0
 
 

@@ -51,9 +51,9 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
     assert completed.returncode == 0
     assert all(secret in completed.stdout for secret in (MINE, SPECS, TYPED))
     clean_environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
-    lacking = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=clean_environment)
-    assert lacking.returncode != 0
-    assert "HF_TOKEN: set it first" in lacking.stderr
+    incomplete = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=clean_environment)
+    assert incomplete.returncode != 0
+    assert "HF_TOKEN: set it first" in incomplete.stderr
 
     monkeypatch.setenv("HF_TOKEN", "another")  # a new token is no other task
     project.spec(control={"max_trials": 2, "repeats": 0}, train={"command": command}, envs={**envs, "HF_TOKEN": "new"})

@@ -114,8 +114,8 @@ def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of
     assert (figures["mean_measured"], figures["mean_candidates"]) == (18, 18)
     assert figures["mean_combinations"] == 3**4
     by_name = figures["figures"]["flagscale_priority_performance"]  # it runs a third: one micro batch of three
-    for of, size in (("measured", 18), ("candidates", 18), ("combinations", 81)):
-        assert by_name[f"never_tried_of_{of}"] == pytest.approx(1 - 6 / size, abs=1e-3)
+    for predictions, size in (("measured", 18), ("candidates", 18), ("combinations", 81)):
+        assert by_name[f"never_tried_of_{predictions}"] == pytest.approx(1 - 6 / size, abs=1e-3)
     part, _ = replay(tmp_path, sweep(best=(1, 4, 2))[1:], "--strategy", "predicted")
     assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # unmeasured ones are legal, too
     assert part["figures"]["oracle"]["never_tried_of_candidates"] == pytest.approx(1 - 2 / 18, abs=1e-3)
@@ -123,9 +123,9 @@ def test_never_tried_is_reported_of_what_was_measured_of_legal_candidates_and_of
 
 def test_running_out_of_memory_costs_a_trial_and_excludes_larger_candidates(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(4, 1, 1), out_of_memory=(1, 4, 1)), "--strategy", "predicted")
-    whole = figures["figures"]["flagscale"]
-    assert whole["never_tried_of_measured"] > 0
-    assert whole["best_kept_within_1pct"] == 1.0
+    full = figures["figures"]["flagscale"]
+    assert full["never_tried_of_measured"] > 0
+    assert full["best_kept_within_1pct"] == 1.0
 
 
 def test_with_less_memory_the_rest_runs_out_of_it_for_every_search(tmp_path: Path) -> None:
@@ -159,18 +159,18 @@ def test_probes_run_before_the_first_trial_and_count_against_the_time(tmp_path: 
         each["measured"] |= {"probe": [probe(each["measured"]["step_time_s"])], "start_s": 2.0}
     figures, _ = replay(tmp_path, records, "--ablations")
     by_name = figures["figures"]
-    alone, probed = (by_name[name]["trial_seconds_to_within_1pct"] for name in ("all of it", "3 probes first"))
+    single, probed = (by_name[name]["trial_seconds_to_within_1pct"] for name in ("all of it", "3 probes first"))
     trials = by_name["3 probes first"]["trials_to_within_1pct"]
     assert probed >= 3 * 20.0 + trials * (2.0 + 3 * 1.0)
-    assert alone < 18 * (2.0 + 5 * 2.0)
+    assert single < 18 * (2.0 + 5 * 2.0)
 
 
 def test_trials_at_once_take_less_wall_clock(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "random", "--at-once", "4")
-    alone, four = figures["random, 1"], figures["random, 4"]
-    assert alone["of_serial"] == 1.0
+    single, four = figures["random, 1"], figures["random, 4"]
+    assert single["of_serial"] == 1.0
     assert 0.25 < four["of_serial"] < 0.5
-    assert alone["regret_when_done"] == four["regret_when_done"] == 0.0
+    assert single["regret_when_done"] == four["regret_when_done"] == 0.0
 
 
 def test_few_records_are_no_sweep(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_a_sweep_of_a_fitted_source_is_predicted_by_the_curve_of_the_fit_without
     cluster = {"chip": "A100-80GB", "devices": 4, "devices_per_node": 4}
     source = "vTrain ground truth (A100)"
     (own,) = sweeps.read_sweeps(records(cluster=cluster, source=source), loaded)
-    (strange,) = sweeps.read_sweeps(records(cluster=cluster), loaded)
-    assert not np.allclose(own.problem.predictions.step_time_s, strange.problem.predictions.step_time_s, rtol=1e-6)
+    (unrelated,) = sweeps.read_sweeps(records(cluster=cluster), loaded)
+    assert not np.allclose(own.problem.predictions.step_time_s, unrelated.problem.predictions.step_time_s, rtol=1e-6)
     fitted = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))["ampere"]["sources"][source]
     curve = own.problem.platform.costs.kernels.curve
     assert {name: getattr(curve, name) for name in fitted["left_out_parameters"]} == fitted["left_out_parameters"]
@@ -104,11 +104,11 @@ def test_a_wrong_model_is_wrong_by_the_factors_requested(sweeps: Any, loaded: Lo
 def test_with_less_memory_the_largest_candidates_run_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
     (sweep,) = sweeps.read_sweeps(records(), loaded)
     less = sweeps.on_smaller_devices(sweep, 0.5)
-    ran = np.isfinite(less.seconds)
-    assert ran.sum() == 6
-    assert sweep.used_bytes[ran].max() < sweep.used_bytes[~ran].min()
-    assert less.problem.pruned.open_rows.tolist() == np.flatnonzero(ran).tolist()
-    assert np.array_equal(less.seconds[ran], sweep.seconds[ran])
+    completed = np.isfinite(less.seconds)
+    assert completed.sum() == 6
+    assert sweep.used_bytes[completed].max() < sweep.used_bytes[~completed].min()
+    assert less.problem.pruned.open_rows.tolist() == np.flatnonzero(completed).tolist()
+    assert np.array_equal(less.seconds[completed], sweep.seconds[completed])
 
 
 def test_a_part_of_the_rows_is_a_sweep_of_the_same_task(sweeps: Any, loaded: LoadedPlugins) -> None:

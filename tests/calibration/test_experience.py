@@ -70,10 +70,10 @@ def serving(*loads: Load) -> Task:
 
 def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(kept: Experience) -> None:
     task = serving(Load(request_rate=math.inf, num_prompts=64))
-    ran = trial(0)
-    assert ran.measurement is not None
-    measured = replace(ran.measurement, versions={"vllm": "0.32.0"})
-    kept.save("one", task, [replace(ran, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
+    completed = trial(0)
+    assert completed.measurement is not None
+    measured = replace(completed.measurement, versions={"vllm": "0.32.0"})
+    kept.save("one", task, [replace(completed, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
     (record,) = kept.records(task.cluster.groups[0].chip, "vllm")
     assert record["measured"]["objective"] == "output_tokens_per_s"
     job = read_job(record, ENGINES)

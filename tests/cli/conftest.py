@@ -119,7 +119,7 @@ class Project:
     def spec(self, *, does: str = "", when: str = "1", sleeps: float = 0, **sections: Any) -> str:
         """Write `spec.yaml` and return its path. `sections` are put over the usual ones, one level deep."""
         control = {"train_iters": 3, "max_time_per_task": 20, "max_trials": 20}
-        usual: dict[str, Any] = {
+        default: dict[str, Any] = {
             "model": MODEL,
             "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "512MiB"},
             "train": {
@@ -142,9 +142,9 @@ class Project:
             },
         }
         for name, section in sections.items():
-            usual[name] = {**usual[name], **section} if isinstance(section, dict) and name in usual else section
+            default[name] = {**default[name], **section} if isinstance(section, dict) and name in default else section
         path = self.folder / "spec.yaml"
-        path.write_text(yaml.safe_dump(usual))
+        path.write_text(yaml.safe_dump(default))
         return str(path)
 
     def result(self) -> Any:

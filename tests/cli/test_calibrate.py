@@ -49,9 +49,9 @@ def test_a_calibration_is_saved_listed_used_and_deleted(
     assert {"gemm", "attention", "attention_backward", "copy", "elementwise", "launch"} <= kinds
     assert "host_copy" not in kinds
     assert all(row["us"] > 0 and row["repeats"] >= 3 for row in rows)
-    (kept,) = json.loads(flag("calibrate", "--list", "--json").out)
-    assert (kept["chip"], kept["file"], kept["kernels"] + kept["collectives"]) == ("cpu", str(file), len(rows))
-    assert ("all_reduce" in kinds) == (kept["devices"] > 1)
+    (stored,) = json.loads(flag("calibrate", "--list", "--json").out)
+    assert (stored["chip"], stored["file"], stored["kernels"] + stored["collectives"]) == ("cpu", str(file), len(rows))
+    assert ("all_reduce" in kinds) == (stored["devices"] > 1)
 
     seconds_after = step_time(flag, spec)
     assert seconds_after != seconds_before

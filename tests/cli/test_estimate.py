@@ -126,8 +126,8 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
     assert ["MLP", "0.0692", "1", "0.0692"] in lines
     assert ["Total", "15.9113"] in lines
     memory = output["memory"]
-    weights, kept = memory["static_gib"] * 1024, memory["activation_gib"] * 1024
-    assert f"weight and optimizer={weights:.2f} MB, activation={kept:.2f} MB, total={weights + kept:.2f} MB" in text
+    weights, stored = memory["static_gib"] * 1024, memory["activation_gib"] * 1024
+    assert f"weight and optimizer={weights:.2f} MB, activation={stored:.2f} MB, total={weights + stored:.2f} MB" in text
     assert "Shared Experts" in text
     assert f"Bottleneck: {output['limit']}" in text
 
@@ -150,10 +150,10 @@ def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Fla
     many = [
         {**record, "id": str(n)} for n, record in enumerate([JOB, other_record, invalid, JOB, split, other_record, JOB])
     ]
-    together = answers(flag("estimate", "--jobs", jobs(tmp_path, *many)))
+    combined = answers(flag("estimate", "--jobs", jobs(tmp_path, *many)))
     single_answers = [answers(flag("estimate", "--jobs", jobs(tmp_path, record)))[0] for record in many]
-    assert together == single_answers
-    assert [each["status"] for each in together] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
+    assert combined == single_answers
+    assert [each["status"] for each in combined] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
 def test_a_rank_gets_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Path) -> None:
@@ -235,12 +235,12 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
 
 def test_a_misspelt_chip_gets_suggestions(flag: Flag, project: Project, tmp_path: Path) -> None:
     nearest = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
-    for ran in (
+    for completed in (
         flag("estimate", project.spec(cluster={"chip": "H100"})),
         flag("estimate", project.spec(), "--chip", "H100"),
     ):
-        assert (ran.code, ran.out) == (4, "")
-        assert nearest in ran.err
+        assert (completed.code, completed.out) == (4, "")
+        assert nearest in completed.err
     (answer,) = answers(
         flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "H100"}}))
     )
@@ -373,8 +373,8 @@ def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_report
 
 def test_indivisible_layers_of_a_record_are_reported_with_the_assumed_split(flag: Flag, tmp_path: Path) -> None:
     records = [
-        {**JOB, "candidate": {"pipeline_model_parallel_size": 4, VIRTUAL: virtual, **more}}
-        for virtual, more in ((1, {}), (2, {}), (9, {"num_layers_in_first_pipeline_stage": 6}))
+        {**JOB, "candidate": {"pipeline_model_parallel_size": 4, VIRTUAL: virtual, **extra}}
+        for virtual, extra in ((1, {}), (2, {}), (9, {"num_layers_in_first_pipeline_stage": 6}))
     ]
     loss, layout, wrong = answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
     assert "with account_for_loss_in_pipeline_split = True; give" in loss["warnings"][0]

@@ -198,15 +198,15 @@ def test_trials_of_a_run_are_listed_next_to_the_best(
     step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
-    first, *middle, last, why = best["because"]
+    first, *middle, last, reason = best["because"]
     assert (first, middle) == (f"trial {number} (search) measured: {step}", repeats)
     assert f" {1 + len(repeats)} runs: {step}" in last
     assert repeats
     other_trials = [
         each for each in project.result()["trials"] if each["state"] == "measured" and each["number"] != number
     ]
-    assert f"{len(other_trials) + 1} measured" in why
-    assert f"(trial {project.result()['baseline']['number']})" in why
+    assert f"{len(other_trials) + 1} measured" in reason
+    assert f"(trial {project.result()['baseline']['number']})" in reason
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
     assert explained(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = explained(project.run_dir, "baseline")
@@ -360,11 +360,11 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
         _ran(3, best, 0.5, role=Role.REPEAT),
     ]
     ended = "surely slower than the best: by far"
-    alone, beside_one, beside_two = (
+    single, beside_one, beside_two = (
         _why(snapshot, some) for some in (trials_of_run[1:2], trials_of_run[:2], trials_of_run)
     )
-    assert all(text.startswith("trial 2 (search) stopped: 3 s/step") for text in (alone, beside_one, beside_two))
-    assert all(text.endswith(ended) for text in (alone, beside_one, beside_two))
+    assert all(text.startswith("trial 2 (search) stopped: 3 s/step") for text in (single, beside_one, beside_two))
+    assert all(text.endswith(ended) for text in (single, beside_one, beside_two))
     assert "+200.0%" in beside_one
     assert "trial 1: 1 s/step)" in beside_one
     assert "+350.0%" in beside_two
@@ -411,17 +411,17 @@ def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
         state_of(learned_snapshot, each.candidate, int(row), [each], [], None)
         for each, row in zip(probes, rows, strict=True)
     ]
-    state, (ended, why), _taught = explanation[0]
+    state, (ended, reason), _taught = explanation[0]
     assert (state, ended) == ("ran", "probe 1 (search) measured: 1 s/step; it is the best")
-    assert "-50.0%" in why
-    assert "(trial 2)" in why
+    assert "-50.0%" in reason
+    assert "(trial 2)" in reason
     comparison_text = "+100.0% in time vs the best (trial 1: 1 s/step)"
     assert explanation[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {comparison_text}"])
 
 
-def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:
+def _ran(number: int, candidate: Candidate, step: float, **extra: Any) -> Trial:
     measurement = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
     )
-    trial_fields = {"role": Role.SEARCH, "state": TrialState.MEASURED} | more
+    trial_fields = {"role": Role.SEARCH, "state": TrialState.MEASURED} | extra
     return Trial(number=number, candidate=candidate, predicted={}, measurement=measurement, **trial_fields)

@@ -131,9 +131,9 @@ def test_plugins_are_switched_off_by_option_and_by_environment(
     assert "cpu" in names
     monkeypatch.setenv("FLAGCORE_DISABLE_PLUGINS", ",".join(names))
     assert flag("estimate", spec).code == 4
-    nothing = flag("devices")
-    assert nothing.code == 4
-    assert "no device found" in nothing.err
+    empty = flag("devices")
+    assert empty.code == 4
+    assert "no device found" in empty.err
     assert json.loads(flag("plugins", "list", "--json").out) == []
 
 

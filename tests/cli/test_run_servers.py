@@ -78,8 +78,8 @@ def test_servers_are_reported_when_they_are_ready_and_end_with_the_command(
     assert len(left(folder)) == 2
     os.kill(process.pid, number)
     assert process.wait(30) == code
-    until = time.monotonic() + 20
-    while left(folder) and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while left(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left(folder)
 

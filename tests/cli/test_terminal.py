@@ -17,22 +17,22 @@ pytestmark = pytest.mark.slow
 
 def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
     """Return what `flag` prints on a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
+    actual, expected = pty.openpty()
     environment = {"COLUMNS": "80", "TERM": "xterm-256color", **environment}
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     environment = {**os.environ, **environment, "PYTHONPATH": root}
-    process = subprocess.Popen([*FLAG, *arguments], stdout=theirs, stderr=theirs, env=environment, cwd=project.folder)
-    os.close(theirs)
+    process = subprocess.Popen([*FLAG, *arguments], stdout=expected, stderr=expected, env=environment, cwd=project.folder)
+    os.close(expected)
     output = b""
     while True:
         try:
-            piece = os.read(ours, 65536)
+            piece = os.read(actual, 65536)
         except OSError:  # the other end is closed
             break
         if not piece:
             break
         output += piece
-    os.close(ours)
+    os.close(actual)
     assert process.wait(60) == 0, output
     return output.decode()
 
@@ -69,9 +69,9 @@ def test_files_of_a_run_are_complete_regardless_of_the_terminal(project: Project
 
 def test_verbose_reports_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:
     arguments = ("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir))
-    talk = flag(*arguments, "-v").err
-    assert talk.count("  log: trials/") == 4  # two trials and their repeats
-    assert "  chosen for the fastest predicted candidate" in talk
+    progress = flag(*arguments, "-v").err
+    assert progress.count("  log: trials/") == 4  # two trials and their repeats
+    assert "  chosen for the fastest predicted candidate" in progress
     assert "log:" not in flag(*arguments, "--new").err
 
 

@@ -267,17 +267,17 @@ def test_an_unknown_command_is_reported_immediately(flag: Flag, project: Project
     assert completed.code == 2
     assert "cannot run /no/such/program" in completed.err
     assert completed.err.count("\n") == 1
-    repaired = tune(flag, project, "--new", control={"max_trials": 1})
-    assert repaired.code == 0
+    corrected = tune(flag, project, "--new", control={"max_trials": 1})
+    assert corrected.code == 0
 
 
 def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
     small_budget = {"max_trials": 3, "repeats": 0}
-    talk = tune(flag, project, control=small_budget).err.splitlines()
-    start_lines = [line for line in talk if "starts" in line]
+    progress = tune(flag, project, control=small_budget).err.splitlines()
+    start_lines = [line for line in progress if "starts" in line]
     assert len(start_lines) == 3
-    assert any("best" in line and "3/3 trials" in line for line in talk)
-    assert "\x1b" not in "".join(talk)
+    assert any("best" in line and "3/3 trials" in line for line in progress)
+    assert "\x1b" not in "".join(progress)
     assert tune(flag, project, "-q", "--new", control=small_budget).err == ""
 
 

@@ -50,8 +50,8 @@ def spec(project: Project, *, behaviour: str = "known", slo: Any = None, **tuner
     return str(path)
 
 
-def tune(flag: Flag, project: Project, **given: Any) -> Ran:
-    return flag("tune", spec(project, **given), "--run-dir", str(project.run_dir))
+def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:
+    return flag("tune", spec(project, **arguments), "--run-dir", str(project.run_dir))
 
 
 def test_the_fastest_is_found_with_its_figures_and_what_is_needed_to_start_it(flag: Flag, project: Project) -> None:

@@ -44,9 +44,9 @@ def test_a_run_that_fails_beside_others_is_no_reason_to_go_on() -> None:
 
 
 def test_it_is_unknown_without_both_runs() -> None:
-    cut = replace(beside(1, 100.0), state=TrialState.INTERRUPTED, measurement=None)
+    interrupted = replace(beside(1, 100.0), state=TrialState.INTERRUPTED, measurement=None)
     probe = replace(ALONE, fidelity=PROBE)
-    for known in ([ALONE], [ALONE, cut], [beside(1, 100.0)], [probe, beside(1, 100.0)]):
+    for known in ([ALONE], [ALONE, interrupted], [beside(1, 100.0)], [probe, beside(1, 100.0)]):
         assert interference(known) is None
 
 

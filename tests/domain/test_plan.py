@@ -30,16 +30,16 @@ def test_each_round_of_both_gives_a_gain() -> None:
 
 def test_an_incomplete_round_does_not_count() -> None:
     failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
-    more = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
-    assert gains(learn((*FIRST, failed, REPEATS[1], *more))) == (0.5, pytest.approx(0.1))
+    extra = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
+    assert gains(learn((*FIRST, failed, REPEATS[1], *extra))) == (0.5, pytest.approx(0.1))
 
 
 def reported(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
     record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
-    ran = trial(0, "x", 1.0 / measured, Role.SEARCH)
-    assert ran.measurement is not None
-    belief = {"step_time_s": {"value": believed}} if believed else None
-    return replace(ran, predicted=record, believed=belief, measurement=replace(ran.measurement, step_time_s=measured))
+    completed = trial(0, "x", 1.0 / measured, Role.SEARCH)
+    assert completed.measurement is not None
+    posterior = {"step_time_s": {"value": believed}} if believed else None
+    return replace(completed, predicted=record, believed=posterior, measurement=replace(completed.measurement, step_time_s=measured))
 
 
 def test_a_measured_time_takes_precedence_over_predictions() -> None:
@@ -74,8 +74,8 @@ def test_predictions_before_and_after_are_compared_over_the_same_trials() -> Non
     assert plan.prediction_error is not None
     assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.prediction_error.trials == 2
-    unlearned = replace(plan, trials=(reported(4.0, None),))
-    assert unlearned.prediction_error is None
+    uncorrected = replace(plan, trials=(reported(4.0, None),))
+    assert uncorrected.prediction_error is None
 
 
 def test_late_rivals_are_compared_with_the_baseline_of_the_same_rounds() -> None:
@@ -84,8 +84,8 @@ def test_late_rivals_are_compared_with_the_baseline_of_the_same_rounds() -> None
 
 
 def test_an_interrupted_repeat_is_not_a_round() -> None:
-    cut = replace(REPEATS[1], state=TrialState.INTERRUPTED, measurement=None)
-    assert gains(learn((*FIRST, REPEATS[0], cut))) == (0.5,)
+    interrupted = replace(REPEATS[1], state=TrialState.INTERRUPTED, measurement=None)
+    assert gains(learn((*FIRST, REPEATS[0], interrupted))) == (0.5,)
 
 
 def test_there_is_no_gain_without_a_measured_baseline() -> None:

@@ -52,9 +52,9 @@ def closed(schedule: str, times: StageTimes, m: float, v: float = 1.0) -> float:
     return float(makespan(schedule, times, np.array([float(m)]), np.array([float(v)]))[0])
 
 
-def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **more: Any) -> Passes:
+def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **extra: Any) -> Passes:
     """Return the passes of whole stages; receivers wait for messages by default."""
-    given: dict[str, Any] = {"send_s": 0.0, "sender_waits": False, "weight_share": 0.4, **more}
+    arguments: dict[str, Any] = {"send_s": 0.0, "sender_waits": False, "weight_share": 0.4, **extra}
     return Passes(
         schedule=schedule,
         microbatches=m,
@@ -62,13 +62,13 @@ def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **more
         forward_s=tuple(seconds["F"]),
         backward_s=tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True)),
         weight_s=tuple(seconds["W"]),
-        **given,
+        **arguments,
     )
 
 
-def played(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **more: Any) -> tuple[float, float]:
+def played(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **extra: Any) -> tuple[float, float]:
     """Return the time of a played step with a barrier and without."""
-    return seconds_of(simulate(passes_of(schedule, seconds, m=m, send_s=send, **more), m))
+    return seconds_of(simulate(passes_of(schedule, seconds, m=m, send_s=send, **extra), m))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,10 +153,10 @@ def test_v_patterns_of_two_devices_are_further_from_their_formula(schedule: str)
 
 def test_pairs_that_run_together_shorten_dualpipe() -> None:
     for p, m in ((2, 6), (4, 12), (8, 16)):
-        whole = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
+        full = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
         for schedule in ("dualpipe", "dualpipev"):
-            simulated, _ = played(schedule, m, whole, paired_s=(2.7,) * p)
-            found = closed(schedule, stage_times(whole, paired=np.full((p, 1), 2.7)), m)
+            simulated, _ = played(schedule, m, full, paired_s=(2.7,) * p)
+            found = closed(schedule, stage_times(full, paired=np.full((p, 1), 2.7)), m)
             assert found == pytest.approx(simulated, rel=0.03)
 
 
@@ -218,7 +218,7 @@ def test_more_memory_and_deferred_weights_never_make_a_plan_slower(p: int) -> No
 def test_columns_and_rows_give_equal_results() -> None:
     times, m, v = columns(3, 4, 6), np.array([4.0, 8.0, 12.0, 16.0, 20.0, 24.0]), np.array([1.0, 2, 3, 1, 2, 3])
     for schedule in SCHEDULES:
-        whole = makespan(schedule, times, m, v)
+        full = makespan(schedule, times, m, v)
         for k in range(6):
             row = StageTimes(
                 forward=times.forward[:, [k]],
@@ -227,7 +227,7 @@ def test_columns_and_rows_give_equal_results() -> None:
                 send=times.send[[k]],
                 blocking=np.asarray(times.blocking)[[k]],
             )
-            assert makespan(schedule, row, m[[k]], v[[k]])[0] == pytest.approx(whole[k], rel=1e-12)
+            assert makespan(schedule, row, m[[k]], v[[k]])[0] == pytest.approx(full[k], rel=1e-12)
 
 
 PAPER = """
@@ -279,14 +279,14 @@ def even_orders(schedule: str, p: int, m: int, v: int = 1) -> list[list[tuple[Pa
 def held_of(order: list[tuple[Pass, ...]], parts: int) -> tuple[float, float]:
     """Return the most micro-batches before their backward, and how many more wait for W at the worst moment."""
     forward = waiting = 0
-    most, worst = 0, (0, 0)
+    maximum, worst = 0, (0, 0)
     for step in order:
         for kind, _, _ in sorted(step, reverse=True):  # F before BW: both live while they run together
             forward += (kind == "F") - (kind in ("B", "BW"))
             waiting += (kind == "B") - (kind == "W")
-            most = max(most, forward)
+            maximum = max(maximum, forward)
             worst = max(worst, (forward + waiting, waiting))
-    return most / parts, (worst[0] - most) / parts
+    return maximum / parts, (worst[0] - maximum) / parts
 
 
 @pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED, "dualpipe"])
@@ -298,13 +298,13 @@ def test_memory_of_a_stage_matches_its_execution_order(schedule: str, p: int) ->
     if schedule in ("v-half", "v-min") and p % (2 if schedule == "v-half" else 3) == 0:
         m = 4 * p + 1  # the pattern is moved: it still holds no more
     for r, order in enumerate(even_orders(schedule, p, m)):
-        most, later = held_of(order, parts)
+        maximum, later = held_of(order, parts)
         held = in_flight(schedule, *arrays(r, p, 1, m))[0]
         waiting = deferred(schedule, *arrays(r, p, m), weight_share=1.0)[0]
         if schedule in ("v-half", "v-min"):
-            assert most <= held <= most + 1.0
+            assert maximum <= held <= maximum + 1.0
         else:
-            assert (held, held + waiting) == (most, most + later)
+            assert (held, held + waiting) == (maximum, maximum + later)
 
 
 def test_interleaved_holds_megatrons_warm_up_and_one_more() -> None:

@@ -22,9 +22,9 @@ def cost(fits: float, ends: float, *trials: Trial) -> float:
     """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
     seen = search_context(KNOWN, [replace(ran(0, STEP, 0), duration_s=WHOLE), *trials])
     log_time: FloatArray = np.log([STEP])
-    whole = full_trial_seconds(seen, log_time)
-    assert whole.tolist() == pytest.approx([WHOLE])
-    return float(expected_seconds(seen, log_time, whole, np.array([fits]), np.array([ends]))[0])
+    full = full_trial_seconds(seen, log_time)
+    assert full.tolist() == pytest.approx([WHOLE])
+    return float(expected_seconds(seen, log_time, full, np.array([fits]), np.array([ends]))[0])
 
 
 def lost(row: int, state: TrialState, seconds: float) -> Trial:

@@ -38,41 +38,41 @@ def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
 
 def test_consistent_experience_is_used_from_the_start() -> None:
     ratio = by_parts(0.3)
-    alone, taught = (
+    single, experienced = (
         Ratios(Observations.join([*past, observed(TRIED[:3], ratio)]), ALL, TIME).of(ALL)
         for past in ([], [observed(ROWS[::3], ratio, task=1)])
     )
-    assert np.abs(taught.mean - ratio).mean() < 0.5 * np.abs(alone.mean - ratio).mean()
+    assert np.abs(experienced.mean - ratio).mean() < 0.5 * np.abs(single.mean - ratio).mean()
 
 
 def test_contradicted_experience_is_ignored() -> None:
     past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
-    belief = Ratios(Observations.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
-    alone = Ratios(observed(TRIED[:8], real), ALL, TIME).of(ALL)
-    assert np.abs(belief.mean - real).mean() < 1.5 * np.abs(alone.mean - real).mean()
-    assert np.mean(np.abs(belief.mean - real) < 2 * belief.deviation) > 0.9
+    posterior = Ratios(Observations.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
+    single = Ratios(observed(TRIED[:8], real), ALL, TIME).of(ALL)
+    assert np.abs(posterior.mean - real).mean() < 1.5 * np.abs(single.mean - real).mean()
+    assert np.mean(np.abs(posterior.mean - real) < 2 * posterior.deviation) > 0.9
 
 
 def test_samples_are_drawn_from_the_posterior() -> None:
-    belief = Ratios(observed(TRIED[:5], by_parts(0.2)), ALL, TIME)
-    one, drawn = belief.of(ALL.take(ROWS[:20])), belief.sample(ALL.take(ROWS[:20]), 20_000)
+    posterior = Ratios(observed(TRIED[:5], by_parts(0.2)), ALL, TIME)
+    one, drawn = posterior.of(ALL.take(ROWS[:20])), posterior.sample(ALL.take(ROWS[:20]), 20_000)
     assert drawn.mean(axis=0) == pytest.approx(one.mean, abs=0.01)
     assert drawn.std(axis=0) == pytest.approx(one.deviation, rel=0.1)
 
 
 @pytest.mark.parametrize("scales", [TIME, MEMORY])
 def test_before_any_measurement_the_prediction_is_used(scales: object) -> None:
-    belief = Ratios(Observations.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
-    assert belief.mean == pytest.approx(0.0)
-    assert (belief.deviation > scales.chip).all()  # type: ignore[attr-defined]
+    posterior = Ratios(Observations.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
+    assert posterior.mean == pytest.approx(0.0)
+    assert (posterior.deviation > scales.chip).all()  # type: ignore[attr-defined]
 
 
 def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
-    here = Points.of(ALL, np.zeros(len(SPACE)))
-    there = Points.of(ALL, np.ones(len(SPACE)))
-    within, between = covariance(TIME, here, here), covariance(TIME, here, there)
-    assert np.diag(within) == pytest.approx(variance(TIME, here))
-    shared = TIME.part_of_task**2 * (here.parts**2).sum(axis=1)
+    first = Points.of(ALL, np.zeros(len(SPACE)))
+    second = Points.of(ALL, np.ones(len(SPACE)))
+    within, between = covariance(TIME, first, first), covariance(TIME, first, second)
+    assert np.diag(within) == pytest.approx(variance(TIME, first))
+    shared = TIME.part_of_task**2 * (first.parts**2).sum(axis=1)
     assert np.diag(within - between) == pytest.approx(TIME.task**2 + TIME.own**2 + shared)
     assert np.linalg.eigvalsh(within).min() > -1e-9
 
@@ -81,8 +81,8 @@ def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
 def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
     def believed(noise: float) -> float:
         row = ROWS[:1]
-        once = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
-        return float(Ratios(once, ALL, TIME).of(ALL.take(row)).mean[0])
+        single = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
+        return float(Ratios(single, ALL, TIME).of(ALL.take(row)).mean[0])
 
     assert believed(0.01) == pytest.approx(believed(0.0), rel=0.01)
     assert believed(0.3) < 0.7 * believed(0.01)

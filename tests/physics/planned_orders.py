@@ -52,9 +52,9 @@ def v_shaped(p: int, m: int) -> Orders:
     orders: Orders = []
     for r in range(p):
         near, far = r, 2 * p - 1 - r
-        wanted = [("F", near)] * (2 * (p - r) - 1) + [("F", far), ("F", near)] * r + [("F", far), ("B", far)] * (p - r)
-        wanted += [("F", near), ("B", near), ("F", far), ("B", far)] * m + [("B", near), ("B", far)] * m
-        orders.append(number_microbatches(([one] for one in wanted), {near: m, far: m}))
+        expected = [("F", near)] * (2 * (p - r) - 1) + [("F", far), ("F", near)] * r + [("F", far), ("B", far)] * (p - r)
+        expected += [("F", near), ("B", near), ("F", far), ("B", far)] * m + [("B", near), ("B", far)] * m
+        orders.append(number_microbatches(([one] for one in expected), {near: m, far: m}))
     return orders
 
 
@@ -93,8 +93,8 @@ def shortest(plans: Sequence[Orders], pipe: Pipe) -> Orders:
     """Return the plan whose longest span of one device is shortest: no synchronisation of all devices ends its step."""
 
     def duration(plan: Orders) -> tuple[float, float]:
-        whole, span = seconds_of(run(plan, pipe))
-        return round(span, 9), round(whole, 9)
+        full, span = seconds_of(run(plan, pipe))
+        return round(span, 9), round(full, 9)
 
     return min(plans, key=duration)
 
@@ -190,7 +190,7 @@ def compacted(tables: list[Table], m: int) -> list[Table]:
     tables = [dict(table) for table in tables]
     p, units = len(tables), max(max(table) for table in tables) + 1
     held = [list(accumulate(_grown(table[t][0]) if t in table else 0 for t in range(units))) for table in tables]
-    most = max(max(each) for each in held)
+    maximum = max(max(each) for each in held)
     when = {one: t for table in tables for t, one in table.items()}
     steady = (when["B", 0, 0], max(when["F", part, m - 1] for part in range(p)))
     for t, device, one in sorted((t, device, one) for device, table in enumerate(tables) for t, one in table.items()):
@@ -200,7 +200,7 @@ def compacted(tables: list[Table], m: int) -> list[Table]:
         first = max(when.get(_input(one, 2 * p), -1), when.get((kind, part, batch - 1), -1)) + 1
         for earlier in range(first, t):
             grown = _grown(kind)
-            if earlier in tables[device] or (grown > 0 and max(held[device][earlier:t]) + grown > most):
+            if earlier in tables[device] or (grown > 0 and max(held[device][earlier:t]) + grown > maximum):
                 continue
             for unit in range(earlier, t):
                 held[device][unit] += grown

@@ -150,8 +150,8 @@ def test_a_single_query_is_bound_by_reading_keys_and_values() -> None:
 
 
 def test_a_cached_prefix_costs_its_scores_but_not_its_queries() -> None:
-    whole, first, last = attention(8192, 8192)[0], attention(4096, 4096)[0], attention(4096, 8192)[0]
-    assert first + last == pytest.approx(whole, rel=0.1)
+    full, first, last = attention(8192, 8192)[0], attention(4096, 4096)[0], attention(4096, 8192)[0]
+    assert first + last == pytest.approx(full, rel=0.1)
     assert last > 2 * first
 
 

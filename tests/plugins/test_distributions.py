@@ -25,7 +25,7 @@ def test_distribution_names_its_hooks_and_the_flagcore_it_goes_with(folder: Path
     project, vendor = content["project"], folder.name
     assert project["name"] == f"flagcore-{vendor}"
     assert project["entry-points"] == {"flagcore.plugins": {vendor: f"flagcore_{vendor}.hooks:plugin"}}
-    (needed,) = (wanted for wanted in map(Requirement, project["dependencies"]) if wanted.name == "flagcore")
+    (needed,) = (expected for expected in map(Requirement, project["dependencies"]) if expected.name == "flagcore")
     assert needed.specifier.contains(__version__)
     assert set(content["tool"]) == {"hatch"}, "tool settings belong to the root"
 

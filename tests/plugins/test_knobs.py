@@ -163,9 +163,9 @@ def test_settings_of_a_choice_restrict_only_candidates_with_that_choice() -> Non
 
 
 def test_a_setting_overridden_by_a_choice_is_validated_with_its_new_value() -> None:
-    anew = Effect(settings={"pipeline_schedule": "zb-h1"})
-    more = Effect(settings={"offload_stages": "0,3"})
-    knob = replace(SCHEDULE, effects={"zb-h1": anew, "both": more})
+    updated = Effect(settings={"pipeline_schedule": "zb-h1"})
+    extra = Effect(settings={"offload_stages": "0,3"})
+    knob = replace(SCHEDULE, effects={"zb-h1": updated, "both": extra})
     task = small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4)
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
     engine = workload_of(task.spec.work)
@@ -191,12 +191,12 @@ def test_memory_by_component_and_rank_follows_the_schedule_knob() -> None:
     off, on = (candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
     held = predict_components(task, engine, both, np.array([0, 0]), costs)["ffn"]["activation_bytes"]
-    alone = [predict_components(task, engine, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
-    assert held.tolist() == alone
+    single = [predict_components(task, engine, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
+    assert held.tolist() == single
     assert held[0] == 1.5 * held[1]
-    set_so = small.task(settings={"pipeline_schedule": "zb-2p"})
-    bare = workload_of(set_so.spec.work)
-    expected = bare.rank(set_so, candidate_columns(set_so, bare, own), 0, small.costs(set_so))
+    with_setting = small.task(settings={"pipeline_schedule": "zb-2p"})
+    bare = workload_of(with_setting.spec.work)
+    expected = bare.rank(with_setting, candidate_columns(with_setting, bare, own), 0, small.costs(with_setting))
     ranks = [engine.rank(engine_task(task, effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
     assert ranks[0] == expected != ranks[1]
 
@@ -214,8 +214,8 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     each = [candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
     columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-    alone = [predict_columns(task, engine, one, small.costs(task)).row(0).step_time_s for one in each]
-    assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(alone)
+    single = [predict_columns(task, engine, one, small.costs(task)).row(0).step_time_s for one in each]
+    assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(single)
 
 
 def test_requirements_of_a_knob_are_a_rule(install: Install) -> None:
@@ -291,13 +291,13 @@ def test_a_trial_prunes_only_its_own_value_of_an_unordered_knob() -> None:
     legal = legality(task, engine)
     space = build(legal.axes, legal.rules, legal.merges)
     predictions = predict(task, engine, space, small.costs(task))
-    nothing = prune(space, predictions, engine, (), ())
+    empty = prune(space, predictions, engine, (), ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
     full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
-    pruned = prune(space, predictions, engine, (), [full], nothing)
-    gone = np.setdiff1d(nothing.open_rows, pruned.open_rows)
-    assert gone.size
-    assert space.columns(gone)["acme_fused"].all()
+    pruned = prune(space, predictions, engine, (), [full], empty)
+    removed = np.setdiff1d(empty.open_rows, pruned.open_rows)
+    assert removed.size
+    assert space.columns(removed)["acme_fused"].all()
     rows = np.arange(len(space))
     columns = space.columns(rows)
     known = features(space.axes, columns, predictions.take(rows), engine.sizes(engine_task(task), columns))
@@ -424,8 +424,8 @@ def with_predictions(install: Install, space: dict[str, Any]) -> Problem:
     loaded = load_plugins()
     data = json.loads(json.dumps(SPEC))
     data["auto_tuner"]["space"] |= space
-    more = loaded.knobs_on_any_chip("megatron")
-    spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=more)
+    extra = loaded.knobs_on_any_chip("megatron")
+    spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=extra)
     return build_problem(spec, loaded, workload_of(spec.work))
 
 

@@ -33,9 +33,9 @@ def parse(space: Any = None, baseline: Any = None, **train: Any) -> Any:
     return parse_spec(data, file="x", base=Path(), engines=ENGINES)
 
 
-def error_of(**given: Any) -> SpecError:
+def error_of(**arguments: Any) -> SpecError:
     with pytest.raises(SpecError) as error:
-        parse(**given)
+        parse(**arguments)
     return error.value
 
 

@@ -81,10 +81,10 @@ def test_settings_may_be_in_three_places(path: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("value", [True, False])
 def test_a_setting_and_its_opposite_may_not_contradict_each_other(value: bool) -> None:
-    given = {"overlap_p2p_comm": value, "no_overlap_p2p_communication": value}
+    arguments = {"overlap_p2p_comm": value, "no_overlap_p2p_communication": value}
     with pytest.raises(SpecError, match=r"no_overlap_p2p_communication.*is the negation of overlap_p2p_comm.*one of"):
-        read_job(changed(("train", "settings"), given), ENGINES)
-    agreed = read_job(changed(("train", "settings"), given | {"overlap_p2p_comm": not value}), ENGINES).work.settings
+        read_job(changed(("train", "settings"), arguments), ENGINES)
+    agreed = read_job(changed(("train", "settings"), arguments | {"overlap_p2p_comm": not value}), ENGINES).work.settings
     assert agreed["overlap_p2p_comm"] is not value
 
 

@@ -18,7 +18,7 @@ def read_model(source: str | Mapping[str, object], base: Path) -> Model:
     return model_from(source, base=base)
 
 
-def config(kind: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+def config(kind: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, **extra: Any) -> dict[str, Any]:
     return {
         "model_type": kind,
         "num_hidden_layers": layers,
@@ -26,7 +26,7 @@ def config(kind: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int
         "intermediate_size": ffn,
         "num_attention_heads": heads,
         "vocab_size": vocab,
-        **more,
+        **extra,
     }
 
 

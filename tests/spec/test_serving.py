@@ -19,8 +19,8 @@ from tests.spec.test_page import BASE
 MODEL = BASE["model"]
 
 
-def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = None, **more: Any) -> ServeSpec:
-    data = {"model": MODEL, "serve": {"engine": "vllm", "profile": profile or {}} | more, "auto_tuner": tuner or {}}
+def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = None, **extra: Any) -> ServeSpec:
+    data = {"model": MODEL, "serve": {"engine": "vllm", "profile": profile or {}} | extra, "auto_tuner": tuner or {}}
     return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 

@@ -94,12 +94,12 @@ def test_the_space_is_what_an_enumeration_finds_and_the_books_balance(seed: int)
 def test_small_chunks_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     task = random_task(seed)
     parts = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
-    whole = build(*parts)
+    full = build(*parts)
     monkeypatch.setattr(build_module, "CHUNK", 7)
     pieces = build(*parts)
-    assert pieces.rows.tolist() == whole.rows.tolist()
+    assert pieces.rows.tolist() == full.rows.tolist()
     assert balanced(pieces)
-    assert sum(pieces.illegal.values()) + pieces.merged == sum(whole.illegal.values()) + whole.merged
+    assert sum(pieces.illegal.values()) + pieces.merged == sum(full.illegal.values()) + full.merged
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -158,8 +158,8 @@ def test_a_neutral_value_is_outside_the_grid_but_may_be_in_a_row() -> None:
 
 def test_a_canonical_value_missing_from_the_axis_leaves_the_row_unchanged() -> None:
     axes = [Axis(knob="a", values=(2, 4), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
-    strange = Merge(name="strange", knobs=("a", "b"), canonical=lambda c: {"a": np.full_like(c["a"], 7)})
-    assert len(build(axes, [], [strange])) == 4
+    unrelated = Merge(name="strange", knobs=("a", "b"), canonical=lambda c: {"a": np.full_like(c["a"], 7)})
+    assert len(build(axes, [], [unrelated])) == 4
 
 
 def test_find_returns_rows_of_candidates_in_the_space_only() -> None:

@@ -91,8 +91,8 @@ def test_buffers_of_collectives_that_a_probe_does_not_have_are_added() -> None:
 
 
 def test_a_probe_that_needs_more_memory_corrects_the_prediction() -> None:
-    much = replace(FIRST, reserved_bytes=79_500_000_000)
-    assert combine(PREDICTED, probe(much), MEMORY, WORK).fits is False
+    large = replace(FIRST, reserved_bytes=79_500_000_000)
+    assert combine(PREDICTED, probe(large), MEMORY, WORK).fits is False
 
 
 def test_a_missing_allocator_is_modelled() -> None:

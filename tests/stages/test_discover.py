@@ -43,8 +43,8 @@ def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = No
         return answer if chip.name == known else None
 
     known = chip.name
-    given = {"flagcore_chips": flagcore_chips, "flagcore_devices": flagcore_devices}
-    return SimpleNamespace(**given, flagcore_engine_support=flagcore_engine_support, **hooks)
+    arguments = {"flagcore_chips": flagcore_chips, "flagcore_devices": flagcore_devices}
+    return SimpleNamespace(**arguments, flagcore_engine_support=flagcore_engine_support, **hooks)
 
 
 def spec(**cluster: Any) -> Spec:
@@ -75,8 +75,8 @@ def test_a_chip_can_be_planned_for_without_the_hardware() -> None:
 
 
 def test_the_specs_cluster_comes_first() -> None:
-    wanted = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
-    group = discover(wanted, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
+    expected = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
+    group = discover(expected, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
     assert (group.devices, group.memory_bytes) == (2, 1 << 30)
 
 
@@ -153,16 +153,16 @@ def test_unknown_support_allows_planning_only() -> None:
 
 
 def test_every_hook_is_called_once_for_this_chip_and_engine() -> None:
-    asked: list[tuple[str, str]] = []
+    request: list[tuple[str, str]] = []
 
     @hookimpl
     def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str]:
-        asked.append((chip.name, engine))
+        request.append((chip.name, engine))
         return {"FABRIC": "1"}
 
     platform = discover(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.environment == {"FABRIC": "1"}
-    assert asked == [("test-chip", "megatron")]
+    assert request == [("test-chip", "megatron")]
 
 
 OTHER = replace(
@@ -188,12 +188,12 @@ def test_messages_between_node_groups_take_the_slower_network() -> None:
     plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER))
     costs = discover(spec(groups=GROUPS), plugins).costs
     both = discover(spec(groups=(GROUPS[1], GROUPS[1])), plugins).costs
-    alone = discover(spec(chip="other", nodes=2), plugins).costs
+    single = discover(spec(chip="other", nodes=2), plugins).costs
     assert costs.between is not None
     assert both.between is not None
-    slow = alone.collectives.seconds("send", SEND[0], SEND[1], np.array([8]))
+    slow = single.collectives.seconds("send", SEND[0], SEND[1], np.array([8]))
     assert costs.between.seconds("send", *SEND) == both.between.seconds("send", *SEND) == slow
-    assert alone.between is None
+    assert single.between is None
     unknown = replace(GROUPS[0], nic_bytes_per_second=None)
     for groups in ((unknown, GROUPS[1]), (GROUPS[1], unknown)):
         between = discover(spec(groups=groups), plugins).costs.between
@@ -298,14 +298,14 @@ def test_a_plugin_can_refuse_a_whole_task() -> None:
 
 
 def test_a_plugin_can_set_what_a_task_leaves_open() -> None:
-    kept = PreferredSetting(setting="settings.fp8_margin", value=1, reason="kept")
+    stored = PreferredSetting(setting="settings.fp8_margin", value=1, reason="kept")
     set_ = PreferredSetting(setting="settings.attention_softmax_in_fp32", value=True, reason="sums are in bf16")
     must = ForcedSetting(name="must", setting="settings.sequence_parallel", value=True, reason="nothing else works")
     worst = RefusedValues(name="no_pipelines", knob="pipeline_model_parallel_size", values=(8,), reason="no links")
-    advice = TaskAdvice(preferred=(kept, set_), forced=(must,), refused=(worst,), notes=("nodes are far apart",))
-    wanted = spec(chip="test-chip", nodes=2)
-    work = replace(wanted.work, command=("train.py",), settings={"fp8_margin": 2})
-    platform = discover(replace(wanted, work=work), loaded(a=advising(advice), x=plugin(small.CHIP)))
+    advice = TaskAdvice(preferred=(stored, set_), forced=(must,), refused=(worst,), notes=("nodes are far apart",))
+    requested = spec(chip="test-chip", nodes=2)
+    work = replace(requested.work, command=("train.py",), settings={"fp8_margin": 2})
+    platform = discover(replace(requested, work=work), loaded(a=advising(advice), x=plugin(small.CHIP)))
     expected = {"fp8_margin": 2, "attention_softmax_in_fp32": True, "sequence_parallel": True}
     assert platform.task.spec.work.settings == expected  # type: ignore[union-attr]
     (note, further) = platform.support.notes

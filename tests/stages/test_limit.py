@@ -20,7 +20,7 @@ TASK = small.task(control=Control(train_iters=5))
 START = 300.0
 
 
-def planned(value: float = 10.0, high: float = 12.0, **more: Any) -> Trial:
+def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
     step = {"value": value, "low": value / 2, "high": high}
     return Trial(
         number=9,
@@ -28,7 +28,7 @@ def planned(value: float = 10.0, high: float = 12.0, **more: Any) -> Trial:
         role=Role.SEARCH,
         state=TrialState.RUNNING,
         predicted={"step_time_s": step},
-        **more,
+        **extra,
     )
 
 
@@ -107,5 +107,5 @@ def test_a_search_takes_at_most_its_limits(max_time: float | None) -> None:
     repeats = (1 + EXTRA_ROUNDS) * 2
     assert (found.trials, found.repeats) == (2, repeats)
     assert found.steps_s == 5 * (1.0 + 3.0 + repeats * 4.0)
-    most = (2 + repeats) * START + SLACK * 5 * (2.0 + 3.0 + repeats * 8.0)
-    assert found.at_most_s == (max_time or most)
+    maximum = (2 + repeats) * START + SLACK * 5 * (2.0 + 3.0 + repeats * 8.0)
+    assert found.at_most_s == (max_time or maximum)

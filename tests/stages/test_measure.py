@@ -342,8 +342,8 @@ class Reads:
 def test_telemetry_is_stored_per_device_and_low_clocks_are_reported(tmp_path: Path) -> None:
     readers = [Reads(clock_hertz=clock, power_watts=watts) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))]
     platform = small.platform(TASK, telemetry=tuple(readers), read_devices=devices(0, 1, 3))
-    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
-    done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
+    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(completed, platform, Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None
     assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [
         (0, 300),
@@ -359,8 +359,8 @@ def test_telemetry_is_that_of_the_devices_of_the_trial(tmp_path: Path) -> None:
     task = replace(TASK, spec=replace(TASK.spec, envs={"ACME_VISIBLE_DEVICES": "3,2"}))
     support = EngineSupport(support=Support.YES, visible_devices="ACME_VISIBLE_DEVICES")
     platform = small.platform(task, telemetry=readers, read_devices=devices(0, 1, 2, 3), support=support)
-    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
-    done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
+    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(completed, platform, Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None
     assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [(0, 400), (1, 300)]
 
@@ -373,8 +373,8 @@ def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_pa
         telemetry=tuple(Reads(clock_hertz=1e9 if place == ("c", 1) else 2e9) for place in places),
         read_devices=tuple(Device(index=index, chip="test-chip", host=host) for host, index in places),
     )
-    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
-    done = measure(ran, platform.on_hosts(("c", "b")), Engine(), TRIAL, str(tmp_path), None)
+    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(completed, platform.on_hosts(("c", "b")), Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None
     assert [each["device"] for each in done.measurement.devices] == list(range(8))
     (line,) = done.measurement.slow
@@ -383,8 +383,8 @@ def test_devices_of_several_hosts_are_numbered_over_all_and_named_by_host(tmp_pa
 
 def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
     platform = small.platform(TASK, telemetry=(Reads(power_limit_watts=400, power_watts=300),), read_devices=devices(0))
-    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
-    done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
+    completed = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(completed, platform, Engine(), TRIAL, str(tmp_path), None)
     assert done.measurement is not None
     assert done.measurement.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}
 

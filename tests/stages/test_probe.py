@@ -133,13 +133,13 @@ def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path
 
 
 def test_probes_run_in_parallel_unless_devices_are_shared_or_selected() -> None:
-    here = tuple(Device(index=at, chip="test-chip", memory_bytes=1) for at in range(3))
+    first = tuple(Device(index=at, chip="test-chip", memory_bytes=1) for at in range(3))
     other = Device(index=3, chip="another", memory_bytes=1)
     plain = small.platform(TASK)
-    assert parallel_probe_ranks(plain, (*here, other)) == 3
+    assert parallel_probe_ranks(plain, (*first, other)) == 3
     shared = EngineSupport(support=plain.support.support, shared_devices=True)
-    assert parallel_probe_ranks(small.platform(TASK, support=shared), here) == 1
-    assert parallel_probe_ranks(small.platform(TASK, environment={"ANY_VISIBLE_DEVICES": "1"}), here) == 1
+    assert parallel_probe_ranks(small.platform(TASK, support=shared), first) == 1
+    assert parallel_probe_ranks(small.platform(TASK, environment={"ANY_VISIBLE_DEVICES": "1"}), first) == 1
     assert parallel_probe_ranks(plain, ()) == 1
 
 

@@ -71,10 +71,10 @@ class Rule:
 
 
 def test_only_candidates_that_do_not_fit_are_removed() -> None:
-    need = predictions().device_used_bytes
-    middle = float(np.median(need))
+    needed = predictions().device_used_bytes
+    middle = float(np.median(needed))
     found = pruned(of=predictions(middle))
-    assert rows_of(found, "does_not_fit") == np.flatnonzero(need > middle).tolist()
+    assert rows_of(found, "does_not_fit") == np.flatnonzero(needed > middle).tolist()
     assert 0 < found.open_rows.size < len(SPACE)
     assert pruned(of=predictions(None)).open_rows.size == len(SPACE)
 
@@ -132,30 +132,30 @@ def test_more_work_than_a_measured_candidate_is_pruned() -> None:
 def test_more_work_does_not_prune_a_candidate_with_less_predicted_time() -> None:
     one = small.candidate(data_parallel_size=4, micro_batch_size=1)
     recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
-    of = predictions()
-    faster = of.step_time_s.copy()
+    predicted = predictions()
+    faster = predicted.step_time_s.copy()
     faster[recomputed] = 0.5 * faster[SPACE.find(one)]
-    found = pruned([trial(one, TrialState.MEASURED)], of=replace(of, step_time_s=faster))
+    found = pruned([trial(one, TrialState.MEASURED)], of=replace(predicted, step_time_s=faster))
     assert recomputed in found.open_rows.tolist()
 
 
 def test_candidates_are_readmitted_when_trials_need_less_than_predicted() -> None:
-    need = predictions().device_used_bytes
-    capacity = 0.9 * float(need.min())
-    of = predictions(capacity)
-    ran = [used(row, 0.7 * float(need[row]), number) for number, row in enumerate((0, 1, 2))]
-    assert not pruned(of=of).open_rows.size
-    after = prune(SPACE, of, WORKLOAD, [Rule()], ran, pruned(of=of))
-    assert set(rows_of(after, "does_not_fit")) >= set(np.flatnonzero(0.7 * need > capacity).tolist())
+    needed = predictions().device_used_bytes
+    capacity = 0.9 * float(needed.min())
+    predicted = predictions(capacity)
+    completed = [used(row, 0.7 * float(needed[row]), number) for number, row in enumerate((0, 1, 2))]
+    assert not pruned(of=predicted).open_rows.size
+    after = prune(SPACE, predicted, WORKLOAD, [Rule()], completed, pruned(of=predicted))
+    assert set(rows_of(after, "does_not_fit")) >= set(np.flatnonzero(0.7 * needed > capacity).tolist())
     assert rows_of(after, "no_small_batches")
     assert after.open_rows.size
 
 
 def test_candidates_are_removed_when_trials_need_more_than_predicted() -> None:
-    need = predictions().device_used_bytes
-    of = predictions(1.01 * float(need.max()))
-    ran = [used(row, 1.4 * float(need[row]), row) for row in (0, 1, 2)]
-    assert rows_of(pruned(ran, of=of), "does_not_fit")
+    needed = predictions().device_used_bytes
+    predicted = predictions(1.01 * float(needed.max()))
+    completed = [used(row, 1.4 * float(needed[row]), row) for row in (0, 1, 2)]
+    assert rows_of(pruned(completed, of=predicted), "does_not_fit")
 
 
 def used(row: int, memory: float, number: int) -> Trial:

@@ -33,10 +33,10 @@ def test_the_interval_is_that_of_a_fixed_part_twice_or_half_as_large() -> None:
     assert short.low == pytest.approx((20 * FIXED_FACTOR + 512) / (20 * FIXED_FACTOR + 64))
     assert short.high == pytest.approx((20 / FIXED_FACTOR + 512) / (20 / FIXED_FACTOR + 64))
     assert short.low < short.scale < short.high < 8.0
-    alone = scale_steps(64, 512, 64.0, 512.0)
-    once = 64.0 * UNMODELLED_SHARE  # of a step without a fixed part
-    assert alone.low == pytest.approx((once + 512) / (once + 64))
-    assert alone.scale == alone.high == 8.0
+    single = scale_steps(64, 512, 64.0, 512.0)
+    one = 64.0 * UNMODELLED_SHARE  # of a step without a fixed part
+    assert single.low == pytest.approx((one + 512) / (one + 64))
+    assert single.scale == single.high == 8.0
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_a_measurement_of_shortened_steps_becomes_one_of_whole_steps() -> None:
     measured = Measurement(
         step_times_s=(2.0, 4.0), step_time_s=3.0, spread_s=1.0, tokens_per_second_per_device=100.0, device_used_bytes=7
     )
-    whole = scale_steps(64, 512, 84.0, 532.0).scaled(measured)
+    full = scale_steps(64, 512, 84.0, 532.0).scaled(measured)
     scale = 532.0 / 84.0
-    assert whole.step_times_s == pytest.approx((2.0 * scale, 4.0 * scale))
-    assert (whole.step_time_s, whole.spread_s) == pytest.approx((3.0 * scale, scale))
-    assert whole.tokens_per_second_per_device == pytest.approx(100.0 * 8.0 / scale)
-    assert (whole.scaled_from, whole.device_used_bytes) == (3.0, 7)
-    assert whole.low_s is not None
-    assert whole.high_s is not None
-    assert whole.modelled_s is not None
-    assert whole.low_s < whole.step_time_s < whole.high_s
-    assert whole.modelled_s == pytest.approx(3.0 * scale - 3.0)
+    assert full.step_times_s == pytest.approx((2.0 * scale, 4.0 * scale))
+    assert (full.step_time_s, full.spread_s) == pytest.approx((3.0 * scale, scale))
+    assert full.tokens_per_second_per_device == pytest.approx(100.0 * 8.0 / scale)
+    assert (full.scaled_from, full.device_used_bytes) == (3.0, 7)
+    assert full.low_s is not None
+    assert full.high_s is not None
+    assert full.modelled_s is not None
+    assert full.low_s < full.step_time_s < full.high_s
+    assert full.modelled_s == pytest.approx(3.0 * scale - 3.0)

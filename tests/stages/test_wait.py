@@ -53,8 +53,8 @@ def node(readers: Sequence[Any], *, task: Any = TASK, **support: Any) -> Platfor
     return small.platform(task, telemetry=tuple(readers), read_devices=devices, support=answer)
 
 
-def busy(readers: Sequence[Any], need: float = 0.0, **more: Any) -> str:
-    return wait_for_devices(node(readers, **more), need, 0.0)
+def busy(readers: Sequence[Any], need: float = 0.0, **extra: Any) -> str:
+    return wait_for_devices(node(readers, **extra), need, 0.0)
 
 
 def test_idle_devices_are_free() -> None:

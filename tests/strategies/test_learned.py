@@ -36,8 +36,8 @@ def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memor
         row = STRATEGY.next(search_context(known, trials)).row
         if row is None:
             break
-        need = memory * float(known.device_used_bytes[row])
-        trials.append(ran(row, float(real[row]) if need <= capacity else None, len(trials), need))
+        needed = memory * float(known.device_used_bytes[row])
+        trials.append(ran(row, float(real[row]) if needed <= capacity else None, len(trials), needed))
     return trials
 
 
@@ -66,11 +66,11 @@ def test_a_model_three_times_off_still_ends_near_the_best() -> None:
 @pytest.mark.slow
 def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
     known = predictions()
-    nothing = np.full(len(SPACE), np.nan)
-    blind = replace(known, step_time_s=nothing, low_s=nothing, high_s=nothing)
+    empty = np.full(len(SPACE), np.nan)
+    untimed = replace(known, step_time_s=empty, low_s=empty, high_s=empty)
     trials: list[Trial] = []
     for number in range(25):
-        row = STRATEGY.next(search_context(blind, trials)).row
+        row = STRATEGY.next(search_context(untimed, trials)).row
         if row is None:
             break
         trials.append(ran(row, float(known.step_time_s[row]), number))
@@ -115,18 +115,18 @@ def test_pending_trials_make_similar_candidates_less_attractive() -> None:
     real = distorted(known, spread=0.0)
     order = np.argsort(known.step_time_s, kind="stable")
     trials = [ran(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
-    alone, pending, rows = search_context(known, trials), list[Trial](), list[int]()
+    single, pending, rows = search_context(known, trials), list[Trial](), list[int]()
     for _ in range(4):
-        busy = replace(alone, pending=pending, open_rows=np.setdiff1d(alone.open_rows, rows))
+        busy = replace(single, pending=pending, open_rows=np.setdiff1d(single.open_rows, rows))
         chosen = STRATEGY.next(busy)
         assert chosen.row is not None
         rows.append(chosen.row)
         pending.append(replace(ran(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
     assert len(set(rows)) == 4
-    sure = expected_times(replace(alone, pending=pending), observed_times(alone))
+    sure = expected_times(replace(single, pending=pending), observed_times(single))
     assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
-    assert len(expected_times(alone, observed_times(alone))) == 0
-    before, after = (believed(replace(alone, pending=some), rows[0]) for some in ((), pending))
+    assert len(expected_times(single, observed_times(single))) == 0
+    before, after = (believed(replace(single, pending=some), rows[0]) for some in ((), pending))
     assert spread(after) < spread(before)
 
 
@@ -140,8 +140,8 @@ def probed(row: int, seconds: float | None, number: int, used: float | None = No
 
 def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     known = predictions()
-    step, need = known.step_time_s, known.device_used_bytes
-    probes = (probed(3, 1.5 * step[3], 0, 2 * need[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
+    step, needed = known.step_time_s, known.device_used_bytes
+    probes = (probed(3, 1.5 * step[3], 0, 2 * needed[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
     seen = replace(search_context(known, [ran(4, 1.2 * step[4], 3)]), probes=probes)
     times = observed_times(seen)
     assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
@@ -163,12 +163,12 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
             trial, measurement=replace(trial.measurement, spread_s=spread * step, step_times_s=(step,) * count)
         )
 
-    even, rough, usual, cut = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
-    assert cut.measurement is not None
-    cut = replace(cut, state=TrialState.STOPPED, measurement=replace(cut.measurement, partial=True))
-    noise = observed_times(search_context(known, [even, rough, usual, cut])).noise
+    even, rough, default, interrupted = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
+    assert interrupted.measurement is not None
+    interrupted = replace(interrupted, state=TrialState.STOPPED, measurement=replace(interrupted.measurement, partial=True))
+    noise = observed_times(search_context(known, [even, rough, default, interrupted])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
-    assert observed_times(search_context(known, [even, cut])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
+    assert observed_times(search_context(known, [even, interrupted])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
 
 
 def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
@@ -191,8 +191,8 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
     row = int(np.argmax(known.device_used_bytes))
     bounds = []
     for share in (0.9, 0.01):
-        tight = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
-        bounds.append(observed_memory(search_context(tight, [ran(row, None, 0)])).log_ratio[0])
+        small = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
+        bounds.append(observed_memory(search_context(small, [ran(row, None, 0)])).log_ratio[0])
     assert bounds == pytest.approx([MIN_EXCESS - np.log(0.9), MAX_EXCESS])
 
 
@@ -267,13 +267,13 @@ def test_experience_does_not_end_a_run_before_a_few_measurements() -> None:
     known = predictions()
     rows = np.arange(len(SPACE))
     features = search_context(known).features(rows)
-    taught = Observations(
+    experienced = Observations(
         features,
         np.zeros(rows.size),
         np.full(rows.size, 0.01),
         np.ones(rows.size, dtype=np.int64),
     )
-    past = replace(PastMeasurements.empty(), time=taught)
+    past = replace(PastMeasurements.empty(), time=experienced)
     best = int(np.argmin(known.step_time_s))
     trials = [ran(best, float(known.step_time_s[best]), 0)]
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None

@@ -20,9 +20,9 @@ WORK = ServeSpec(engine="vllm", loads=(Load(concurrency=8),), slo=LIMIT)
 
 def known() -> Predictions:
     """The faster, the longer the first token takes: from 2 s of the fastest down to 0.5 s."""
-    made = predictions(capacity=None)
-    place = np.argsort(np.argsort(made.step_time_s))
-    return dataclasses.replace(made, figures={"ttft_s.p99": 2.0 - 1.5 * place / place.max()})
+    result = predictions(capacity=None)
+    place = np.argsort(np.argsort(result.step_time_s))
+    return dataclasses.replace(result, figures={"ttft_s.p99": 2.0 - 1.5 * place / place.max()})
 
 
 def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
@@ -34,10 +34,10 @@ def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
 
 def measured(row: int, number: int, times: float) -> Trial:
     """A trial of `row` whose first token took `times` as long as predicted."""
-    of = known()
-    trial = ran(row, float(of.step_time_s[row]), number)
+    predicted = known()
+    trial = ran(row, float(predicted.step_time_s[row]), number)
     assert trial.measurement is not None
-    ttft = float(of.figures["ttft_s.p99"][row]) * times
+    ttft = float(predicted.figures["ttft_s.p99"][row]) * times
     broken = (f"ttft_s.p99 is {ttft} s",) if ttft > LIMIT["ttft_s.p99"] else ()
     return dataclasses.replace(
         trial, measurement=dataclasses.replace(trial.measurement, figures={"ttft_s.p99": ttft}, broken=broken)

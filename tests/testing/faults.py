@@ -334,9 +334,9 @@ def variable(name: str, near: str) -> Fault:
 
 def printing(name: str, method: str) -> Fault:
     """Let a method of a hook's object print to stdout."""
-    say = f"'{method}': lambda self, *given: (print('{method} is called'), getattr(own, '{method}')(*given))[1]"
-    made = f"type('Loud', (), {{'__getattr__': lambda self, part: getattr(own, part), {say}}})()"
-    return hook("hooks_have_no_side_effects", name, f"return own and {made}", f"{method} is called")
+    method_code = f"'{method}': lambda self, *given: (print('{method} is called'), getattr(own, '{method}')(*given))[1]"
+    result = f"type('Loud', (), {{'__getattr__': lambda self, part: getattr(own, part), {method_code}}})()"
+    return hook("hooks_have_no_side_effects", name, f"return own and {result}", f"{method} is called")
 
 
 MEASURED = (

@@ -57,19 +57,19 @@ def test_a_chip_without_files_uses_the_core_model(costs: Path) -> None:
 
 def test_a_curve_overrides_only_its_own_constants(costs: Path) -> None:
     (costs / "curve.yaml").write_text(CURVE)
-    made = kernel_costs("shipped", CHIP)
-    assert isinstance(made, Roofline)
-    assert made.curve == Curve(gemm_share=0.6, gemm_shares={"fp8": 0.5}, launch_seconds=2e-5)
+    result = kernel_costs("shipped", CHIP)
+    assert isinstance(result, Roofline)
+    assert result.curve == Curve(gemm_share=0.6, gemm_shares={"fp8": 0.5}, launch_seconds=2e-5)
 
 
 def test_measured_kernels_make_a_table(costs: Path) -> None:
     (costs / "provenance.yaml").write_text(PROVENANCE)
     (costs / "kernels.jsonl").write_text(gemm(2048, 1504.0))
-    made = kernel_costs("shipped", CHIP)
-    assert isinstance(made, KernelTable)
+    result = kernel_costs("shipped", CHIP)
+    assert isinstance(result, KernelTable)
     m, side = np.array([2048.0]), np.array([4096.0])
     clock = 1.0 + 0.5 / (1.0 + (1000 / 1500) ** 4)
-    assert made.gemm_seconds(m, side, side, "bf16") == pytest.approx(1500e-6 / clock, rel=0.02)
+    assert result.gemm_seconds(m, side, side, "bf16") == pytest.approx(1500e-6 / clock, rel=0.02)
 
 
 def test_measured_kernels_without_their_provenance_are_refused(costs: Path) -> None:

@@ -118,11 +118,11 @@ def node(folder: Path, tools: dict[str, str]) -> dict[str, str]:
         )
         (programs / name).write_text(script)
         (programs / name).chmod(0o755)
-    kept = {
+    stored = {
         name: value for name, value in os.environ.items() if not name.startswith(("GEMS_", "CUDA_", "MACA_", "MLU_"))
     }
     return {
-        **kept,
+        **stored,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
         "FLAGCORE_HOME": str(folder / "home"),
@@ -165,9 +165,9 @@ def test_a_node_is_detected_launched_and_tuned(vendor: str, played: bool, tmp_pa
     (tmp_path / "train.py").write_text(PLAYED)
     command = [sys.executable, "-S", "-E", str(tmp_path / "train.py")] if played else None
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SPEC, "train": {**SPEC["train"], "command": command}}))
-    ran = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run", "--json")
-    assert ran.returncode == 0, ran.stderr
-    result = json.loads(ran.stdout)
+    completed = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run", "--json")
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout)
     assert (result["chip"], result["devices"]) == (chip, 4)
     assert result["counts"]["pruned"] == {}
     (trial,) = result["trials"]
@@ -183,8 +183,8 @@ def test_a_busy_device_fails_the_trial_before_it_starts(tmp_path: Path) -> None:
     control = {**SPEC["auto_tuner"]["control"], "device_wait": 0}
     spec = {**SPEC, "auto_tuner": {**SPEC["auto_tuner"], "control": control}}
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    ran = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run")
-    assert ran.returncode == 5
+    completed = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run")
+    assert completed.returncode == 5
     (trial,) = json.loads((tmp_path / "run" / "result.json").read_text())["trials"]
     assert (trial["state"], trial["inconclusive"]) == ("failed", True)
     assert trial["reason"].startswith("device busy: device 0 has 20.5 of 80.0 GiB in use; device 1 has 20.5")

@@ -66,8 +66,8 @@ def test_bridge_groups_of_mlus_are_those_that_cnmon_shows() -> None:
         for a, name in enumerate(names)
     ]
     matrix = "\n".join("  ".join(row) for row in [["", *names, "CPU Affinity"], *rows])
-    usual, shown = x8_topology(group), x8_topology(group, matrix)
-    assert usual is not None
+    default, shown = x8_topology(group), x8_topology(group, matrix)
+    assert default is not None
     assert shown is not None
-    assert [level.devices for level in usual.levels] == [8, 16]
+    assert [level.devices for level in default.levels] == [8, 16]
     assert [level.devices for level in shown.levels] == [4, 16]

@@ -51,9 +51,9 @@ class Vendor:
     @property
     def torch(self) -> str:
         """The source of a module that stands for the vendor's torch."""
-        more = "\n".join(f"{name} = object()" for name in self.attributes if name != self.kind)
+        extra = "\n".join(f"{name} = object()" for name in self.attributes if name != self.kind)
         facts = {"version": self.version, "name": self.chip, "memory_bytes": self.memory_bytes}
-        return TORCH.format(kind=self.kind, attributes=more, **facts)
+        return TORCH.format(kind=self.kind, attributes=extra, **facts)
 
     def devices(self, root: Path, torch: str, node: bool = True) -> tuple[Device, ...]:
         """Return what is found below `root` with a torch of this source, and with a device file or without."""

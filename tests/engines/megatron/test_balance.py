@@ -61,7 +61,7 @@ def all_splits(work: Training, split: Layout) -> tuple[Training, Layout]:
     """Return a candidate with each of its splits: a layer on each (virtual) stage, none needed on the last one."""
     model, length, chunks = work.model, int(split.pipeline[0]), int(split.virtual[0])
     cuts = combinations(range(1, model.num_layers + 1), length * chunks - 1)
-    counts = [tuple(np.diff([0, *cut, model.num_layers]).tolist()) for cut in cuts]
+    counts = [tuple(np.diff([0, *interrupted, model.num_layers]).tolist()) for interrupted in cuts]
     if work.options.equal_stages:
         counts = [each for each in counts if equal(each, length, model)]
     table = np.array(counts, dtype=np.float64).reshape(-1, length * chunks)
@@ -197,10 +197,10 @@ def drawn(draw: np.random.Generator) -> tuple[Training, Layout]:
     work = train(model, sequence=int(draw.choice([1024, 4096])), transformer_engine=bool(draw.integers(2)))
     equal_stages = bool(draw.random() < 0.15)
     work = dataclasses.replace(work, options=dataclasses.replace(work.options, equal_stages=equal_stages))
-    more = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
+    extra = {"tensor": tensor, "expert_tensor": tensor, "data": data, "sharded_optimizer": draw.integers(2)}
     recompute = [*RECOMPUTE.values()][draw.integers(len(RECOMPUTE))]
     microbatches = pipeline * draw.choice([1, 2, 4, 8])
-    return work, layout(pipeline=pipeline, virtual=virtual, microbatches=microbatches, **more, **recompute)
+    return work, layout(pipeline=pipeline, virtual=virtual, microbatches=microbatches, **extra, **recompute)
 
 
 @pytest.mark.parametrize("seed", [17, 2027])
@@ -348,17 +348,17 @@ def test_one_candidate_alone_has_the_split_that_it_has_among_others() -> None:
     model = dataclasses.replace(EXPERTS, num_layers=13, moe_first_dense_layers=1)
     task = small.task(model, devices=8, space={"micro_batch_size": (1,)})
     space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
-    of = small.costs(task, 3e9)
-    many, texts = WORKLOAD.predict(task, space.columns(), of), layout_texts(task, space.columns(), of)
+    predictions = small.costs(task, 3e9)
+    many, texts = WORKLOAD.predict(task, space.columns(), predictions), layout_texts(task, space.columns(), predictions)
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
-        assert WORKLOAD.predict(task, one, of).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
-        assert layout_texts(task, one, of) == [texts[row]]
+        assert WORKLOAD.predict(task, one, predictions).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
+        assert layout_texts(task, one, predictions) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})
             as_given = {**one, SPLIT: np.array([0]), EACH: np.array([0])}
-            again = WORKLOAD.predict(fixed, as_given, of)
+            again = WORKLOAD.predict(fixed, as_given, predictions)
             assert again.step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-9)
             assert again.device_used_bytes[0] == pytest.approx(many.device_used_bytes[row], rel=1e-9)
 

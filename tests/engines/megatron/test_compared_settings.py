@@ -141,9 +141,9 @@ def test_a_candidate_is_predicted_as_a_job_with_its_settings() -> None:
     for row in range(0, len(space), 7):
         candidate = space.candidate(row).as_dict()
         settings = {name: candidate[name] for name in SWITCHES if name in NAMES and candidate[name] is not None}
-        alone = task_of({}, settings, model=small.EXPERTS)
-        columns = WORKLOAD.columns(alone, {n: v for n, v in candidate.items() if n not in NAMES})
-        expected = WORKLOAD.predict(alone, columns, small.costs(alone))
+        single = task_of({}, settings, model=small.EXPERTS)
+        columns = WORKLOAD.columns(single, {n: v for n, v in candidate.items() if n not in NAMES})
+        expected = WORKLOAD.predict(single, columns, small.costs(single))
         np.testing.assert_equal(found.step_time_s[row], expected.step_time_s[0])
         assert found.peak_allocated_bytes[row] == expected.peak_allocated_bytes[0]
 
@@ -153,13 +153,13 @@ NAMES = {knob.name for knob in SETTINGS}
 
 def test_a_candidate_is_started_with_its_settings(tmp_path: Path) -> None:
     task = task_of(SWITCHES, model=small.EXPERTS)
-    wanted = {
+    expected = {
         "overlap_grad_reduce": True,
         "moe_token_dispatcher_type": "flex",
         "fp8_format": "hybrid",
         "moe_grouped_gemm": False,
     }
-    candidate = next(row for row in rows(task) if wanted.items() <= row.items())
+    candidate = next(row for row in rows(task) if expected.items() <= row.items())
     argv = planned_launch(small.platform(task), WORKLOAD, Candidate.of(candidate), str(tmp_path)).argv
     assert {"--overlap-grad-reduce", "--moe-flex-dispatcher-backend"} <= set(argv)
     assert argv[argv.index("--fp8-format") + 1] == "hybrid"
@@ -178,7 +178,7 @@ def test_settings_are_read_back_from_the_printed_arguments(tmp_path: Path) -> No
     lines = [f"  {name} {'.' * 20} {value}" for name, value in printed.items()]
     steps = [f" iteration {n}/ 5 | elapsed time per iteration (ms): 100.0 | lm loss: 1.0E+00 |" for n in range(1, 6)]
     (tmp_path / "stdout.log").write_text("\n".join([*lines, *steps]))
-    wanted: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "overlap_grad_reduce": False,
         "fp8_format": "hybrid",
         "exp_avg_dtype": "bf16",
@@ -186,8 +186,8 @@ def test_settings_are_read_back_from_the_printed_arguments(tmp_path: Path) -> No
         "moe_token_dispatcher_type": "flex",
         "expert_tensor_parallel_size": None,
     }
-    found = WORKLOAD.read(task_of({}), Candidate.of(wanted), str(tmp_path)).effective
-    assert {name: value for name, value in wanted.items() if found.get(name, value) != value} == {
+    found = WORKLOAD.read(task_of({}), Candidate.of(expected), str(tmp_path)).effective
+    assert {name: value for name, value in expected.items() if found.get(name, value) != value} == {
         "overlap_grad_reduce": False,
         "moe_token_dispatcher_type": "flex",
     }

@@ -31,28 +31,28 @@ RICH = small.candidate(
 
 
 def test_flags_are_megatrons_own() -> None:
-    given = flags(RICH.as_dict(), small.task().spec, 5)
-    pairs = dict(zip(given, [*given[1:], ""], strict=True))
+    arguments = flags(RICH.as_dict(), small.task().spec, 5)
+    pairs = dict(zip(arguments, [*arguments[1:], ""], strict=True))
     assert pairs["--tensor-model-parallel-size"] == "2"
     assert pairs["--num-layers-per-virtual-pipeline-stage"] == "1"
     assert (pairs["--recompute-granularity"], pairs["--recompute-method"]) == ("full", "uniform")
     assert (pairs["--seq-length"], pairs["--global-batch-size"]) == ("128", "8")
     assert (pairs["--train-iters"], pairs["--log-interval"]) == ("5", "1")
-    assert {"--sequence-parallel", "--use-distributed-optimizer"} <= set(given)
-    assert "True" not in given
+    assert {"--sequence-parallel", "--use-distributed-optimizer"} <= set(arguments)
+    assert "True" not in arguments
 
 
 def test_disabled_knobs_have_no_flag_and_a_real_run_is_not_shortened() -> None:
-    given = flags(PLAIN.as_dict(), small.task().spec, None)
-    assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(given)
-    assert not {"--num-layers-per-virtual-pipeline-stage", "--data-parallel-size", "--train-iters"} & set(given)
-    assert "None" not in given
+    arguments = flags(PLAIN.as_dict(), small.task().spec, None)
+    assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(arguments)
+    assert not {"--num-layers-per-virtual-pipeline-stage", "--data-parallel-size", "--train-iters"} & set(arguments)
+    assert "None" not in arguments
 
 
 def test_flags_go_where_the_command_wants_them_and_else_to_the_end() -> None:
-    given = ["--a", "1"]
-    assert expand_command(["run", "{flags}", "--mine"], {}, given, "/f") == ("run", "--a", "1", "--mine")
-    assert expand_command(["run", "--mine"], {}, given, "/f") == ("run", "--mine", "--a", "1")
+    arguments = ["--a", "1"]
+    assert expand_command(["run", "{flags}", "--mine"], {}, arguments, "/f") == ("run", "--a", "1", "--mine")
+    assert expand_command(["run", "--mine"], {}, arguments, "/f") == ("run", "--mine", "--a", "1")
 
 
 def test_placeholders_are_filled_and_other_braces_stay() -> None:
@@ -123,8 +123,8 @@ def test_settings_are_flags_once() -> None:
         "moe_expert_imbalance": 1.5,
         "pipeline_schedule": "interleaved",
     }
-    given = flags({}, small.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec, None)
-    assert given[4:] == [
+    arguments = flags({}, small.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec, None)
+    assert arguments[4:] == [
         "--overlap-grad-reduce",
         "--no-overlap-p2p-communication",
         "--recompute-modules",
@@ -169,8 +169,8 @@ def test_the_recompute_level_of_experts_is_passed_as_modules() -> None:
     ],
 )
 def test_setting_that_no_trial_can_run_is_refused_before_any(settings: Any, trial: bool, command: bool) -> None:
-    for given, runs in ((None, trial), (("make", "train"), command)):
-        spec = small.task(settings=settings, command=given).spec
+    for arguments, runs in ((None, trial), (("make", "train"), command)):
+        spec = small.task(settings=settings, command=arguments).spec
         if runs:
             WORKLOAD.ready(spec)
             continue

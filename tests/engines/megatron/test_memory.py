@@ -59,8 +59,8 @@ def test_a_tied_head_is_a_separate_copy_only_on_another_stage() -> None:
 
 def test_stages_hold_every_weight_once() -> None:
     split = layout(pipeline=9, expert=4, expert_tensor=1)
-    whole = parameters(DEEPSEEK_16B, layout(expert=4, expert_tensor=1), 0)
-    assert sum(parameters(DEEPSEEK_16B, split, stage) for stage in range(9)) == whole
+    full = parameters(DEEPSEEK_16B, layout(expert=4, expert_tensor=1), 0)
+    assert sum(parameters(DEEPSEEK_16B, split, stage) for stage in range(9)) == full
 
 
 def test_static_bytes_follow_precision_and_sharding() -> None:
@@ -166,8 +166,8 @@ def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None
 
 
 def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
-    given = [(1, 0, 0, 0), (0, 16, 0, 0), (0, 0, 0, 0), (0, 16, 0, 1)]
-    stages = tuple(StageLayers(embedding=e, layers=n, mtp=m, loss=loss) for e, n, m, loss in given)
+    arguments = [(1, 0, 0, 0), (0, 16, 0, 0), (0, 0, 0, 0), (0, 16, 0, 1)]
+    stages = tuple(StageLayers(embedding=e, layers=n, mtp=m, loss=loss) for e, n, m, loss in arguments)
     split, options = pipeline.placed(LLAMA, layout(pipeline=4, sequence_parallel=1), Options(), stages)
     work = train(options=options)
     table, layer, norm = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 4096
@@ -195,10 +195,10 @@ def test_stages_that_recompute_more_hold_less() -> None:
 def test_offload_empties_the_named_stages() -> None:
     split = layout(pipeline=4, microbatches=16)
     modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
-    here = train(options=Options(offload_modules=modules, offload_stages=(0,)))
+    first = train(options=Options(offload_modules=modules, offload_stages=(0,)))
     plain = train()
     before, after = (
-        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, here)
+        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, first)
     )
     assert after[1:] == before[1:]
     sent = 4 * 8 * 4096 * 4096 * 2 * (1 + 1 + 5 + 1)  # of 4 micro-batches and 8 layers, all but the layer at work
@@ -251,12 +251,12 @@ def test_each_recompute_level_of_experts_saves_more() -> None:
         {"moe_act", "router", "moe_fc1", "shared_experts"},
         {"moe"},
     )
-    kept = [
+    stored = [
         training_memory(
             train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),
             layout(data=8, expert=8, selective=1),
         ).activation[0]
         for level in levels
     ]
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == 4
+    assert stored == sorted(stored, reverse=True)
+    assert len(set(stored)) == 4

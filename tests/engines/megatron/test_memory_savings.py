@@ -141,10 +141,10 @@ def test_recompute_of_more_layers_of_a_stage_never_needs_more(model: Model) -> N
     for _ in range(PAIRS):
         numbers = tuple(int(number) for number in draw.integers(0, 6, 4))
         place = int(draw.integers(0, 4))
-        more = tuple(number + (index == place) for index, number in enumerate(numbers))
+        extra = tuple(number + (index == place) for index, number in enumerate(numbers))
         job, split = work(draw, model, recompute_stage_layers=numbers), layouts(draw, model)
         never_more((changed(job, recompute_stage_layers=()), split), (job, split))
-        never_more((job, split), (changed(job, recompute_stage_layers=more), split))
+        never_more((job, split), (changed(job, recompute_stage_layers=extra), split))
 
 
 @each_model
@@ -153,9 +153,9 @@ def test_recompute_of_more_modules_never_needs_more(model: Model) -> None:
     for _ in range(PAIRS):
         job, split = work(draw, model), layouts(draw, model)
         selective = full(split, selective=1)
-        more = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
+        extra = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
         never_more((job, split), (job, selective))
-        never_more((job, selective), (more, selective))
+        never_more((job, selective), (extra, selective))
         never_more((job, selective), (job, full(split, uniform=1)))
 
 
@@ -167,9 +167,9 @@ def test_offload_of_more_never_needs_more(model: Model) -> None:
         saved = [split, full(split, selective=1), full(split, uniform=1), full(split, block=2)][
             int(draw.integers(0, 4))
         ]
-        more = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
-        never_more((job, saved), (more, saved))
-        never_more((changed(more, offload_stages=(1,)), saved), (more, saved))
+        extra = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
+        never_more((job, saved), (extra, saved))
+        never_more((changed(extra, offload_stages=(1,)), saved), (extra, saved))
 
 
 @each_model
@@ -203,11 +203,11 @@ def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:
     np.testing.assert_allclose(
         pipeline.in_flight(split, first, hidden.options), pipeline.in_flight(split, first, job.options)
     )
-    more = rank_memory(hidden, split, 0).activation - rank_memory(job, split, 0).activation
+    extra = rank_memory(hidden, split, 0).activation - rank_memory(job, split, 0).activation
     layer = Kinds.of(job, split).moe.stored
-    assert more[0] == 0  # nothing runs beside the only micro-batch
-    assert (more[1:] > 0).all()
-    assert (more[1:] < 1.2 * layer[1:]).all()
+    assert extra[0] == 0  # nothing runs beside the only micro-batch
+    assert (extra[1:] > 0).all()
+    assert (extra[1:] < 1.2 * layer[1:]).all()
 
 
 def test_fully_sharded_on_one_rank_adds_nothing() -> None:
@@ -220,9 +220,9 @@ def test_fully_sharded_layers_are_gathered_one_at_a_time() -> None:
     job, split = train(LLAMA, options=Options(fsdp=True)), layout(data=64)
     adapters = changed(job, adapters=True)
     layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    alone = rank_memory(train(LLAMA), split, 0).activation
-    assert rank_memory(job, split, 0).activation - alone == pytest.approx(2 * (2 + 4) * layer)
-    assert rank_memory(adapters, split, 0).activation - alone == pytest.approx(2 * 2 * layer)
+    single = rank_memory(train(LLAMA), split, 0).activation
+    assert rank_memory(job, split, 0).activation - single == pytest.approx(2 * (2 + 4) * layer)
+    assert rank_memory(adapters, split, 0).activation - single == pytest.approx(2 * 2 * layer)
 
 
 @each_model

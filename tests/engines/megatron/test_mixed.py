@@ -50,10 +50,10 @@ class _Sends:
         return self.others.compute_share(ranks, stride)
 
 
-def costs(times: float = 1.0, capacity: float | None = 80e9, **more: Any) -> Costs:
+def costs(times: float = 1.0, capacity: float | None = 80e9, **extra: Any) -> Costs:
     topology = Topology(levels=(replace(NODE, bytes_per_second=400e9 / times), NETWORK))
     kernels, collectives = Roofline(chip=chip(times)), Collectives(topology=topology)
-    return Costs(memory=PlainMemory(capacity=capacity), kernels=kernels, collectives=collectives, **more)
+    return Costs(memory=PlainMemory(capacity=capacity), kernels=kernels, collectives=collectives, **extra)
 
 
 def mixed(first: Costs, second: Costs, between: Topology = TOPOLOGY) -> Costs:
@@ -71,8 +71,8 @@ def seconds(split: Layout, made: Costs, model: Model = LLAMA, **work: Any) -> np
 
 
 def test_stages_are_assigned_to_groups_in_rank_order() -> None:
-    made = replace(costs(), further={8: costs(), 24: costs()}, between=costs().collectives)
-    place = Placement.of(layout(data=[8, 2, 4], pipeline=[4, 16, 8]), made)
+    result = replace(costs(), further={8: costs(), 24: costs()}, between=costs().collectives)
+    place = Placement.of(layout(data=[8, 2, 4], pipeline=[4, 16, 8]), result)
     assert [start.tolist() for start in place.starts] == [[1, 4, 2], [3, 12, 6]]
     assert place.group(np.array([0.0, 4.0, 7.0])).tolist() == [0, 1, 2]
     counts = place.stages(layout(data=[8, 2, 4], pipeline=[4, 16, 8]))
@@ -100,22 +100,22 @@ def test_groups_of_equal_devices_are_one(model: Model, options: Options) -> None
     split = halves(**EVERY)
     work = train(model, options=options)
     one, two = costs(), mixed(costs(), costs())
-    together, apart = step_time(work, split, one), step_time(work, split, two)
-    assert {name for name, part in apart.items() if part.tolist() != together[name].tolist()} <= MESSAGES
-    np.testing.assert_allclose(sum(apart.values()), sum(together.values()), rtol=0.02)
-    whole, parted = memory_in_use(work, split, one), memory_in_use(work, split, two)
+    combined, separate = step_time(work, split, one), step_time(work, split, two)
+    assert {name for name, part in separate.items() if part.tolist() != combined[name].tolist()} <= MESSAGES
+    np.testing.assert_allclose(sum(separate.values()), sum(combined.values()), rtol=0.02)
+    full, parted = memory_in_use(work, split, one), memory_in_use(work, split, two)
     for name in ("reserved", "used", "capacity"):
-        np.testing.assert_array_equal(getattr(parted, name), getattr(whole, name))
-    np.testing.assert_array_equal(parted.memory.worst_stage, whole.memory.worst_stage)
-    np.testing.assert_array_equal(parted.memory.static, whole.memory.static)
+        np.testing.assert_array_equal(getattr(parted, name), getattr(full, name))
+    np.testing.assert_array_equal(parted.memory.worst_stage, full.memory.worst_stage)
+    np.testing.assert_array_equal(parted.memory.static, full.memory.static)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MOE], ids=lambda model: model.name)
 def test_a_mixed_cluster_is_as_slow_as_its_slow_half(model: Model) -> None:
     split = halves(**EVERY)
     fast, slow = (seconds(split, costs(times), model) for times in (1.0, TIMES))
-    for made in (mixed(costs(), costs(TIMES)), mixed(costs(TIMES), costs())):
-        between = seconds(split, made, model)
+    for result in (mixed(costs(), costs(TIMES)), mixed(costs(TIMES), costs())):
+        between = seconds(split, result, model)
         assert (fast < between).all()
         assert (between <= slow * (1 + 1e-12)).all()
 
@@ -165,7 +165,7 @@ def test_only_stages_at_the_border_wait_for_the_link_between_groups(schedule: st
     one = costs()
     mostly = mixed(one, costs(), link)
     crawling = replace(one, collectives=_Sends(one.collectives, Collectives(topology=link)))
-    none, some, all_ = (seconds(split, made, options=options) for made in (one, mostly, crawling))
+    none, some, all_ = (seconds(split, result, options=options) for result in (one, mostly, crawling))
     assert (none < some).all()
     if schedule == "v-half":
         np.testing.assert_allclose(some, all_)
@@ -176,21 +176,21 @@ def test_only_stages_at_the_border_wait_for_the_link_between_groups(schedule: st
 def test_gradients_and_optimizer_wait_for_the_slow_group() -> None:
     work, split = train(), halves()
     fast, slow = step_time(work, split, costs()), step_time(work, split, costs(TIMES))
-    for made in (mixed(costs(), costs(TIMES)), mixed(costs(TIMES), costs())):
-        found = step_time(work, split, made)
+    for result in (mixed(costs(), costs(TIMES)), mixed(costs(TIMES), costs())):
+        found = step_time(work, split, result)
         assert fast["dp_comm_exposed_s"] < found["dp_comm_exposed_s"] <= slow["dp_comm_exposed_s"]
         assert fast["optimizer_s"] < found["optimizer_s"] <= slow["optimizer_s"]
 
 
 def test_each_stage_is_compared_with_the_capacity_of_its_devices() -> None:
     split = halves(first_layers=[16, 6])
-    need = [memory_in_use(train(), halves(first_layers=each), costs()).used[0] for each in (16, 6)]
-    roomy, tight = costs(capacity=2.0 * max(need)), costs(capacity=0.7 * need[0])
-    for made, stage in ((mixed(tight, roomy), 0), (mixed(roomy, tight), 1)):
-        found = memory_in_use(train(), split, made)
+    needed = [memory_in_use(train(), halves(first_layers=each), costs()).used[0] for each in (16, 6)]
+    large, small = costs(capacity=2.0 * max(needed)), costs(capacity=0.7 * needed[0])
+    for result, stage in ((mixed(small, large), 0), (mixed(large, small), 1)):
+        found = memory_in_use(train(), split, result)
         assert found.memory.worst_stage[0] == stage
-        assert found.used[0] > found.capacity[0] == tight.memory.capacity_bytes()
-    fewer = memory_in_use(train(), split, mixed(tight, roomy))
+        assert found.used[0] > found.capacity[0] == small.memory.capacity_bytes()
+    fewer = memory_in_use(train(), split, mixed(small, large))
     assert fewer.used[1] <= fewer.capacity[1]
 
 
@@ -198,16 +198,16 @@ def test_each_stage_has_the_context_and_workspace_of_its_own_device() -> None:
     model = PlainMemory(capacity=80e9, context_bytes=5e9, fragmentation=0.1, workspace=1e9)
     found = memory_in_use(train(), halves(), mixed(costs(capacity=1e15), replace(costs(), memory=model)))
     assert found.memory.worst_stage[0] == 1
-    alone = rank_memory(train(), halves(), 8, workspace_bytes=1e9)
-    assert found.memory.peak[0] == alone.peak[0]
-    assert found.reserved[0] == pytest.approx(1.1 * alone.peak[0])
+    single = rank_memory(train(), halves(), 8, workspace_bytes=1e9)
+    assert found.memory.peak[0] == single.peak[0]
+    assert found.reserved[0] == pytest.approx(1.1 * single.peak[0])
     assert found.used[0] == pytest.approx(found.reserved[0] + 5e9)
 
 
 def test_a_stage_that_does_not_fit_is_found_despite_an_unknown_capacity() -> None:
     unknown, small = costs(capacity=None), costs(capacity=1e9)
-    for made in (mixed(unknown, small), mixed(small, unknown)):
-        found = memory_in_use(train(), halves(), made)
+    for result in (mixed(unknown, small), mixed(small, unknown)):
+        found = memory_in_use(train(), halves(), result)
         assert found.capacity == 1e9
     enough = memory_in_use(train(), halves(), mixed(costs(capacity=1e12), unknown))
     assert np.isnan(enough.capacity).all()

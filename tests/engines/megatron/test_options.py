@@ -126,9 +126,9 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
-    settings, wanted = GIVEN[name]
+    settings, expected = GIVEN[name]
     plain = of(command=COMMAND)
-    assert of(settings, command=COMMAND) == dataclasses.replace(plain, **wanted)
+    assert of(settings, command=COMMAND) == dataclasses.replace(plain, **expected)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_defaults_match_the_runner() -> None:
 
 def test_flags_of_a_custom_command_are_settings() -> None:
     flags = ("--overlap-grad-reduce", "--recompute-modules", "mlp", "layernorm", "--exp-avg-dtype=bf16")
-    more = ("--use-precision-aware-optimizer", "--no-overlap-p2p-communication", "--moe-grouped-gemm", "--lr", "1e-4")
-    found = of(command=(*COMMAND, *flags, *more))
+    extra = ("--use-precision-aware-optimizer", "--no-overlap-p2p-communication", "--moe-grouped-gemm", "--lr", "1e-4")
+    found = of(command=(*COMMAND, *flags, *extra))
     assert found.overlap_grad_reduce
     assert found.grouped_gemm
     assert not found.overlap_p2p_comm
@@ -354,8 +354,8 @@ def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) ->
 def test_counting_embedding_and_loss_as_layers_allows_an_even_split() -> None:
     model = dataclasses.replace(small.DENSE, num_layers=6)
     settings = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-    for given, legal in (({}, False), (settings, True)):
-        task = small.task(model, settings=given)
+    for arguments, legal in (({}, False), (settings, True)):
+        task = small.task(model, settings=arguments)
         _, broken = check(WORKLOAD.columns(task, {"pipeline_model_parallel_size": 4}), WORKLOAD.rules(task), ())
         assert broken is not legal
 

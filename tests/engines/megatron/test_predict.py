@@ -52,8 +52,8 @@ PARTS = (
 
 
 def task(model: Model = DENSE, chip: Chip = CHIP, **train: object) -> Task:
-    given = {"engine": "megatron", "seq_length": 4096, "global_batch_size": 64, "precision": "bf16", **train}
-    spec = Spec(model=model, cluster=ClusterSpec(), work=TrainSpec(**given))  # type: ignore[arg-type]
+    arguments = {"engine": "megatron", "seq_length": 4096, "global_batch_size": 64, "precision": "bf16", **train}
+    spec = Spec(model=model, cluster=ClusterSpec(), work=TrainSpec(**arguments))  # type: ignore[arg-type]
     return Task(spec=spec, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
 
@@ -148,9 +148,9 @@ def test_no_rows_give_no_predictions() -> None:
 def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> None:
     shared = {"tensor_model_parallel_size": [4, 4], "sequence_parallel": [1, 1], "expert_model_parallel_size": [2, 2]}
     default = predict(task(EXPERTS), columns(**shared), costs()).static_bytes
-    given = predict(task(EXPERTS), columns(**shared, expert_tensor_parallel_size=[4, 1]), costs()).static_bytes
-    assert given[0] == default[0]
-    assert given[1] > default[1]
+    arguments = predict(task(EXPERTS), columns(**shared, expert_tensor_parallel_size=[4, 1]), costs()).static_bytes
+    assert arguments[0] == default[0]
+    assert arguments[1] > default[1]
 
 
 def test_components_are_those_of_the_worst_stage() -> None:

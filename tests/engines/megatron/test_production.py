@@ -74,10 +74,10 @@ def test_each_candidate_is_predicted_with_the_settings_that_are_legal_with_it(mo
     for settings, some in kinds.items():
         strict, columns = typed(task, dict(settings)), space.columns(np.array(some))
         assert not any(rule.broken(columns).any() for rule in legality(strict, WORKLOAD).rules)
-        alone = WORKLOAD.predict(strict, columns, costs)
-        np.testing.assert_allclose(found.step_time_s[some], alone.step_time_s)
-        np.testing.assert_allclose(found.static_bytes[some], alone.static_bytes)
-        np.testing.assert_allclose(found.activation_bytes[some], alone.activation_bytes)
+        single = WORKLOAD.predict(strict, columns, costs)
+        np.testing.assert_allclose(found.step_time_s[some], single.step_time_s)
+        np.testing.assert_allclose(found.static_bytes[some], single.static_bytes)
+        np.testing.assert_allclose(found.activation_bytes[some], single.activation_bytes)
 
 
 def test_a_named_setting_takes_precedence_and_what_contradicts_it_is_left_out() -> None:
@@ -97,20 +97,20 @@ def test_what_the_chip_or_the_release_lacks_is_left_out() -> None:
 
 @pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
 def test_a_spec_that_names_what_runs_is_left_as_it_is(job: dict[str, Any]) -> None:
-    given = platform(**job)
-    assert WORKLOAD.as_in_production(given) is given
+    arguments = platform(**job)
+    assert WORKLOAD.as_in_production(arguments) is arguments
 
 
 def test_the_command_of_a_plan_has_the_assumed_flags_that_are_legal(tmp_path: Path) -> None:
-    given = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
-    knobs = {axis.knob: axis.neutral for axis in legality(given.task, WORKLOAD).axes} | {
+    arguments = WORKLOAD.as_in_production(platform(small.EXPERTS, precision="fp8"))
+    knobs = {axis.knob: axis.neutral for axis in legality(arguments.task, WORKLOAD).axes} | {
         "expert_model_parallel_size": 4
     }
     shards = {"data_parallel_size": 4, "use_distributed_optimizer": True}
     plain = {**knobs, "data_parallel_size": 4, "use_recompute": True, "recompute_granularity": "full"}
 
     def flags(values: dict[str, Any]) -> set[str]:
-        launch = WORKLOAD.launch(given, Candidate.of(values), str(tmp_path), for_real=True)
+        launch = WORKLOAD.launch(arguments, Candidate.of(values), str(tmp_path), for_real=True)
         return set(shlex.split(shlex.join(launch.argv)))
 
     gated = {"--overlap-param-gather", "--fp8-param-gather", "--overlap-moe-expert-parallel-comm"}

@@ -46,9 +46,9 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_every_layout_trains_like_one_process(release: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = release
     cases = [(model, layout) for model, (_, _, layouts, _) in MODELS.items() for layout in layouts]
-    wanted = {(model, layout) for model, _ in cases for layout in ("one process",)} | set(cases)
-    steps = run_layouts(tmp_path, wanted, folder)
-    assert {f"{model} / {layout}" for model, layout in wanted} - steps.keys() == MISSING[name]
+    expected = {(model, layout) for model, _ in cases for layout in ("one process",)} | set(cases)
+    steps = run_layouts(tmp_path, expected, folder)
+    assert {f"{model} / {layout}" for model, layout in expected} - steps.keys() == MISSING[name]
     for model, layout in cases:
         if f"{model} / {layout}" in steps.keys() - DIFFERS[name]:
             assert_trains_alike(steps, model, layout)

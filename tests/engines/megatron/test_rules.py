@@ -185,10 +185,10 @@ def test_the_neutral_candidate_of_one_device_is_legal() -> None:
 
 
 def test_rules_report_the_names_and_the_numbers() -> None:
-    says = {rule.name: rule.message for rule in WORKLOAD.rules(small.task(WIDE))}
-    assert TP in says["attention_heads"]
-    assert "12" in says["attention_heads"]
-    assert "\n" not in "".join(says.values())
+    message = {rule.name: rule.message for rule in WORKLOAD.rules(small.task(WIDE))}
+    assert TP in message["attention_heads"]
+    assert "12" in message["attention_heads"]
+    assert "\n" not in "".join(message.values())
 
 
 CONFIG = {

@@ -26,12 +26,12 @@ def test_layout_is_read_as_megatron_reads_it(text: str) -> None:
     layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     layers, mtp, stages = TEXTS[text]
     theirs = layouts.PipelineParallelLayerLayout.parse_str_to_list(text.replace(" ", ""))
-    ours = parse_layout(text, layers, mtp)
-    assert len(ours) == len(theirs) == stages
-    for stage, held in zip(ours, theirs, strict=True):
+    actual = parse_layout(text, layers, mtp)
+    assert len(actual) == len(theirs) == stages
+    for stage, held in zip(actual, theirs, strict=True):
         names = [kind.name for kind in held]
-        wanted = [names.count(name) for name in ("embedding", "decoder", "mtp", "loss")]
-        assert [stage.embedding, stage.layers, stage.mtp, stage.loss] == wanted
+        expected = [names.count(name) for name in ("embedding", "decoder", "mtp", "loss")]
+        assert [stage.embedding, stage.layers, stage.mtp, stage.loss] == expected
 
 
 @pytest.mark.parametrize(

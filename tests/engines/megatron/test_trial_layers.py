@@ -58,9 +58,9 @@ def test_layers_are_megatrons_own_where_it_does_not_and_a_note_says_so(install: 
 )
 def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, device: str, train: Any) -> None:
     install()
-    given = platform(device, **train)
-    assert WORKLOAD.as_installed(given) is given
-    assert WORKLOAD.installation_notes(given) == ()
+    arguments = platform(device, **train)
+    assert WORKLOAD.as_installed(arguments) is arguments
+    assert WORKLOAD.installation_notes(arguments) == ()
 
 
 @pytest.mark.parametrize(

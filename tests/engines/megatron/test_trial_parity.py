@@ -188,8 +188,8 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     What failed has no steps; why is in the captured output.
     """
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
-    wanted = {(each["model"], layout) for each in chosen for layout in ("one process", each.get("layout"))}
-    return run_layouts(tmp_path_factory.mktemp("parity"), wanted)
+    expected = {(each["model"], layout) for each in chosen for layout in ("one process", each.get("layout"))}
+    return run_layouts(tmp_path_factory.mktemp("parity"), expected)
 
 
 def run_layouts(folder: Path, wanted: Collection[tuple[str, str | None]], *packages: Path) -> dict[str, Any]:

@@ -334,7 +334,7 @@ def test_job_that_fails_exits_with_its_code_and_removes_results_of_an_earlier_ru
     refused, huge = jobs["refused"], jobs["huge"]
     assert (refused.code, huge.code) == (failures.INVALID, failures.OUT_OF_MEMORY)
     assert "out of memory: " in huge.stderr
-    assert not [ran for ran in (refused, huge) if (ran.folder / "metrics.json").exists()]
+    assert not [completed for completed in (refused, huge) if (completed.folder / "metrics.json").exists()]
 
 
 def test_job_without_a_required_key_is_rejected() -> None:

@@ -27,17 +27,17 @@ from tests.small import platform as small_platform
 VISIBLE = "SOME_VISIBLE_DEVICES"
 
 
-def on_cards(folder: Path, devices: int = 8, **given: Any) -> Platform:
+def on_cards(folder: Path, devices: int = 8, **arguments: Any) -> Platform:
     weights = folder / "weights.gguf"
     weights.touch()
-    task = serving("llamacpp", devices=devices, weights=str(weights), command=("/bin/echo", "serve"), **given)
+    task = serving("llamacpp", devices=devices, weights=str(weights), command=("/bin/echo", "serve"), **arguments)
     support = EngineSupport(support=Support.YES, device_type="x", distributed_backend="y", visible_devices=VISIBLE)
     return dataclasses.replace(small_platform(task), support=support)
 
 
 def launched(where: Platform, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
-    wanted = Candidate.of({**LLAMACPP.defaults(where.task), **values})
-    return LLAMACPP.launch(where, wanted, str(folder), for_real=for_real)
+    expected = Candidate.of({**LLAMACPP.defaults(where.task), **values})
+    return LLAMACPP.launch(where, expected, str(folder), for_real=for_real)
 
 
 def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, ...]:
@@ -55,21 +55,21 @@ def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, .
     ],
 )
 def test_each_instance_sees_only_its_devices(count: int, layers: int, seen: list[str], tmp_path: Path) -> None:
-    made = instances(on_cards(tmp_path), tmp_path, instances=count, pipeline_model_parallel_size=layers)
-    assert [each.environment[VISIBLE] for each in made] == seen
+    result = instances(on_cards(tmp_path), tmp_path, instances=count, pipeline_model_parallel_size=layers)
+    assert [each.environment[VISIBLE] for each in result] == seen
 
 
 def test_unequal_instances_have_separate_devices_and_parallelism(tmp_path: Path) -> None:
-    made = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
-    assert [each.environment[VISIBLE] for each in made] == ["0,1,2,3", "4,5", "6"]
-    assert [each.asked.get("tensor_model_parallel_size") for each in made] == [4, 2, None]
-    assert ["row" in each.argv for each in made] == [True, True, False]
+    result = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
+    assert [each.environment[VISIBLE] for each in result] == ["0,1,2,3", "4,5", "6"]
+    assert [each.asked.get("tensor_model_parallel_size") for each in result] == [4, 2, None]
+    assert ["row" in each.argv for each in result] == [True, True, False]
 
 
 def test_devices_are_those_that_flagcore_itself_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "5, GPU-77 ,2,3")
-    made = instances(on_cards(tmp_path, devices=4), tmp_path, instances=2, pipeline_model_parallel_size=2)
-    assert [each.environment[VISIBLE] for each in made] == ["5,GPU-77", "2,3"]
+    result = instances(on_cards(tmp_path, devices=4), tmp_path, instances=2, pipeline_model_parallel_size=2)
+    assert [each.environment[VISIBLE] for each in result] == ["5,GPU-77", "2,3"]
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:

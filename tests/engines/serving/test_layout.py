@@ -25,8 +25,8 @@ LARGE = replace(DENSE, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, n
 
 def usual(engine: Engine, task: Task) -> dict[str, KnobValue]:
     """The baseline: what the rule of thumb takes of the usual space."""
-    given = replace(task, spec=replace(task.spec, space=engine.usual_space(task)))
-    space = build(engine.axes(given), engine.rules(given), engine.merges(given))
+    arguments = replace(task, spec=replace(task.spec, space=engine.usual_space(task)))
+    space = build(engine.axes(arguments), engine.rules(arguments), engine.merges(arguments))
     predictions = engine.predict(task, space.columns(), costs(task, task.cluster.groups[0].memory_bytes))
     return space.candidate(engine.rule_of_thumb(space.columns(), predictions)).as_dict()
 

@@ -17,18 +17,18 @@ def columns(**values: list[int]) -> dict[str, Any]:
 
 
 def predictions(ttft: list[float], low: float) -> Predictions:
-    seconds, nothing = np.ones(len(ttft)), np.zeros(len(ttft))
+    seconds, empty = np.ones(len(ttft)), np.zeros(len(ttft))
     return Predictions(
         step_time_s=seconds,
         low_s=seconds * low,
         high_s=seconds / low,
         time_s={},
-        static_bytes=nothing,
-        activation_bytes=nothing,
-        peak_allocated_bytes=nothing,
-        reserved_bytes=nothing,
-        device_used_bytes=nothing,
-        worst_stage=nothing.astype(np.int64),
+        static_bytes=empty,
+        activation_bytes=empty,
+        peak_allocated_bytes=empty,
+        reserved_bytes=empty,
+        device_used_bytes=empty,
+        worst_stage=empty.astype(np.int64),
         capacity_bytes=None,
         model_flops=0.0,
         figures={"ttft_s.p99": np.array(ttft)},
@@ -71,10 +71,10 @@ def test_a_schedulers_knobs_have_no_order_in_time() -> None:
 
 def test_candidates_that_certainly_break_the_slo_are_pruned() -> None:
     rule = SloImpossible({"ttft_s.p99": 1.0})
-    asked = columns(parallel=[1, 2, 3, 4])
-    sure = rule.prunes(asked, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
+    request = columns(parallel=[1, 2, 3, 4])
+    sure = rule.prunes(request, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
     assert sure.tolist() == [False, False, True, False]
-    assert not rule.prunes(asked, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
+    assert not rule.prunes(request, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
 
 
 def test_a_limit_on_an_unpredicted_figure_excludes_no_candidate() -> None:

@@ -38,7 +38,7 @@ def task(*loads: Load, engine: str = "vllm", objective: str = "output_tokens_per
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
 
 
-def settings(**given: object) -> Settings:
+def settings(**arguments: object) -> Settings:
     values: dict[str, object] = {
         **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
         "max_running": 256,
@@ -52,7 +52,7 @@ def settings(**given: object) -> Settings:
         "memory_fraction": 0.9,
         "cache_element_bytes": 2.0,
         "cache_bytes": np.nan,
-        **given,
+        **arguments,
     }
     rows = max(np.size(value) for value in values.values())
     columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
@@ -60,8 +60,8 @@ def settings(**given: object) -> Settings:
     return Settings(**columns)
 
 
-def predicted(on: Task | None = None, **given: object) -> Predictions:
-    return predict(on or task(), settings(**given), costs())
+def predicted(on: Task | None = None, **arguments: object) -> Predictions:
+    return predict(on or task(), settings(**arguments), costs())
 
 
 def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]:
@@ -103,8 +103,8 @@ def test_tensor_parallelism_shortens_answers() -> None:
 
 
 def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
-    alone = task(replace(LOAD, concurrency=1, num_prompts=2))
-    one, two = figure(predicted(alone, pipeline=[1, 2]), "tpot_s.mean")
+    single = task(replace(LOAD, concurrency=1, num_prompts=2))
+    one, two = figure(predicted(single, pipeline=[1, 2]), "tpot_s.mean")
     assert two >= one
 
 
@@ -215,11 +215,11 @@ def test_weights_in_a_narrow_file_are_as_large_as_in_the_file(tmp_path: Path) ->
             weights.truncate(int(parameters(DENSE) * bytes_each))
         return predicted(reported, cache_bytes=1e9)
 
-    whole = predicted(bare, cache_bytes=1e9)
-    assert stored(2.0).static_bytes == whole.static_bytes
-    assert figure(stored(2.0)) == figure(whole)
-    assert stored(0.56).static_bytes[0] < 0.5 * whole.static_bytes[0]
-    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(whole, "tpot_s.p50")[0]
+    full = predicted(bare, cache_bytes=1e9)
+    assert stored(2.0).static_bytes == full.static_bytes
+    assert figure(stored(2.0)) == figure(full)
+    assert stored(0.56).static_bytes[0] < 0.5 * full.static_bytes[0]
+    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(full, "tpot_s.p50")[0]
 
 
 def test_releases_have_overheads_of_their_own() -> None:
@@ -246,8 +246,8 @@ def test_a_host_that_also_computes_pays_for_scheduling() -> None:
 
 def fp4_task(engine: str, **serve: object) -> Task:
     chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
-    made = task(engine=engine, **serve)
-    return replace(made, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+    result = task(engine=engine, **serve)
+    return replace(result, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
 
 @pytest.mark.parametrize(
@@ -273,13 +273,13 @@ def test_published_servers_without_a_release_have_one_of_their_time() -> None:
 
 def test_in_a_large_space_only_the_best_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = np.arange(1, 41)
-    whole = predicted(max_running=limits)
+    full = predicted(max_running=limits)
     monkeypatch.setattr(simulate, "MAX_SIMULATED", 10)
     ranked = predicted(max_running=limits)
-    best = np.argsort(whole.step_time_s)[:5]
-    assert ranked.step_time_s[best] == pytest.approx(whole.step_time_s[best])
+    best = np.argsort(full.step_time_s)[:5]
+    assert ranked.step_time_s[best] == pytest.approx(full.step_time_s[best])
     assert np.isfinite(ranked.step_time_s).all()
-    assert np.abs(np.log(ranked.step_time_s / whole.step_time_s)).max() < 0.5
+    assert np.abs(np.log(ranked.step_time_s / full.step_time_s)).max() < 0.5
 
 
 def test_unreachable_limits_do_not_change_the_candidate() -> None:
@@ -376,9 +376,9 @@ def test_a_faster_instance_is_sent_more_of_a_load_that_ends() -> None:
 
 
 def test_one_client_reaches_unequal_instances_in_turn() -> None:
-    alone = task(replace(LOAD, concurrency=1, num_prompts=30))
-    times = [figure(predicted(alone, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
-    assert figure(together(alone, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
+    single = task(replace(LOAD, concurrency=1, num_prompts=30))
+    times = [figure(predicted(single, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
+    assert figure(together(single, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
 
 
 def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None:
@@ -390,18 +390,18 @@ def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None
 def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
     several = settings(tensor=[4, 2, 1], instances=[3, 3, 3])
     kinds = InstanceKinds(np.array([0, 0, 1]), np.array([1, 2, 3]), {})
-    whole = predict(STEADY, several, costs(), kinds=kinds)
+    full = predict(STEADY, several, costs(), kinds=kinds)
     monkeypatch.setattr(simulate, "MAX_SIMULATED", 1)
     ranked = predict(STEADY, several, costs(), kinds=kinds)
-    assert ranked.step_time_s == pytest.approx(whole.step_time_s, rel=0.2)
+    assert ranked.step_time_s == pytest.approx(full.step_time_s, rel=0.2)
 
 
 def test_parts_of_a_requests_time_add_up_and_report_what_it_is_spent_on() -> None:
     crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
     found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
-    whole = sum(found[f"time.{part}"] for part in PARTS)
-    assert whole == pytest.approx(found["e2e_s.mean"])
-    share = {part: (found[f"time.{part}"] / whole).tolist() for part in PARTS}
+    full = sum(found[f"time.{part}"] for part in PARTS)
+    assert full == pytest.approx(found["e2e_s.mean"])
+    share = {part: (found[f"time.{part}"] / full).tolist() for part in PARTS}
     assert share["queue_s"][1] > 0.8 > share["queue_s"][0]
     assert share["collectives_s"][:2] == [0.0, 0.0]
     assert share["collectives_s"][2] > 0.0
@@ -418,7 +418,7 @@ def test_a_load_without_bounds_costs_no_more_than_one_that_is_simulated_in_full(
         "too fast": replace(LOAD, concurrency=None, request_rate=200.0, num_prompts=4000),
     }
     loads = {name: replace(load, input_len=256, output_len=32) for name, load in loads.items()}
-    whole = {name: predicted(task(load), max_running=[64]).figures for name, load in loads.items()}
+    full = {name: predicted(task(load), max_running=[64]).figures for name, load in loads.items()}
     monkeypatch.setattr(simulated_load, "MAX_REQUESTS", 600)
     for name, load in loads.items():
         short = predicted(task(load), max_running=[64]).figures
@@ -430,7 +430,7 @@ def test_a_load_without_bounds_costs_no_more_than_one_that_is_simulated_in_full(
             "tpot_s.p50",
             "e2e_s.p50",
         ):
-            assert short[figure_of][0] == pytest.approx(whole[name][figure_of][0], rel=0.06), (name, figure_of)
+            assert short[figure_of][0] == pytest.approx(full[name][figure_of][0], rel=0.06), (name, figure_of)
 
 
 def test_clients_without_a_free_slot_wait() -> None:

@@ -44,8 +44,8 @@ class Candidates:
     def costs(self) -> Costs:
         return replace(costs(), kernels=Roofline(chip=self.chip))
 
-    def figures(self, *loads: Load, precision: str = "", **given: object) -> list[dict[str, FloatArray]]:
-        return [self._figures(load, precision or self.precision, given) for load in loads]
+    def figures(self, *loads: Load, precision: str = "", **arguments: object) -> list[dict[str, FloatArray]]:
+        return [self._figures(load, precision or self.precision, arguments) for load in loads]
 
     def _figures(self, load: Load, precision: str, given: dict[str, object]) -> dict[str, FloatArray]:
         work = ServeSpec(engine=self.engine, engine_version=self.version, precision=precision, loads=(load,))

@@ -62,9 +62,9 @@ class Instance:
         took = self.price.mixed(sequences, tokens, longest, pairs, len(through)) if tokens else 0.0
         took = took or self.price.decode(sequences)
         self.now = begun + took + (self.price.cached(sequences) * context if sequences else 0.0)
-        self.running = [[request, held + 1, made + 1] for request, held, made in self.running]
+        self.running = [[request, held + 1, result + 1] for request, held, result in self.running]
         self.running += [[request, lengths[request][0] + 1, 1] for request in through]
-        over = [request for request, _, made in self.running if made >= lengths[request][1]]
+        over = [request for request, _, result in self.running if result >= lengths[request][1]]
         self.running = [each for each in self.running if each[0] not in over]
         return over
 
@@ -104,16 +104,16 @@ def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]
 def test_shares_of_a_load_give_what_all_instances_give_together(
     load: Load, near: float, kinds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []
+    request: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []
 
     class Noted(SimulatedLoad):
         def figures(self, kinds: Any, slo: Any) -> dict[str, float]:
-            asked.append((self, list(kinds)))
+            request.append((self, list(kinds)))
             return super().figures(kinds, slo)
 
     monkeypatch.setattr(simulate, "SimulatedLoad", Noted)
     found = together(task(load), *kinds)
-    expected, parts = asked[0]
+    expected, parts = request[0]
     rate, seconds = at_once(expected, [price for price, count in parts for _ in range(count)])
     assert found.figures["output_tokens_per_s"][0] == pytest.approx(rate, rel=near)
     assert found.figures["e2e_s.mean"][0] == pytest.approx(seconds, rel=near)

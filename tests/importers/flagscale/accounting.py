@@ -19,9 +19,9 @@ _GONE = ("dropped", "cannot be resolved", "cannot run")
 
 def unaccounted(tree: dict[str, Any]) -> list[str]:
     """Return the leaves of a composed tree that neither change the spec nor are named in a note."""
-    whole = translate(tree, file="x")
-    named = Named(whole.notes)
-    return [spelt(path) for path, value in leaves(tree) if path not in named and not counts(tree, path, value, whole)]
+    full = translate(tree, file="x")
+    named = Named(full.notes)
+    return [spelt(path) for path, value in leaves(tree) if path not in named and not counts(tree, path, value, full)]
 
 
 def counts(tree: dict[str, Any], path: KeyPath, value: Any, whole: Imported) -> bool:

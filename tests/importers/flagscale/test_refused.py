@@ -29,10 +29,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_file_is_named_with_its_line_or_key(case: str) -> None:
-    added, says = BROKEN[case]
+    added, message = BROKEN[case]
     top = Path("train_dense", "tune.yaml")
     top.write_bytes(top.read_bytes() + (added if isinstance(added, bytes) else added.encode()))
-    with pytest.raises(SpecError, match=says) as caught:
+    with pytest.raises(SpecError, match=message) as caught:
         read_tree(Path("train_dense"), "tune")
     assert "\n" not in str(caught.value)
     assert "hydra" not in str(caught.value)

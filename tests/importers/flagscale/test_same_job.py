@@ -93,13 +93,13 @@ def check(asked: dict[str, Any], answers: list[dict[str, Any]], folder: Path) ->
     assert answers
     for answer in answers:
         candidate = Candidate.of({key: value for key, value in answer["values"].items() if key in WORKLOAD_KNOBS})
-        for theirs, for_real in ((answer["trial"], False), (answer["real"], True)):
-            ours = WORKLOAD.launch(platform, candidate, str(folder), for_real=for_real)
-            left, right = (meaning(TABLE, arguments(words)) for words in (ours.argv, theirs["words"]))
+        for expected, for_real in ((answer["trial"], False), (answer["real"], True)):
+            actual = WORKLOAD.launch(platform, candidate, str(folder), for_real=for_real)
+            left, right = (meaning(TABLE, arguments(words)) for words in (actual.argv, expected["words"]))
             if not for_real:
                 left, right = as_trial(left, asked), as_trial(right, asked)
             assert left == right
-            assert {key: str(value) for key, value in spec.envs.items() if key != "PYTHONPATH"} == theirs["envs"]
+            assert {key: str(value) for key, value in spec.envs.items() if key != "PYTHONPATH"} == expected["envs"]
 
 
 WORKLOAD_KNOBS = {knob.name for knob in WORKLOAD.knobs}
@@ -117,9 +117,9 @@ def as_trial(values: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OWN)
 def test_a_candidate_has_the_arguments_that_flagscale_recorded(name: str, tmp_path: Path) -> None:
     """`tmp_path` has the trees."""
-    asked = own_cases()[list(OWN).index(name)]
+    request = own_cases()[list(OWN).index(name)]
     (run := tmp_path / "run" / "trials" / "0001").mkdir(parents=True)
-    check(asked, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
+    check(request, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
 
 
 def ask(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -161,9 +161,9 @@ def test_a_candidate_has_the_arguments_of_flagscales_own_runner(wheel: Path, tmp
     if os.environ.get("RECORD"):
         record = dict(zip(OWN, answers, strict=False))
         RECORDED.write_text(json.dumps(without_places(record, wheel)) + "\n", encoding="utf-8")
-    for asked, answer in zip([*own, *examples], answers, strict=True):
-        check(asked, answer, run)
-        found = FlagScale().read_tree(Path(asked["directory"]), asked["name"], tuple(asked["overrides"]))
+    for request, answer in zip([*own, *examples], answers, strict=True):
+        check(request, answer, run)
+        found = FlagScale().read_tree(Path(request["directory"]), request["name"], tuple(request["overrides"]))
         path = f"{found.data['envs']['PYTHONPATH']}".removesuffix(f":{wheel}")
         assert (found.data["train"]["directory"], f"{path}:${{PYTHONPATH}}") == (
             answer[0]["trial"]["directory"],

@@ -70,8 +70,8 @@ def test_a_dense_tree_reports_what_it_trains_and_where() -> None:
 
 
 def test_missing_keys_of_a_tree_have_megatrons_defaults() -> None:
-    gone = ("swiglu", "group_query_attention", "untie_embeddings_and_output_weights", "ffn_hidden_size")
-    model = tree("train_dense", *(f"~train.model.{key}" for key in gone)).data["model"]
+    removed = ("swiglu", "group_query_attention", "untie_embeddings_and_output_weights", "ffn_hidden_size")
+    model = tree("train_dense", *(f"~train.model.{key}" for key in removed)).data["model"]
     assert model["gated_linear_unit"] is model["untie_embeddings_and_output_weights"] is False
     assert "num_query_groups" not in model
     assert model["ffn_hidden_size"] == 4 * 3584
@@ -106,7 +106,7 @@ def test_a_training_tree_starts_its_entrypoint_with_all_of_its_flags() -> None:
 )
 def test_flags_are_written_as_flagscale_does(override: str, words: list[str]) -> None:
     before, after = (
-        tree("train_dense", "train.data.data_path=a", *more).data["train"]["command"] for more in ((), (override,))
+        tree("train_dense", "train.data.data_path=a", *extra).data["train"]["command"] for extra in ((), (override,))
     )
     assert [word for word in after if word not in before] == words
 
@@ -196,8 +196,8 @@ def test_precision_and_settings_are_those_of_the_tree_on_any_number_of_nodes() -
     ],
 )
 def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], baseline: dict[str, Any]) -> None:
-    given = ("recompute_granularity=full", *overrides)
-    found = tree("train_dense", *(f"++train.system.{each}" for each in given), f"{SPACE}.recompute_num_layers=[0,4]")
+    arguments = ("recompute_granularity=full", *overrides)
+    found = tree("train_dense", *(f"++train.system.{each}" for each in arguments), f"{SPACE}.recompute_num_layers=[0,4]")
     parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert baseline.items() <= found.data["auto_tuner"]["baseline"].items()
     assert "recompute_num_layers" not in found.data["auto_tuner"]["baseline"] or "recompute_num_layers" in baseline
@@ -206,11 +206,11 @@ def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], b
 
 @pytest.mark.parametrize("variable", ["GEMS_VENDOR=kunlunxin", "MACA_PATH=/opt/maca"])
 def test_the_vendor_of_the_variables_decides_which_devices_are_meant(variable: str, folder: Path, flag: Flag) -> None:
-    given = ("--config-path", "train_dense", "--config-name", "tune", f"+experiment.envs.{variable}")
-    done = flag("estimate", *given)
+    arguments = ("--config-path", "train_dense", "--config-name", "tune", f"+experiment.envs.{variable}")
+    done = flag("estimate", *arguments)
     assert done.code == 4
     assert ("kunlunxin" if "kunlunxin" in variable else "metax") in done.err
-    assert flag("estimate", *given, "--chip", "H100-SXM").code == 0
+    assert flag("estimate", *arguments, "--chip", "H100-SXM").code == 0
 
 
 def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
@@ -234,8 +234,8 @@ def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(f
 
 
 def test_the_computed_width_is_reported() -> None:
-    more = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
-    found = tree("train_dense", *more)
+    extra = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
+    found = tree("train_dense", *extra)
     assert found.data["model"]["ffn_hidden_size"] == 16384
     assert {"train.model.multiple_of", "train.model.hidden_dim_multiplier"} <= notes(found).keys()
 
@@ -245,12 +245,12 @@ def test_a_hostfile_of_several_chips_keeps_the_sizes_and_a_broken_one_is_refused
     found = tree("train_moe")
     assert found.data["cluster"]["nodes"] == 2
     assert "line 2 of hosts.txt differs from the first host" in notes(found)["experiment.runner.hostfile"]
-    for text, says in {
+    for text, message in {
         "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' repeats a host",
         "# nobody\n": "hosts.txt: experiment.runner.hostfile names no host",
     }.items():
         Path("hosts.txt").write_text(text)
-        with pytest.raises(SpecError, match=says):
+        with pytest.raises(SpecError, match=message):
             tree("train_moe")
 
 
@@ -383,8 +383,8 @@ def test_a_llama_cpp_tree_finds_its_weights_and_shares_one_context(folder: Path)
     assert found.data["model"] == str(folder / "a.gguf")
     assert found.data["serve"]["engine"] == "llamacpp"
     assert found.data["auto_tuner"]["objective"] == "tpot_s"
-    wanted = {"ctx_size": 1000, "parallel": 2, "kv_cache_type": "q8_0", "threads": 1}
-    assert found.data["serve"]["engine_args"] == wanted
+    expected = {"ctx_size": 1000, "parallel": 2, "kv_cache_type": "q8_0", "threads": 1}
+    assert found.data["serve"]["engine_args"] == expected
 
 
 @pytest.mark.parametrize(
@@ -396,15 +396,15 @@ def test_hosts_are_counted_in_addition_to_models(override: str, nodes: int, devi
 
 
 def test_an_invalid_list_of_switches_is_reported() -> None:
-    whole, _ = compose(Path("serve_first"), "tune", (), file="x")
-    whole["serve"]["model_args"]["vllm_model"]["action-args"] = True
-    found = translate(whole, file="x")
+    full, _ = compose(Path("serve_first"), "tune", (), file="x")
+    full["serve"]["model_args"]["vllm_model"]["action-args"] = True
+    found = translate(full, file="x")
     assert "not a list" in notes(found)["serve.model_args.vllm_model.action-args"]
 
 
 def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they_have_none() -> None:
-    more = ("experiment.auto_tuner.engines=[vllm,sglang]", "+experiment.auto_tuner.space.sglang.instace=[1]")
-    data = tree("serve_vllm", *more).data
+    extra = ("experiment.auto_tuner.engines=[vllm,sglang]", "+experiment.auto_tuner.space.sglang.instace=[1]")
+    data = tree("serve_vllm", *extra).data
     assert data["serve"]["engine"] == ["vllm", "sglang"]
     space = data["auto_tuner"]["space"]
     assert space["sglang"] == {"instances": [1], "enforce_eager": [True, False], "context_len": 4096}
@@ -415,8 +415,8 @@ def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_key_of_a_tree_has_an_effect_or_is_reported(name: str) -> None:
-    whole, _ = compose(Path(name), "tune", (), file="x")
-    assert unaccounted(whole) == []
+    full, _ = compose(Path(name), "tune", (), file="x")
+    assert unaccounted(full) == []
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -468,11 +468,11 @@ def test_interpolations_and_overrides_are_hydras() -> None:
     [pytest.param(name, marks=() if name in FUZZED else pytest.mark.long) for name in ALL],
 )
 def test_any_invalid_value_gives_a_spec_or_a_spec_error(name: str) -> None:
-    whole, _ = compose(Path(name), "tune", (), file="x")
-    same = translate(whole, file="x").data
-    for path in _paths(whole):
+    full, _ = compose(Path(name), "tune", (), file="x")
+    same = translate(full, file="x").data
+    for path in _paths(full):
         for odd in ("x", [1], 0, None, {"a": [True]}):
-            changed = copy.deepcopy(whole)
+            changed = copy.deepcopy(full)
             section: Any = changed
             for part in path[:-1]:
                 section = section[part]
@@ -501,16 +501,16 @@ def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() ->
 @pytest.mark.parametrize("name", TRAIN)
 def test_a_training_tree_is_estimated_for_another_chip(name: str, folder: Path, flag: Flag) -> None:
     pytest.importorskip("flagcore_nvidia")
-    given = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
-    done = flag("estimate", *given, "action=auto_tune")
+    arguments = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
+    done = flag("estimate", *arguments, "action=auto_tune")
     assert done.code == 0, done.err
     assert "experiment.exp_dir" in done.err
     assert json.loads(done.out)[0]["step_time_s"]["value"] > 0
 
 
 def test_a_vllm_tree_is_estimated_on_cpu_with_a_custom_model(folder: Path, flag: Flag) -> None:
-    given = ("--config-path", "serve_vllm", "--config-name", "tune", "--chip", "cpu", "--json")
-    done = flag("estimate", *given, "serve.0.engine_args.model=./model")
+    arguments = ("--config-path", "serve_vllm", "--config-name", "tune", "--chip", "cpu", "--json")
+    done = flag("estimate", *arguments, "serve.0.engine_args.model=./model")
     assert done.code == 0, done.err
     assert json.loads(done.out)
 
@@ -521,17 +521,17 @@ def test_a_tree_and_the_spec_converted_from_it_have_the_same_candidates(name: st
     (folder / "elsewhere").mkdir()
     found, written = tree(name), folder / "elsewhere" / "spec.yaml"
     written.write_text(found.as_yaml())
-    direct, imported = (flagcore.estimate(given, chip="H100-SXM") for given in (found.data, written))
+    direct, imported = (flagcore.estimate(arguments, chip="H100-SXM") for arguments in (found.data, written))
     assert direct.candidates == imported.candidates
     assert direct.candidates
 
 
 def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path, flag: Flag) -> None:
-    given = ("import", "flagscale", "train_dense", "--config-name", "tune", "-o", "spec.yaml")
-    done = flag(*given)
+    arguments = ("import", "flagscale", "train_dense", "--config-name", "tune", "-o", "spec.yaml")
+    done = flag(*arguments)
     assert (done.code, done.out) == (0, "")
     assert parse_spec(yaml.safe_load((folder / "spec.yaml").read_text()), file="x", base=folder, engines=ENGINES)
-    assert flag(*given).code == 2
+    assert flag(*arguments).code == 2
 
 
 def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path, flag: Flag) -> None:
@@ -540,9 +540,9 @@ def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path, flag: Flag) -> None:
     sizes = ("--layers", "2", "--hidden", "128", "--heads", "4", "--kv-heads", "2", "--ffn", "256", "--context", "1024")
     tiny = [sys.executable, str(ROOT / "examples" / "tiny_gguf.py"), str(folder / "tiny.gguf"), *sizes]
     subprocess.run(tiny, check=True, timeout=60)
-    given = ("--config-path", "serve_llama_cpp", "--config-name", "tune", "--no-plugin", "nvidia")
+    arguments = ("--config-path", "serve_llama_cpp", "--config-name", "tune", "--no-plugin", "nvidia")
     control = ("+experiment.auto_tuner.control.max_time=120",)
-    done = flag("tune", *given, "--run-dir", "run", *control, "action=auto_tune")
+    done = flag("tune", *arguments, "--run-dir", "run", *control, "action=auto_tune")
     result: Any = json.loads((folder / "run" / "result.json").read_text())
     first = result["trials"][0]
     assert (first["role"], first["candidate"]["threads"]) == ("baseline", 1)  # the tree's own arguments

@@ -25,11 +25,11 @@ pytestmark = [
 def test_a_tree_is_tuned_through_flagscales_own_program(name: str, candidates: int, tmp_path: Path) -> None:
     shutil.copytree(Path(__file__).parent / "cpu_trees", tmp_path / "conf")
     code = "from flagcore.cli import main; main()"
-    given = ("--config-path", "conf", "--config-name", name, "--run-dir", "run", "action=auto_tune")
+    arguments = ("--config-path", "conf", "--config-name", name, "--run-dir", "run", "action=auto_tune")
     environment = {**os.environ, "PATH": f"{ENVIRONMENT}/bin:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
     shim = f"experiment.envs.PYTHONPATH={SHIM}:{':'.join(folders())}"
     done = subprocess.run(
-        [sys.executable, "-c", code, "tune", *given, f"+{shim}"],
+        [sys.executable, "-c", code, "tune", *arguments, f"+{shim}"],
         cwd=tmp_path,
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -56,18 +56,18 @@ Open = Callable[..., Opened]
 def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
     contexts = []
 
-    def go(kind: str, width: int = 1400, *, anchor: str = "", language: str = "en", **given: Any) -> Opened:
+    def go(kind: str, width: int = 1400, *, anchor: str = "", language: str = "en", **arguments: Any) -> Opened:
         file = tmp_path / f"{kind}.html"
-        html = given.pop("html", "") or (runs(kind).html if language == "en" else runs.chinese(kind))
+        html = arguments.pop("html", "") or (runs(kind).html if language == "en" else runs.chinese(kind))
         file.write_text(html, encoding="utf-8")
-        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
+        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **arguments)
         contexts.append(context)
         browser_page = Opened(context.new_page())
         browser_page.page.on("console", lambda message: browser_page.errors.append(f"{message.type}: {message.text}"))
         browser_page.page.on("pageerror", lambda error: browser_page.errors.append(str(error)))
         browser_page.page.on("request", lambda request: browser_page.asked.append(request.url))
         browser_page.page.goto(file.as_uri() + anchor)
-        if given.get("java_script_enabled", True):
+        if arguments.get("java_script_enabled", True):
             browser_page.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
         return browser_page
 

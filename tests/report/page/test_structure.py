@@ -99,15 +99,15 @@ def test_charts_are_valid_for_the_plotting_library(runs: Runs, kind: str) -> Non
 @every_kind
 def test_series_of_a_chart_differ_by_more_than_colour(runs: Runs, kind: str) -> None:
     for chart in runs(kind).page.charts:
-        looks = []
+        styles = []
         for trace in chart["traces"]:
             if trace.get("showlegend", True):
                 marker = trace.get("marker", {})
                 pattern = tuple(marker.get("pattern", {}).get(key) for key in ("shape", "size"))
                 lines, markers = "lines" in trace.get("mode", ""), "markers" in trace.get("mode", "markers")
                 dash = trace["line"]["dash"] if lines else None
-                looks.append((trace["type"], marker.get("symbol") if markers else None, pattern, dash))
-        assert len(looks) == len(set(looks)), [trace["name"] for trace in chart["traces"]]
+                styles.append((trace["type"], marker.get("symbol") if markers else None, pattern, dash))
+        assert len(styles) == len(set(styles)), [trace["name"] for trace in chart["traces"]]
 
 
 @every_kind

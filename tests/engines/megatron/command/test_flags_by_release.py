@@ -75,17 +75,17 @@ def problems(release: str | None, settings: dict[str, SettingValue], **sections:
 
 
 def test_a_setting_that_the_release_lacks_is_an_error() -> None:
-    wanted: dict[str, SettingValue] = {
+    expected: dict[str, SettingValue] = {
         "overlap_grad_reduce": True,
         "pipeline_model_parallel_layout": "Et|tL",
         "exp_avg_dtype": "bf16",
         "moe_flex_dispatcher_backend": "hybridep",
         "moe_expert_imbalance": 1.5,
     }
-    lacking = ["pipeline_model_parallel_layout", "exp_avg_dtype", "moe_flex_dispatcher_backend"]
-    assert problems("0.12.1", wanted) == [(f"train.settings.{name}", wanted[name]) for name in lacking]
-    assert problems("0.16.1", wanted) == []
-    assert problems(None, wanted) == []
+    incomplete = ["pipeline_model_parallel_layout", "exp_avg_dtype", "moe_flex_dispatcher_backend"]
+    assert problems("0.12.1", expected) == [(f"train.settings.{name}", expected[name]) for name in incomplete]
+    assert problems("0.16.1", expected) == []
+    assert problems(None, expected) == []
 
 
 def test_the_fix_names_releases_or_values_that_there_are() -> None:

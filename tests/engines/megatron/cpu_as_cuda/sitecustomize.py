@@ -99,7 +99,7 @@ def cuda(torch):
     )
     state = torch.default_generator
     numbers = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    nothing = ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "set_stream", "ipc_collect", "seed")
+    empty = ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "set_stream", "ipc_collect", "seed")
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -134,7 +134,7 @@ def cuda(torch):
         "manual_seed": lambda seed: state.manual_seed(int(seed)),
         "manual_seed_all": lambda seed: state.manual_seed(int(seed)),
         **{name: lambda *args: 1 << 20 for name in numbers},  # one function for each: torch looks them up by identity
-        **{name: lambda *args, **kwargs: None for name in nothing},
+        **{name: lambda *args, **kwargs: None for name in empty},
     }
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
@@ -172,12 +172,12 @@ def norm(module):
     def new(cls, config, *args, **kwargs):
         parallel, config.sequence_parallel = config.sequence_parallel, False
         try:
-            made = make(cls, config, *args, **kwargs)
+            result = make(cls, config, *args, **kwargs)
         finally:
             config.sequence_parallel = parallel
-        for parameter in made.parameters():
+        for parameter in result.parameters():
             parameter.sequence_parallel = parallel
-        return made
+        return result
 
     module.WrappedTorchNorm.__new__ = staticmethod(new)
 

@@ -38,11 +38,11 @@ def serving(
     on_cores: bool = False,
     model: Model = DENSE,
     memory: int | None = None,
-    **given: Any,
+    **arguments: Any,
 ) -> Task:
     """A task on one node; `space` and `baseline` go to the spec, the rest to its serving job."""
-    outer = {key: given.pop(key) for key in ("space", "baseline") if key in given}
-    work = ServeSpec(engine=engine, **{"loads": (LOAD,), **given})
+    outer = {key: arguments.pop(key) for key in ("space", "baseline") if key in arguments}
+    work = ServeSpec(engine=engine, **{"loads": (LOAD,), **arguments})
     spec = Spec(model=model, cluster=ClusterSpec(), work=work, **outer)
     group = NodeGroup(chip=CORE if on_cores else CHIP, nodes=1, devices_per_node=devices, memory_bytes=memory)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
@@ -68,8 +68,8 @@ def space_of(engine: Engine, task: Task) -> Space:
 def row(engine: Engine, task: Task, **values: KnobValue) -> dict[str, Any]:
     """Columns of one candidate: the engine's defaults but for `values`."""
     axes = engine.axes(replace(task, spec=replace(task.spec, baseline=values)))
-    wanted = {**engine.defaults(task), **values}
-    return {axis.knob: np.array([axis.encode(wanted[axis.knob])]) for axis in axes}
+    expected = {**engine.defaults(task), **values}
+    return {axis.knob: np.array([axis.encode(expected[axis.knob])]) for axis in axes}
 
 
 def broken(engine: Engine, task: Task, **values: KnobValue) -> list[str]:

@@ -18,9 +18,9 @@ from tests.engines.serving.engines.tasks import broken, serving
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
-def several(engine: str = "vllm", hosts: int = 2, **given: Any) -> Task:
+def several(engine: str = "vllm", hosts: int = 2, **arguments: Any) -> Task:
     """A task on hosts with four devices each."""
-    task = serving(engine, devices=4, **given)
+    task = serving(engine, devices=4, **arguments)
     (group,) = task.cluster.groups
     return replace(task, cluster=Cluster(groups=(replace(group, nodes=hosts),)))
 

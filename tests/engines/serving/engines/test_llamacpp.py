@@ -29,8 +29,8 @@ LOG = """
 """
 
 
-def cores(**given: Any) -> Any:
-    return serving("llamacpp", on_cores=True, devices=2, weights="model.gguf", **given)
+def cores(**arguments: Any) -> Any:
+    return serving("llamacpp", on_cores=True, devices=2, weights="model.gguf", **arguments)
 
 
 def argv(task: Any, index: int = 0, **values: Any) -> tuple[str, ...]:
@@ -138,8 +138,8 @@ def test_a_space_may_use_yaml_words() -> None:
 
 
 def test_values_of_a_baseline_are_read_as_those_of_a_space() -> None:
-    given = {"flash_attention": False, "instance": 2, "n_gpu_layers": "auto", "max_num_seqs": 4}
-    read = ENGINE.parse(given)
+    arguments = {"flash_attention": False, "instance": 2, "n_gpu_layers": "auto", "max_num_seqs": 4}
+    read = ENGINE.parse(arguments)
     assert read == {"flash_attention": "off", "instances": 2, "n_gpu_layers": -1, "parallel": 4}
     assert ENGINE.parse(read) == read
     with pytest.raises(SpecError) as refused:
@@ -181,8 +181,8 @@ def test_a_flag_that_is_a_knob_fixes_it_for_all_candidates() -> None:
 
 
 def test_other_flags_reach_the_server_in_its_spelling() -> None:
-    given = {"mg": 1, "cont_batching": False, "fit": False, "warmup": True, "kv_offload": True, "cache-ram": 64}
-    words = argv(cores(engine_args=given))
+    arguments = {"mg": 1, "cont_batching": False, "fit": False, "warmup": True, "kv_offload": True, "cache-ram": 64}
+    words = argv(cores(engine_args=arguments))
     spelt = ("-mg", "1", "--no-cont-batching", "-fit", "off", "--warmup", "--kv-offload", "--cache-ram", "64")
     assert words[-len(spelt) :] == spelt
     assert ("--cache-ram", "0") not in pairwise(words)
@@ -258,10 +258,10 @@ def test_log_lines_are_classified(line: str, state: TrialState | None) -> None:
 
 
 def test_servers_cannot_be_started_without_weights(tmp_path: Any) -> None:
-    for given in (None, str(tmp_path)):
+    for arguments in (None, str(tmp_path)):
         with pytest.raises(SpecError) as error:
-            ENGINE.program.ready(serving("llamacpp", weights=given).spec)
-        assert (error.value.key, error.value.value) == ("serve.weights", given)
+            ENGINE.program.ready(serving("llamacpp", weights=arguments).spec)
+        assert (error.value.key, error.value.value) == ("serve.weights", arguments)
     weights = tmp_path / "m.gguf"
     weights.touch()
     with pytest.raises(NoDevice, match="no-such-server"):

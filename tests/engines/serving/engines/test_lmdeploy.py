@@ -37,8 +37,8 @@ PYTORCH_LOG = (
 )
 
 
-def cards(**given: Any) -> Task:
-    return serving("lmdeploy", **{"weights": "/model", "command": ("/bin/echo", "serve", "api_server"), **given})
+def cards(**arguments: Any) -> Task:
+    return serving("lmdeploy", **{"weights": "/model", "command": ("/bin/echo", "serve", "api_server"), **arguments})
 
 
 def server(task: Task, **values: Any) -> Instance:
@@ -73,8 +73,8 @@ def test_with_attention_dp_alone_tp_counts_all_devices_and_with_experts_those_of
 
 
 def test_names_of_other_engines_and_codes_of_lmdeploy_are_understood() -> None:
-    given = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "page_size": 64, "quant_policy": 8}
-    assert WORKLOAD.parse(given) == {
+    arguments = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "page_size": 64, "quant_policy": 8}
+    assert WORKLOAD.parse(arguments) == {
         "max_batch_size": 8,
         "max_prefill_token_num": 4096,
         "block_size": 64,
@@ -181,10 +181,10 @@ def test_a_request_has_token_ids_and_a_streamed_answer() -> None:
     sent = json.loads(body("m", np.array([5, 6, 7]), 2, GENERATE))
     assert (sent["input_ids"], sent["max_tokens"], sent["ignore_eos"]) == ([5, 6, 7], 2, True)
     stream = Stream()
-    for made, finish in ((1, None), (2, {"type": "length"})):
-        meta = {"prompt_tokens": 3, "completion_tokens": made, "finish_reason": finish}
+    for result, finish in ((1, None), (2, {"type": "length"})):
+        meta = {"prompt_tokens": 3, "completion_tokens": result, "finish_reason": finish}
         event = json.dumps({"text": "a", "output_ids": [9], "meta_info": meta})
-        stream.feed(f"data: {event}\n\n".encode(), 10.0 + made)
+        stream.feed(f"data: {event}\n\n".encode(), 10.0 + result)
     stream.feed(b"data: [DONE]\n\n", 12.0)
     answer = stream.answer(sent_s=10.0, start_s=0.0, input_tokens=3, output_tokens=2, target=0)
     assert (answer.ttft_s, answer.tpot_s) == (1.0, 1.0)

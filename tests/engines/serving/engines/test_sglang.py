@@ -39,12 +39,12 @@ LOG = (
 )
 
 
-def cards(**given: Any) -> Any:
-    return serving("sglang", **{"weights": "hf", "command": ("/bin/echo",), "engine_version": "0.5.23", **given})
+def cards(**arguments: Any) -> Any:
+    return serving("sglang", **{"weights": "hf", "command": ("/bin/echo",), "engine_version": "0.5.23", **arguments})
 
 
-def cores(**given: Any) -> Any:
-    return cards(**{"on_cores": True, "devices": 2, **given})
+def cores(**arguments: Any) -> Any:
+    return cards(**{"on_cores": True, "devices": 2, **arguments})
 
 
 def server(task: Any, index: int = 0, **values: Any) -> Any:

@@ -24,8 +24,8 @@ ENGINES = pytest.mark.parametrize("engine", [LLAMACPP, SGLANG, VLLM], ids=lambda
 HEADS = dataclasses.replace(DENSE, num_attention_heads=16, num_query_groups=8)
 
 
-def cards(engine: Engine, count: int = 8, **given: Any) -> Task:
-    task = serving(engine.name, devices=count, **{"model": HEADS, **given})
+def cards(engine: Engine, count: int = 8, **arguments: Any) -> Task:
+    task = serving(engine.name, devices=count, **{"model": HEADS, **arguments})
     return dataclasses.replace(task, spec=dataclasses.replace(task.spec, objective="output_tokens_per_s"))
 
 

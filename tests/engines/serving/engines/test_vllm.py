@@ -43,12 +43,12 @@ enable_prefix_caching=False, enable_chunked_prefill=True, pooler_config=None
 """
 
 
-def cards(**given: Any) -> Any:
-    return serving("vllm", **{"weights": "hf", "command": COMMAND, "engine_version": "0.32.0", **given})
+def cards(**arguments: Any) -> Any:
+    return serving("vllm", **{"weights": "hf", "command": COMMAND, "engine_version": "0.32.0", **arguments})
 
 
-def cores(**given: Any) -> Any:
-    return cards(**{"on_cores": True, "devices": 2, **given})
+def cores(**arguments: Any) -> Any:
+    return cards(**{"on_cores": True, "devices": 2, **arguments})
 
 
 def server(task: Any, index: int = 0, **values: Any) -> Any:
@@ -210,9 +210,9 @@ def test_the_cache_of_a_server_on_cores_is_always_bounded() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in server(own).environment
     assert settings(own).cache_bytes.item() == GIB / 2
     large = replace(DENSE, num_layers=64, num_query_groups=32, num_attention_heads=32, kv_channels=128)
-    asked = cores(model=large, loads=(Load(input_len=4000, output_len=96, concurrency=4),), memory=64 * GIB)
-    assert server(asked).environment["VLLM_CPU_KVCACHE_SPACE"] == "32"  # 2 x 4 x 4096 tokens of 1 MiB
-    assert settings(asked).cache_bytes.item() == 32 * GIB / 2
+    request = cores(model=large, loads=(Load(input_len=4000, output_len=96, concurrency=4),), memory=64 * GIB)
+    assert server(request).environment["VLLM_CPU_KVCACHE_SPACE"] == "32"  # 2 x 4 x 4096 tokens of 1 MiB
+    assert settings(request).cache_bytes.item() == 32 * GIB / 2
 
 
 def test_ranks_on_cores_are_bound_individually_and_a_single_rank_is_not() -> None:
@@ -235,9 +235,9 @@ def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
 
 
 def test_all_invalid_values_of_engine_args_are_reported() -> None:
-    given = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
+    arguments = {"max_num_seqs": -5, "enforce_eager": 7, "block_size": 16}
     with pytest.raises(SpecError) as error:
-        ENGINE.axes(cards(engine_args=given))
+        ENGINE.axes(cards(engine_args=arguments))
     assert [(each.key, each.value) for each in error.value.problems] == [
         ("serve.engine_args.max_num_seqs", -5),
         ("serve.engine_args.enforce_eager", 7),
@@ -298,8 +298,8 @@ def test_a_flag_that_only_an_older_release_has_is_taken_there(install: Path) -> 
     distribution(install, "vllm", "0.17.1")
     source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
     source.write_text('parser.add_argument("--swap-space")')
-    given = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
-    assert server(given).argv[-2:] == ("--swap-space", "4")
+    arguments = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
+    assert server(arguments).argv[-2:] == ("--swap-space", "4")
 
 
 def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install: Path) -> None:
@@ -322,8 +322,8 @@ def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path
 def test_an_unreachable_precision_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
-    def ready(**given: Any) -> None:
-        ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
+    def ready(**arguments: Any) -> None:
+        ENGINE.program.ready(cards(weights=str(tmp_path), precision="fp8", **arguments).spec)
 
     with pytest.raises(SpecError) as refused:
         ready()

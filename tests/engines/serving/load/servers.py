@@ -105,12 +105,12 @@ def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
             length = next(
                 int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
             )
-            asked = json.loads(await reader.readexactly(length))
+            request = json.loads(await reader.readexactly(length))
             counted = True
-            served.asked.append(asked)
+            served.asked.append(request)
             served.now += 1
             served.most = max(served.most, served.now)
-            await behaviour(asked, Wire(writer))
+            await behaviour(request, Wire(writer))
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -158,8 +158,8 @@ def after_each_answer(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None
     answers = itertools.count(1)
 
     class Watched(Stream):
-        def answer(self, **asked: Any) -> Answer:
-            found = super().answer(**asked)
+        def answer(self, **request: Any) -> Answer:
+            found = super().answer(**request)
             act(next(answers))
             return found
 

@@ -19,8 +19,8 @@ def test_benchmark_prints_the_rate_of_the_client_and_how_it_compares_to_the_goal
     done = subprocess.run([*command, "--repeats", "1"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    for way in ("paced", "unpaced"):
-        assert figures[way]["tokens_per_s"] > 0
-        assert figures[way]["ratio_to_goal"] == figures[way]["tokens_per_client_cpu_s"] / figures["goal_tokens_per_s"]
+    for path in ("paced", "unpaced"):
+        assert figures[path]["tokens_per_s"] > 0
+        assert figures[path]["ratio_to_goal"] == figures[path]["tokens_per_client_cpu_s"] / figures["goal_tokens_per_s"]
     assert figures["goal_tokens_per_s"] == 20_000
     assert "cores, Python" in figures["machine"]

@@ -66,9 +66,9 @@ def test_a_load_is_stopped_only_if_its_limit_is_certain_to_be_exceeded(figure: s
         limit = float(rng.uniform(0.1, 3.0))
         check = LimitCheck({figure: limit, "itl_s.p99": 1e-9}, count)
         stopped = next((place for place, each in enumerate(seconds) if check.exceeded(answer(each))), math.inf)
-        whole = statistics_of(seconds)[figure.partition(".")[2]]
+        full = statistics_of(seconds)[figure.partition(".")[2]]
         if stopped < count:
-            assert whole > limit
+            assert full > limit
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:

@@ -39,9 +39,9 @@ async def in_turn(asked: Asked, wire: Wire) -> None:
 def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids() -> None:
     with serving(well) as served:
         send([served.url + "/"], num_prompts=1, concurrency=1)
-    (asked,) = served.asked
-    assert len(asked.pop("prompt")) == 8
-    assert asked == {
+    (request,) = served.asked
+    assert len(request.pop("prompt")) == 8
+    assert request == {
         "model": "m",
         "max_tokens": 5,
         "temperature": 0,
@@ -118,7 +118,7 @@ def test_warm_up_comes_first_and_does_not_count() -> None:
         result = send([served.url], warmup=3, prefix_len=4)
     assert len(served.asked) == 15
     assert result.completed == 12
-    prompts = [tuple(asked["prompt"]) for asked in served.asked]
+    prompts = [tuple(request["prompt"]) for request in served.asked]
     assert len(set(prompts)) == 15
     assert len({prompt[:4] for prompt in prompts}) == 1
 
@@ -127,7 +127,7 @@ def test_another_seed_changes_prompts_but_not_their_lengths() -> None:
     def sent(seed: int) -> list[list[int]]:
         with serving(well) as served:
             send([served.url], seed, concurrency=1, range_ratio=0.2)
-        return [asked["prompt"] for asked in served.asked]
+        return [request["prompt"] for request in served.asked]
 
     first, second = sent(1), sent(2)
     assert sent(1) == first

@@ -39,25 +39,25 @@ def fed(*parts: tuple[float, bytes], made: int = 3) -> Answer:
 
 
 def test_first_token_is_the_first_piece_with_text_and_not_an_empty_event() -> None:
-    got = fed((10.5, event("")), (11.0, event()), (11.5, event()), (12.0, event()), (12.0, ending()))
-    assert got.ttft_s == 1.0
-    assert got.e2e_s == 2.0
-    assert got.tpot_s == 0.5
-    assert got.gaps_s == (0.5, 0.5)
-    assert (got.start_s, got.end_s) == (1.0, 3.0)
+    result = fed((10.5, event("")), (11.0, event()), (11.5, event()), (12.0, event()), (12.0, ending()))
+    assert result.ttft_s == 1.0
+    assert result.e2e_s == 2.0
+    assert result.tpot_s == 0.5
+    assert result.gaps_s == (0.5, 0.5)
+    assert (result.start_s, result.end_s) == (1.0, 3.0)
 
 
 def test_tokens_are_counted_from_usage_and_not_from_pieces() -> None:
-    got = fed((11.0, event("ab")), (13.0, event("cd")), (13.0, ending(9)), made=9)
-    assert got.output_tokens == 9
-    assert got.tpot_s == pytest.approx(2.0 / 8)
-    assert got.gaps_s == (2.0,)
+    result = fed((11.0, event("ab")), (13.0, event("cd")), (13.0, ending(9)), made=9)
+    assert result.output_tokens == 9
+    assert result.tpot_s == pytest.approx(2.0 / 8)
+    assert result.gaps_s == (2.0,)
 
 
 def test_a_delayed_last_token_ends_with_the_finish_event() -> None:
-    got = fed((11.0, event()), (12.0, event()), (14.0, ending()))
-    assert got.e2e_s == 4.0
-    assert got.tpot_s == 1.5
+    result = fed((11.0, event()), (12.0, event()), (14.0, ending()))
+    assert result.e2e_s == 4.0
+    assert result.tpot_s == 1.5
 
 
 def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
@@ -70,25 +70,25 @@ def test_token_counts_after_the_answer_do_not_extend_its_time() -> None:
 
 
 def test_one_token_has_no_time_per_token() -> None:
-    got = fed((11.0, event()), (11.0, ending(1)), made=1)
-    assert got.tpot_s is None
-    assert got.gaps_s == ()
+    result = fed((11.0, event()), (11.0, ending(1)), made=1)
+    assert result.tpot_s is None
+    assert result.gaps_s == ()
 
 
 def test_answer_in_one_event_has_no_time_per_token() -> None:
-    whole = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
-    assert fed((11.0, whole + b"data: [DONE]\n\n")).tpot_s is None
+    full = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
+    assert fed((11.0, full + b"data: [DONE]\n\n")).tpot_s is None
 
 
 def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
-    got = fed((11.0, event("")), (12.0, event(None)), (13.0, ending()))
-    assert got.ttft_s == 1.0
-    assert got.gaps_s == (1.0, 1.0)
+    result = fed((11.0, event("")), (12.0, event(None)), (13.0, ending()))
+    assert result.ttft_s == 1.0
+    assert result.gaps_s == (1.0, 1.0)
 
 
 def test_a_chunk_with_token_ids_but_no_text_counts() -> None:
-    got = fed((11.0, event("", choice={"token_ids": [7]})), (12.0, event()), (12.0, ending()))
-    assert got.ttft_s == 1.0
+    result = fed((11.0, event("", choice={"token_ids": [7]})), (12.0, event()), (12.0, ending()))
+    assert result.ttft_s == 1.0
 
 
 WHOLE = b"".join(
@@ -110,9 +110,9 @@ WHOLE = b"".join(
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 def test_the_chunking_of_reads_does_not_matter(size: int, newline: bytes) -> None:
     data = WHOLE.replace(b"\n", newline)
-    got = fed(*((11.0, data[at : at + size]) for at in range(0, len(data), size)), made=6)
-    assert len(got.gaps_s) == 5
-    assert got.output_tokens == 6
+    result = fed(*((11.0, data[at : at + size]) for at in range(0, len(data), size)), made=6)
+    assert len(result.gaps_s) == 5
+    assert result.output_tokens == 6
 
 
 def test_spaces_of_the_json_and_the_order_of_its_keys_do_not_matter() -> None:
@@ -164,12 +164,12 @@ def test_finish_among_events_that_look_alike_is_noticed() -> None:
 
 
 def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
-    counted = [event(usage={"prompt_tokens": 8, "completion_tokens": made}) for made in (1, 2, 3)]
+    counted = [event(usage={"prompt_tokens": 8, "completion_tokens": result}) for result in (1, 2, 3)]
     got = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
     assert got.output_tokens == 3
     assert got.gaps_s == (1.0, 1.0)
 
 
 def test_events_after_the_end_are_ignored() -> None:
-    got = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
-    assert len(got.gaps_s) == 1
+    result = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
+    assert len(result.gaps_s) == 1

@@ -99,9 +99,9 @@ def test_a_chip_without_facts_has_unknown_times() -> None:
 
 def test_tables_are_interpolated_and_zero_work_takes_no_time() -> None:
     table = times().local
-    got = interpolate(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
+    result = interpolate(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
     low, high = table[0, NODES.tolist().index(64)], table[0, NODES.tolist().index(96)]
-    assert got == pytest.approx([0.0, low, 0.5 * (low + high)])
+    assert result == pytest.approx([0.0, low, 0.5 * (low + high)])
 
 
 def test_weights_that_are_only_stored_narrower_are_computed_in_the_wider_format() -> None:

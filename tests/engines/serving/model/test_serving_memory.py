@@ -14,8 +14,8 @@ from tests.served import DENSE, EXPERTS, LATENT, OVER, split
 GIB = 2**30
 
 
-def serving(model: object = DENSE, precision: str = "bf16", **given: object) -> Serving:
-    return Serving(model=model, precision=precision, overheads=replace(OVER, **given))
+def serving(model: object = DENSE, precision: str = "bf16", **arguments: object) -> Serving:
+    return Serving(model=model, precision=precision, overheads=replace(OVER, **arguments))
 
 
 def memory(of: Serving, on: Split, budget: float = 72e9, tokens: float = 8192.0) -> ServingMemory:

@@ -35,8 +35,8 @@ def token_by_token(
     def send(place: int, when: float) -> None:
         if not groups or groups[-1][0] != when:
             groups.append((when, max(when, groups[-1][1] if groups else 0.0), []))
-        came, door, together = groups.pop()
-        groups.append((came, door + over.entry, [*together, place]))
+        came, door, combined = groups.pop()
+        groups.append((came, door + over.entry, [*combined, place]))
         for each in groups[-1][2]:
             ready[each] = groups[-1][1] + over.request
 
@@ -45,10 +45,10 @@ def token_by_token(
         sent += 1
     queue: list[int] = []
     prompts: dict[int, float] = {}
-    made = [0] * count
+    result = [0] * count
     running: list[int] = []
     first, last = [0.0] * count, [0.0] * count
-    while any(made[place] < lengths[place][1] for place in range(count)):
+    while any(result[place] < lengths[place][1] for place in range(count)):
         while taken < sent and ready[taken] <= now:
             queue.append(taken)
             taken += 1
@@ -69,17 +69,17 @@ def token_by_token(
             now = ready[taken]
             continue
         decodes = running if over.mixes or not tokens else []
-        context = sum(lengths[place][0] + made[place] for place in decodes)
+        context = sum(lengths[place][0] + result[place] for place in decodes)
         if tokens:
             now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
         else:
             now += price.decode(len(decodes)) + price.cached(len(decodes)) * context
         for place in list(decodes):
-            made[place] += 1
+            result[place] += 1
         for place in ended:
-            made[place], first[place] = 1, now
+            result[place], first[place] = 1, now
             running.append(place)
-        done = [place for place in running if made[place] >= lengths[place][1]]
+        done = [place for place in running if result[place] >= lengths[place][1]]
         done.sort(key=lambda place: (place in ended, ended.index(place) if place in ended else 0))
         order = [place for place in ended if place in done] + [place for place in done if place not in ended]
         for place in order:
@@ -104,8 +104,8 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
     price = priced(lane, mixes=mixes)
     expected = token_by_token(price, lengths, arrivals, 6)
-    for got, wanted in zip(ends(simulate(price, lengths, arrivals, 6)), expected, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-9)
+    for result, requested in zip(ends(simulate(price, lengths, arrivals, 6)), expected, strict=True):
+        assert result == pytest.approx(requested, rel=1e-9)
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.02, 1.0])
@@ -118,8 +118,8 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
     lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
     at_once = simulate(price, lengths, None, 3)
     monkeypatch.setattr(simulation, "MIN_PIECES", 1e9)
-    for got, wanted in zip(ends(at_once), ends(simulate(price, lengths, None, 3)), strict=True):
-        assert got == pytest.approx(wanted, rel=1e-9)
+    for result, expected in zip(ends(at_once), ends(simulate(price, lengths, None, 3)), strict=True):
+        assert result == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_request_waits_for_the_front_end_and_its_prompt_and_then_an_iteration_a_token() -> None:
@@ -143,26 +143,26 @@ def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
 
 
 def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() -> None:
-    whole, pieces = (
+    full, pieces = (
         simulate(priced(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
         for budget in (8192.0, 256.0)
     )
-    assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in whole.gaps)
-    assert pieces.requests[1].first > whole.requests[1].first
+    assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in full.gaps)
+    assert pieces.requests[1].first > full.requests[1].first
 
 
 def test_without_mixed_batches_decoding_waits_for_prefill() -> None:
-    together, apart = (simulate(priced(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
-    assert apart.requests[0].end > together.requests[0].end
+    combined, separate = (simulate(priced(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
+    assert separate.requests[0].end > combined.requests[0].end
 
 
 def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
-    roomy, small = (simulate(priced(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0))
-    assert roomy.preemptions == 0
+    large, small = (simulate(priced(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0))
+    assert large.preemptions == 0
     assert small.preemptions > 0
     assert all(request.made == 300 and request.end > request.first for request in small.requests)
-    assert small.duration > roomy.duration
+    assert small.duration > large.duration
 
 
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
@@ -171,8 +171,8 @@ def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
 
 
 def test_an_engine_that_polls_rarely_delays_requests() -> None:
-    often, seldom = (simulate(priced(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
-    assert seldom.requests[1].first > often.requests[1].first
+    often, rarely = (simulate(priced(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
+    assert rarely.requests[1].first > often.requests[1].first
 
 
 def test_a_shared_prefix_is_not_computed_again() -> None:

@@ -44,9 +44,9 @@ class Handler(BaseHTTPRequestHandler):
             self.plain({}, 404)
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with open("asked.jsonl", "a") as file:
-            file.write(json.dumps({"prompt": asked["prompt"], "model": asked["model"], "port": PORT}) + "\n")
+            file.write(json.dumps({"prompt": request["prompt"], "model": request["model"], "port": PORT}) + "\n")
         Handler.answered += 1
         if BEHAVIOUR == "dies" and Handler.answered > 6:
             print("RuntimeError: the engine exploded\nsee above", flush=True)
@@ -73,20 +73,20 @@ class Handler(BaseHTTPRequestHandler):
         if BEHAVIOUR == "queues":  # SLOTS requests at once, each 0.1 s
             with PLACES:
                 time.sleep(0.1)
-        return self.stream(asked["max_tokens"], len(asked["prompt"]))
+        return self.stream(request["max_tokens"], len(request["prompt"]))
 
     def stream(self, wanted: int, prompt: int) -> None:
-        made, why = wanted, "length"
+        result, reason = wanted, "length"
         if BEHAVIOUR == "stops_at_eos":
-            made, why = wanted // 2, "stop"
+            result, reason = wanted // 2, "stop"
         if BEHAVIOUR == "cuts":
-            made = wanted // 2
+            result = wanted // 2
         time.sleep(FIRST_S)
-        for _ in range(made // 2):  # two tokens in a piece
+        for _ in range(result // 2):  # two tokens in a piece
             self.line({"choices": [{"index": 0, "text": "a b", "finish_reason": None}]})
-            time.sleep(0.001 + REST_S / (made // 2))
-        self.line({"choices": [{"index": 0, "text": "", "finish_reason": why}]})
-        self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": made}})
+            time.sleep(0.001 + REST_S / (result // 2))
+        self.line({"choices": [{"index": 0, "text": "", "finish_reason": reason}]})
+        self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": result}})
         if BEHAVIOUR != "cut_off":
             self.line("[DONE]")
 

@@ -141,8 +141,8 @@ def test_a_server_is_stopped_with_all_its_processes(behaviour: str, tmp_path: Pa
 
 def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: Path) -> None:
     where = trials.platform(tmp_path, "slow")
-    wanted, folder = trials.candidate(where, instances=2), str(trials.trial_folder(tmp_path))
-    running = launch(where, LLAMACPP, LAUNCHER, wanted, folder, TimeLimit(seconds=60.0, because="test"))
+    expected, folder = trials.candidate(where, instances=2), str(trials.trial_folder(tmp_path))
+    running = launch(where, LLAMACPP, LAUNCHER, expected, folder, TimeLimit(seconds=60.0, because="test"))
     while not (tmp_path / "asked.jsonl").exists():
         assert running.poll() is None
         time.sleep(0.05)
@@ -170,9 +170,9 @@ def test_the_highest_load_that_keeps_the_slo_is_found_in_one_launch(key: str, tm
     assert trial.measurement is not None
     assert trial.measurement.broken == ()
     points = {point[key]: point for point in trial.measurement.points}
-    kept = {load: point for load, point in points.items() if point["ttft_s.p90"] <= 0.35}
-    assert 3 < max(kept) < 200  # four slots of 0.1 s, on a busy machine fewer
-    rates = [point["output_tokens_per_s"] for point in kept.values()]
+    stored = {load: point for load, point in points.items() if point["ttft_s.p90"] <= 0.35}
+    assert 3 < max(stored) < 200  # four slots of 0.1 s, on a busy machine fewer
+    rates = [point["output_tokens_per_s"] for point in stored.values()]
     assert trial.measurement.figures["output_tokens_per_s"] == max(rates)
     assert len(trials.servers(tmp_path)) == 1
 

@@ -25,9 +25,9 @@ HOSTS = ("127.0.0.1", "localhost")
 """Names at which the servers of this machine answer."""
 
 
-def on_hosts(folder: Path, behaviour: str, **given: object) -> Platform:
+def on_hosts(folder: Path, behaviour: str, **arguments: object) -> Platform:
     """The platform of two hosts with two cores each."""
-    where = trials.platform(folder, behaviour, **given)  # type: ignore[arg-type]
+    where = trials.platform(folder, behaviour, **arguments)  # type: ignore[arg-type]
     spec, (group,) = where.task.spec, where.task.cluster.groups
     cluster = dataclasses.replace(spec.cluster, hosts=HOSTS, nodes=2, devices_per_node=2)
     task = dataclasses.replace(
@@ -41,10 +41,10 @@ def on_hosts(folder: Path, behaviour: str, **given: object) -> Platform:
 def run(where: Platform, folder: Path, **values: int) -> Trial:
     """Run a candidate by agents of this machine, as the loop does."""
     launcher = HostsLauncher(name="shell", channel=lambda host: ["sh", "-c", agent_command()])
-    wanted, made = trials.candidate(where, **values), str(trials.trial_folder(folder))
-    trial = Trial(number=0, candidate=wanted, role=Role.SEARCH, state=TrialState.RUNNING)
-    running = launch(where, LLAMACPP, launcher, wanted, made, TimeLimit(seconds=60.0, because="test"))
-    return measure(running, where, LLAMACPP, trial, made, None)
+    expected, result = trials.candidate(where, **values), str(trials.trial_folder(folder))
+    trial = Trial(number=0, candidate=expected, role=Role.SEARCH, state=TrialState.RUNNING)
+    running = launch(where, LLAMACPP, launcher, expected, result, TimeLimit(seconds=60.0, because="test"))
+    return measure(running, where, LLAMACPP, trial, result, None)
 
 
 def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:

@@ -45,22 +45,22 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def platform(folder: Path, weights: Path, **given: object) -> Platform:
+def platform(folder: Path, weights: Path, **arguments: object) -> Platform:
     """The played server's platform with the real one in its place."""
     where = trials.platform(folder, "unused", model=MODEL, loads=(LOAD,))
-    work = dataclasses.replace(where.task.spec.serve, command=None, weights=str(weights), **given)
+    work = dataclasses.replace(where.task.spec.serve, command=None, weights=str(weights), **arguments)
     spec = dataclasses.replace(where.task.spec, work=work)
     return dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec))
 
 
 def test_two_instances_answer_all_requests_and_run_the_requested_settings(weights: Path, tmp_path: Path) -> None:
-    asked = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
-    done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **asked)
+    request = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
+    done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **request)
     assert done.state is TrialState.MEASURED, done.reason
     assert done.measurement is not None
-    ran = done.measurement.effective
-    assert {knob: ran[knob] for knob in asked if knob in ran} == {k: v for k, v in asked.items() if k != "instances"}
-    assert ran["flash_attention"] == "on"
+    completed = done.measurement.effective
+    assert {knob: completed[knob] for knob in request if knob in completed} == {k: v for k, v in request.items() if k != "instances"}
+    assert completed["flash_attention"] == "on"
     assert len(done.measurement.step_times_s) == 2
     assert done.measurement.versions["llamacpp"]
     figures = done.measurement.figures

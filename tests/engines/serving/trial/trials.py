@@ -26,12 +26,12 @@ SERVER = Path(__file__).with_name("server.py")
 LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
 
 
-def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **given: Any) -> Platform:
+def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **arguments: Any) -> Platform:
     """Two cores on which `behaviour` serves; `given` goes to the serving job."""
     weights = folder / "weights.gguf"
     weights.touch()
     command = {"command": (sys.executable, str(SERVER), behaviour), "directory": str(folder)}
-    task = serving("llamacpp", devices=2, on_cores=True, weights=str(weights), **{"loads": (LOAD,), **command, **given})
+    task = serving("llamacpp", devices=2, on_cores=True, weights=str(weights), **{"loads": (LOAD,), **command, **arguments})
     spec = dataclasses.replace(task.spec, control=Control(max_time_per_task=seconds), objective="output_tokens_per_s")
     task = dataclasses.replace(task, spec=spec)
     support = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
@@ -44,18 +44,18 @@ def candidate(where: Platform, **values: KnobValue) -> Candidate:
 
 
 def trial_folder(folder: Path) -> Path:
-    made = folder / "trial"
-    made.mkdir(exist_ok=True)
-    return made
+    result = folder / "trial"
+    result.mkdir(exist_ok=True)
+    return result
 
 
 def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
     """Launch and measure one candidate, as the loop does."""
-    wanted, made = candidate(where, **values), str(trial_folder(folder))
-    trial = Trial(number=0, candidate=wanted, role=Role.SEARCH, state=TrialState.RUNNING)
+    expected, result = candidate(where, **values), str(trial_folder(folder))
+    trial = Trial(number=0, candidate=expected, role=Role.SEARCH, state=TrialState.RUNNING)
     limit = TimeLimit(seconds=where.task.spec.control.max_time_per_task or 300.0, because="test")
-    running = launch(where, LLAMACPP, LAUNCHER, wanted, made, limit)
-    return measure(running, where, LLAMACPP, trial, made, None)
+    running = launch(where, LLAMACPP, LAUNCHER, expected, result, limit)
+    return measure(running, where, LLAMACPP, trial, result, None)
 
 
 def asked(folder: Path) -> list[dict[str, Any]]:
