@@ -84,13 +84,13 @@ def text(
     fitted_curves: Mapping[str, Any],
 ) -> str:
     """Return the page without empty sections."""
-    of_memory = [source for source in pictures if source.endswith(", memory")]
-    of_time = [source for source in pictures if source not in of_memory]
+    memory_pictures = [source for source in pictures if source.endswith(", memory")]
+    time_pictures = [source for source in pictures if source not in memory_pictures]
     sections = [
         HEAD,
-        _section("Step time", [*_steps(steps), *_gallery(pictures, of_time)]) if steps else "",
+        _section("Step time", [*_steps(steps), *_gallery(pictures, time_pictures)]) if steps else "",
         _section("Fitted and left out", _fitted_section(fitted_curves)) if fitted_curves else "",
-        _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, of_memory)]) if peaks else "",
+        _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, memory_pictures)]) if peaks else "",
         _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
         _section("Rejected records", _unpredicted_section(unpredicted)),

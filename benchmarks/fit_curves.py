@@ -127,22 +127,22 @@ def main() -> None:
 
 
 def _family(family: Family, runs: Runs) -> tuple[dict[str, float], dict[str, Any]]:
-    everything = np.ones(len(runs.measured), dtype=bool)
-    parameters = _fit(family, runs, everything)
+    all_runs = np.ones(len(runs.measured), dtype=bool)
+    parameters = _fit(family, runs, all_runs)
     fit_errors = np.abs(runs.predicted(curve_of(family, parameters)) / runs.measured - 1.0)
     sources = np.array(runs.sources)
     report: dict[str, Any] = {}
     outside = []
     for source in dict.fromkeys(runs.sources):
-        inside = sources == source
-        left_out = parameters if inside.all() else _fit(family, runs, ~inside)
-        ratio = runs.measured[inside] / runs.predicted(curve_of(family, left_out))[inside]
+        in_source = sources == source
+        left_out = parameters if in_source.all() else _fit(family, runs, ~in_source)
+        ratio = runs.measured[in_source] / runs.predicted(curve_of(family, left_out))[in_source]
         outside.append(ratio)
         report[source] = {
-            "runs": int(inside.sum()),
-            "fitted_mape": round(float(fit_errors[inside].mean()), 4),
-            "left_out_mape": None if inside.all() else round(float(np.abs(1.0 / ratio - 1.0).mean()), 4),
-            "left_out_parameters": dict(family.start) if inside.all() else left_out,
+            "runs": int(in_source.sum()),
+            "fitted_mape": round(float(fit_errors[in_source].mean()), 4),
+            "left_out_mape": None if in_source.all() else round(float(np.abs(1.0 / ratio - 1.0).mean()), 4),
+            "left_out_parameters": dict(family.start) if in_source.all() else left_out,
             "left_out_measured_over_predicted": [round(float(np.quantile(ratio, at)), 3) for at in (0.1, 0.5, 0.9)],
         }
     return parameters, {"sources": report}
@@ -191,7 +191,7 @@ def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
         for record in records:
             seconds = record["measured"].get("step_time_s")
             if seconds and record["cluster"]["chip"].casefold() in names:
-                task, columns = _posed(record, workload, loaded.find_chip)
+                task, columns = _task_of(record, workload, loaded.find_chip)
                 train, layout = base_inputs(task, columns)
                 train = replace(train, global_batch=0)
                 groups[repr((train, task.cluster))].append((train, layout, task, len(measured)))
@@ -216,7 +216,7 @@ def _together(layouts: Sequence[Layout]) -> Layout:
     )
 
 
-def _posed(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
+def _task_of(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
     job = read_job(record, plugins.engines())
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
@@ -237,8 +237,8 @@ def _write(family: Family, parameters: Mapping[str, float], report: Mapping[str,
         known = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {"curve": {}, "source": {"method": ""}}
         if "host_bytes_per_second" in known["curve"]:
             curve["host_bytes_per_second"] = known["curve"]["host_bytes_per_second"]
-            _, link, told_of_it = known["source"]["method"].partition("; host link:")
-            source["method"] += link + told_of_it
+            _, link, host_link = known["source"]["method"].partition("; host link:")
+            source["method"] += link + host_link
         content = {"curve": curve, "source": source}
         path.write_text(yaml.safe_dump(content, sort_keys=False, width=110), encoding="utf-8")
 

@@ -88,12 +88,14 @@ def step_ms(spec: Spec, values: Mapping[str, KnobValue], folder: Path, environme
     platform = discover(spec, load_plugins())
     launch = WORKLOAD.launch(platform, Candidate.of(values), str(folder))
     argv = [word.replace("{master_port}", str(free_port())) for word in launch.argv]
-    arguments = {name: str(value) for name, value in {**platform.environment, **spec.envs, **launch.environment}.items()}
+    variables = {
+        name: str(value) for name, value in {**platform.environment, **spec.envs, **launch.environment}.items()
+    }
     path = f"{environment / 'bin'}:{os.environ['PATH']}"
     process = subprocess.run(
         argv,
         cwd=launch.directory,
-        env={**os.environ, "PATH": path, **arguments},
+        env={**os.environ, "PATH": path, **variables},
         capture_output=True,
         text=True,
         check=True,

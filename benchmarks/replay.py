@@ -119,10 +119,12 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 def _compare(name: str, sweeps: Sequence[Sweep], options: argparse.Namespace) -> dict[str, Any]:
     """Print a table of searches over `sweeps`, and return its values."""
-    single = options.ablations or options.wrong
+    without_comparison = options.ablations or options.wrong
     kind = ablations if options.ablations else wrong_models
-    own_searches = kind(sweeps) if single else _own_searches(options.strategy, sweeps)
-    other_searches = {} if single else {**OTHER_SEARCHES, "tpe": tpe(options.seeds), "random": random, "oracle": oracle}
+    own_searches = kind(sweeps) if without_comparison else _own_searches(options.strategy, sweeps)
+    other_searches = (
+        {} if without_comparison else {**OTHER_SEARCHES, "tpe": tpe(options.seeds), "random": random, "oracle": oracle}
+    )
     sweeps = sweeps[:: options.every]
     scores = {
         name: [_scores(sweep, search) for sweep in sweeps]
@@ -169,7 +171,10 @@ def _scores(sweep: Sweep, search: Searcher) -> Score:
         trials={tol: float(np.mean([each.trials[tol] for each in scores])) for tol in TOLERANCES},
         seconds={tol: float(np.mean([each.seconds[tol] for each in scores])) for tol in TOLERANCES},
         regret=float(np.mean([each.regret for each in scores])),
-        untried={predictions: float(np.mean([each.untried[predictions] for each in scores])) for predictions in scores[0].untried},
+        untried={
+            predictions: float(np.mean([each.untried[predictions] for each in scores]))
+            for predictions in scores[0].untried
+        },
         regret_when_done=float(np.mean(done)) if done else None,
     )
 
@@ -192,7 +197,9 @@ def _score(sweep: Sweep, search: Search) -> Score:
         trials=trials,
         seconds=seconds,
         regret=float(so_far[:MAX_ROWS][-1] / sweep.best - 1),
-        untried={predictions: 1 - len(search.rows) / size for predictions, size in _spaces(sweep).items()} if is_done else {},
+        untried={predictions: 1 - len(search.rows) / size for predictions, size in _spaces(sweep).items()}
+        if is_done
+        else {},
         regret_when_done=float(so_far[-1] / sweep.best - 1) if is_done else None,
     )
 
@@ -226,7 +233,10 @@ def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapp
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for name, reported in figures.items():
         trials = (f"{reported[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
-        done = (*(reported[f"never_tried_of_{predictions}"] for predictions in SPACES), reported["best_kept_within_1pct"])
+        done = (
+            *(reported[f"never_tried_of_{predictions}"] for predictions in SPACES),
+            reported["best_kept_within_1pct"],
+        )
         shares = ("never stops" if share is None else f"{share:.1%}" for share in done)
         cells = (
             *trials,

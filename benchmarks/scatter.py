@@ -31,10 +31,14 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
         return f'<path d="M{x(start)} {y(start * factor)}L{x(end)} {y(end * factor)}" stroke="#888" {style}/>'
 
     def dots(is_inside: bool, colour: str) -> str:
-        path = "".join(f"M{x(measured)} {y(predicted)}h0" for measured, predicted, stored in points if stored is is_inside)
+        path = "".join(
+            f"M{x(measured)} {y(predicted)}h0" for measured, predicted, stored in points if stored is is_inside
+        )
         return f'<path d="{path}" stroke="{colour}" stroke-width="4" stroke-linecap="round" opacity=".6"/>'
 
-    message = f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {ERROR_FACTOR} times off"
+    message = (
+        f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {ERROR_FACTOR} times off"
+    )
     height = SIZE + TITLE
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-TITLE} {SIZE} {height}" width="{SIZE}"',

@@ -46,10 +46,10 @@ def wrong_models(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
 
 
 def _misled(search: Searcher, factors: Mapping[str, float]) -> Searcher:
-    def misled(sweep: Sweep) -> list[Search]:
+    def search_with_errors(sweep: Sweep) -> list[Search]:
         return search(with_predictions(sweep, distort(sweep.problem.predictions, factors)))
 
-    return misled
+    return search_with_errors
 
 
 def distort(predictions: Predictions, factors: Mapping[str, float]) -> Predictions:

@@ -19,8 +19,8 @@ from flagcore.stages.predict import record
 def require_predicted_time(problem: Problem) -> None:
     """Raise NoDevice unless some candidate has a predicted time. Probes need it, too: they do not run communication."""
     if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
-        why = no_time(problem.platform.task, problem.platform.costs)
-        raise NoDevice(_("no time can be predicted: {why}", why=why))
+        reason = no_time(problem.platform.task, problem.platform.costs)
+        raise NoDevice(_("no time can be predicted: {why}", why=reason))
 
 
 def dry_run(problem: Problem) -> Plan:

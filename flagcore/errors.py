@@ -43,8 +43,8 @@ class SpecError(UsageError):
         return (self,)
 
     def __str__(self) -> str:
-        where = f"{self.file}: " if self.file else ""
-        return f"{where}{self._text()}"
+        prefix = f"{self.file}: " if self.file else ""
+        return f"{prefix}{self._text()}"
 
     def _text(self) -> str:
         value = "" if self.value is None else f" = {_short_repr(self.value)}"
@@ -68,9 +68,9 @@ class SpecErrors(SpecError):
     def __str__(self) -> str:
         if len(self._problems) == 1:
             return super().__str__()
-        where = f"{self.file}: " if self.file else ""
+        prefix = f"{self.file}: " if self.file else ""
         lines = [f"  - {each._text()}" for each in self._problems]
-        return "\n".join([f"{where}{len(lines)} problems", *lines])
+        return "\n".join([f"{prefix}{len(lines)} problems", *lines])
 
 
 def join_errors(problems: Sequence[SpecError]) -> SpecError:

@@ -54,11 +54,11 @@ def _why_nothing_fits(problem: Problem, workload: Workload) -> str:
         return _("none of {count:,} candidates is left: {counts}; {why}", count=len(space), counts=counts, why=limits)
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
-    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
+    needed, available = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
     smallest = _(
         "the smallest needs ~{need:.2f} GiB a device of {have:.2f} GiB ({budget}): {candidate}; {fix}",
-        need=need,
-        have=have,
+        need=needed,
+        have=available,
         budget=_budget_from(problem.platform.task),
         candidate=problem.set_knobs(space.candidate(row)),
         fix=_other_hardware(problem.platform.task),
@@ -133,11 +133,11 @@ def unmet_text(problem: Problem, workload: Workload) -> str:
     if result.load is None or result.candidate is None:
         return text + "; " + _("a lower load does not help: use other hardware, or allow more time")
     load = result.load.concurrency or result.load.request_rate
-    at = _("{load:.3g} clients", load=load) if result.load.concurrency else _("{load:.3g} requests/s", load=load)
+    load_text = _("{load:.3g} clients", load=load) if result.load.concurrency else _("{load:.3g} requests/s", load=load)
     return (
         text
         + "; "
-        + _("at {load}, {candidate} would keep them", load=at, candidate=problem.set_knobs(result.candidate))
+        + _("at {load}, {candidate} would keep them", load=load_text, candidate=problem.set_knobs(result.candidate))
     )
 
 

@@ -298,5 +298,5 @@ def _nothing_legal(space: Space, legal: Legality) -> str:
     messages = {rule.name: rule.message for rule in legal.rules}
     removed = sorted(space.illegal.items(), key=lambda pair: -pair[1])
     counts = ", ".join(f"{name} {number:,} ({_(messages[name])})" for name, number in removed)
-    why = counts or _("the space is empty")
-    return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=why)
+    reason = counts or _("the space is empty")
+    return _("no legal candidate among {count:,} combinations: {why}", count=space.combinations, why=reason)

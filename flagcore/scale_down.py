@@ -68,7 +68,7 @@ class Smaller:
         if self._times == 1:
             return None
         small = predict_columns(self.task, self.workload, self.columns(columns), costs)
-        step, more = float(small.step_time_s[0]), float(small.device_used_bytes[0]) - whole.device_used_bytes
+        step, added_bytes = float(small.step_time_s[0]), float(small.device_used_bytes[0]) - whole.device_used_bytes
         if not whole.step_time_s or not math.isfinite(step):
             problem, fix = "needs predicted step times, which the chip's facts do not give", "leave it out"
             raise SpecError(key="auto_tuner.control.trial_nodes", value=self.nodes, problem=problem, fix=fix)
@@ -83,7 +83,7 @@ class Smaller:
             own=scale.own,
             nodes=self.nodes,
             of_nodes=of_nodes,
-            more_bytes=int(more) if math.isfinite(more) else 0,
+            more_bytes=int(added_bytes) if math.isfinite(added_bytes) else 0,
         )
 
     @property
@@ -130,5 +130,5 @@ def pruning_of_trials(task: Task, workload: Workload, costs: Costs) -> tuple[Pru
 
 
 def _sizes(task: Task, workload: Workload) -> list[Smaller]:
-    whole = task.spec.cluster.nodes
-    return [Smaller(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < whole]
+    all_nodes = task.spec.cluster.nodes
+    return [Smaller(task, workload, nodes) for nodes in task.spec.control.trial_nodes if nodes < all_nodes]

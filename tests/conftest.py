@@ -19,7 +19,7 @@ TOGETHER = {
         "tests/vendors/test_simulated_nodes.py",
     ),
     "fixture runs": ("tests/report/page/",),
-    "fixture workshop": ("tests/test_docs",),
+    "fixture example_folder": ("tests/test_docs",),
     "megatron-core, imported": (
         "tests/engines/megatron/test_rules.py",
         "tests/engines/megatron/test_stages.py",
@@ -57,7 +57,7 @@ SLOW_CHECKS = tuple(f"test_conformance[{each}" for each in ("broken_tool", "fail
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests with a finished run and SLOW_CHECKS as slow, and put FIRST first."""
     for item in items:
-        if {"runs", "workshop"} & {*getattr(item, "fixturenames", ())} or item.name.startswith(SLOW_CHECKS):
+        if {"runs", "example_folder"} & {*getattr(item, "fixturenames", ())} or item.name.startswith(SLOW_CHECKS):
             item.add_marker("slow")
 
     def order(item: pytest.Item) -> int:
@@ -101,8 +101,8 @@ def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory, _no_calibration: None) -> Path:
+def example_folder(tmp_path_factory: pytest.TempPathFactory, _no_calibration: None) -> Path:
     """A folder as readers of the pages have it, with a finished run; made once, so that tests only read it."""
-    from tests.workshop import build
+    from tests.example_folder import build
 
-    return build(tmp_path_factory.mktemp("workshop"))
+    return build(tmp_path_factory.mktemp("example_folder"))

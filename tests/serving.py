@@ -23,7 +23,9 @@ def trial(
     """A trial of `slots` (default: its number) that wrote `rate` tokens a second at a p99 of `ttft` seconds."""
     figures = {"output_tokens_per_s": rate, "ttft_s.p50": ttft / 2, "ttft_s.p99": ttft, "tpot_s.p50": 1.0 / rate}
     step = seconds(objective, figures[figure_name(objective)])
-    broken = tuple(f"{name} is {figures[name]:g} s, over {maximum:g} s" for name, maximum in limits.items() if ttft > maximum)
+    broken = tuple(
+        f"{name} is {figures[name]:g} s, over {maximum:g} s" for name, maximum in limits.items() if ttft > maximum
+    )
     return Trial(
         number=number,
         candidate=Candidate.of({"parallel": number if slots is None else slots}),

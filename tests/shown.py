@@ -1,7 +1,7 @@
 """Checks of blocks that are neither commands nor code: outputs, layouts, formulas.
 
-Measured figures cannot be reproduced; the text around them is compared with the output of a run (tests/workshop.py).
-Derived figures are computed again. A check is called with the block, in the workshop.
+Measured figures cannot be reproduced; the text around them is compared with the output of a run (tests/example_folder.py).
+Derived figures are computed again. A check is called with the block, in the example folder.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def refusal(block: Block) -> None:
 
 
 def log_line(block: Block) -> None:
-    """The line that the workshop's trials print, and which they were measured by."""
+    """The line that the example folder's trials print, and which they were measured by."""
     assert block.text.strip("\n") in Path("runs/own/trials/0/stdout.log").read_text()
 
 

@@ -89,7 +89,7 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["ampere", "hopper", "blackwell"])
-def test_shipped_curves_hold_what_a_refit_leaves_fixed(name: str) -> None:
+def test_shipped_curves_have_the_fixed_values_of_a_refit(name: str) -> None:
     fit_curves = pytest.importorskip("benchmarks.fit_curves")  # needs scipy
     family = fit_curves.FAMILIES[name]
     for chip in family.chips:

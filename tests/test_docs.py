@@ -123,8 +123,8 @@ def test_reference_has_every_exit_code_and_no_other() -> None:
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)} == codes
 
 
-def test_reference_has_every_field_of_a_result(workshop: Path) -> None:
-    data = json.loads((workshop / "runs" / "own" / "result.json").read_text())
+def test_reference_has_every_field_of_a_result(example_folder: Path) -> None:
+    data = json.loads((example_folder / "runs" / "own" / "result.json").read_text())
     section = RESULTS.split("## result.json")[1].split("\n## ")[0]
     first, second = (re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE) for part in section.split("\nA trial:\n"))
     assert {name for row in first for name in re.findall(r"`(\w+)`", row)} == set(data)
@@ -134,8 +134,8 @@ def test_reference_has_every_field_of_a_result(workshop: Path) -> None:
     assert {name for name in inner if f"`{name}`" not in section} == set()
 
 
-def test_reference_has_every_file_of_a_run(workshop: Path) -> None:
-    run = workshop / "runs" / "own"
+def test_reference_has_every_file_of_a_run(example_folder: Path) -> None:
+    run = example_folder / "runs" / "own"
     rows = re.findall(r"^\| (`.*?) \|", RESULTS.split("## The run folder")[1].split("\n## ")[0], re.MULTILINE)
     listed = {name for row in rows for name in _full_names(re.findall(r"`([^`]+)`", row))}
     found = {re.sub(r"^trials/\d+/", "trials/N/", str(file.relative_to(run))) for file in run.rglob("*")}
@@ -144,7 +144,7 @@ def test_reference_has_every_file_of_a_run(workshop: Path) -> None:
     assert listed == found | trial_program | {"best/"}
 
 
-def test_tutorial_explains_what_the_table_and_the_books_show() -> None:
+def test_tutorial_explains_the_table_and_the_counts() -> None:
     page = TEXT["docs/tutorial.md"]
     learned = set(LEARNED_MESSAGES) - {"does_not_fit"}
     assert {name for name in learned if f"`{name}`" not in page} == set()

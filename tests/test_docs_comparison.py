@@ -6,7 +6,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = " ".join((DOCS / "comparison.md").read_text(encoding="utf-8").split())
 PRIORITY = "FlagScale, priority performance"
-OURS = "flagcore, `learned`"
+FLAGCORE = "flagcore, `learned`"
 FIRST = ", first run on a chip"
 KORTHIKANTI = "Korthikanti 2022 Table 5 (via Calculon)"
 SIMUMAX = "SimuMax B200 release v1.2"
@@ -19,7 +19,7 @@ def row(page: str, section: str, name: str) -> list[str]:
 
 
 def test_trials_to_the_best_are_those_of_the_replay() -> None:
-    names = (OURS, OURS + FIRST, "FlagScale, defaults", PRIORITY, "Optuna TPE")
+    names = (FLAGCORE, FLAGCORE + FIRST, "FlagScale, defaults", PRIORITY, "Optuna TPE")
     flagcore_row, first, flagscale_row, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[1] for name in names)
     assert f"| flagcore | {flagcore_row}, and {first} on the first run on a chip |" in PAGE
     assert f"| FlagScale, defaults | {flagscale_row} |" in PAGE
@@ -28,8 +28,12 @@ def test_trials_to_the_best_are_those_of_the_replay() -> None:
 
 
 def test_effects_of_less_memory_match_the_replay() -> None:
-    flagscale_row, flagcore_row, first = (row("replay.md", "Less memory", name) for name in (PRIORITY, OURS, OURS + FIRST))
-    assert f"it needs {flagscale_row[1]} trials and misses the best in {_lost(flagscale_row):.0f}% of the sweeps" in PAGE
+    flagscale_row, flagcore_row, first = (
+        row("replay.md", "Less memory", name) for name in (PRIORITY, FLAGCORE, FLAGCORE + FIRST)
+    )
+    assert (
+        f"it needs {flagscale_row[1]} trials and misses the best in {_lost(flagscale_row):.0f}% of the sweeps" in PAGE
+    )
     assert _lost(flagcore_row) == 0
     assert f"against {flagcore_row[1]} and none, or {first[1]} and {_lost(first):.1f}% on a first run" in PAGE
 

@@ -54,5 +54,10 @@ def test_an_engine_without_a_run_is_marked(engine: Engine) -> None:
 
 def test_every_counter_is_on_the_page_with_the_engines_that_report_it() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \| .+ \|$", section("Counters"), re.MULTILINE)
-    listed = {(name, engine) for names, predictions in rows for name in re.findall(r"\w+", names) for engine in predictions.split(", ")}
+    listed = {
+        (name, engine)
+        for names, predictions in rows
+        for name in re.findall(r"\w+", names)
+        for engine in predictions.split(", ")
+    }
     assert listed == {(name, engine.program.title) for engine in ENGINES for name in engine.program.counters.values()}

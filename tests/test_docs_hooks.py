@@ -43,17 +43,17 @@ def test_the_examples_of_all_hooks_work_as_one_plugin(monkeypatch: pytest.Monkey
     assert chip is not None
     for each in (chip, FOREIGN_CHIP):
         group, task = NodeGroup(chip=each, nodes=1, devices_per_node=8), task_on(each)
-        mine = each is chip
-        assert bool(loaded.topology(group)) == mine
-        assert bool(loaded.memory_model(group, "megatron")) == mine
-        assert bool(loaded.kernel_costs(each, "megatron")) == mine
-        assert bool(loaded.collective_costs(group, "megatron")) == mine
-        assert bool(loaded.environment(each, "megatron")) == mine
-        assert bool(loaded.failure_patterns(each, "megatron")) == mine
-        assert bool(loaded.knobs(each, "megatron")) == mine
-        assert bool(loaded.pruning_rules(task)) == mine
-        assert bool(loaded.prepare_launch(Launch(argv=("train",), folder="/x"), task).environment) == mine
-        assert loaded.engine_support(each, "megatron").device_type == ("acme" if mine else None)
+        is_own = each is chip
+        assert bool(loaded.topology(group)) == is_own
+        assert bool(loaded.memory_model(group, "megatron")) == is_own
+        assert bool(loaded.kernel_costs(each, "megatron")) == is_own
+        assert bool(loaded.collective_costs(group, "megatron")) == is_own
+        assert bool(loaded.environment(each, "megatron")) == is_own
+        assert bool(loaded.failure_patterns(each, "megatron")) == is_own
+        assert bool(loaded.knobs(each, "megatron")) == is_own
+        assert bool(loaded.pruning_rules(task)) == is_own
+        assert bool(loaded.prepare_launch(Launch(argv=("train",), folder="/x"), task).environment) == is_own
+        assert loaded.engine_support(each, "megatron").device_type == ("acme" if is_own else None)
     (rule,) = loaded.pruning_rules(task_on(chip))
     assert rule.prunes({"tensor_model_parallel_size": np.array([4, 8])}, _nothing()).tolist() == [False, True]
     assert loaded.devices() == ()

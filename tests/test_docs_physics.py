@@ -23,7 +23,7 @@ def test_constant_on_the_page_exists(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name)
 
 
-def test_site_adds_the_values() -> None:
+def test_site_adds_the_values_of_constants() -> None:
     text = "- `flagcore/physics/kernels/roofline.py`\n    - `BLOCK`: a source\n\nText.\n    - `BLOCK`: no list\n"
     assert constants.fill(text) == text.replace("BLOCK`: a source", "BLOCK = 128.0`: a source")
 

@@ -62,7 +62,7 @@ class Follower:
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Follower:
+def followed_page(tmp_path_factory: pytest.TempPathFactory) -> Follower:
     """The page, followed from its first command to its last."""
     pytest.importorskip("hatchling", reason="building the plugin needs hatchling")
     if "megatron" not in names(WORKLOADS):
@@ -90,37 +90,37 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Follower:
     return follower
 
 
-def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed: Follower) -> None:
-    report = followed.printed["flag plugins check flagcore-acme"]
+def test_the_new_plugin_passes_every_check_at_its_start_and_at_its_end(followed_page: Follower) -> None:
+    report = followed_page.printed["flag plugins check flagcore-acme"]
     assert re.match(r"acme 0\.1\.0: \d{3} passed, 0 failed", report)
-    assert " passed" in followed.printed["pytest flagcore-acme/tests"]
+    assert " passed" in followed_page.printed["pytest flagcore-acme/tests"]
 
 
-def test_the_devices_of_the_saved_transcript_are_found(followed: Follower) -> None:
-    printed = followed.printed["PATH=$PWD/bin:$PATH flag devices"]
+def test_the_devices_of_the_saved_transcript_are_found(followed_page: Follower) -> None:
+    printed = followed_page.printed["PATH=$PWD/bin:$PATH flag devices"]
     assert len([line for line in printed.splitlines() if "ACME A1" in line and "acme" in line]) == 2
 
 
-def test_the_measured_kernels_and_the_rule_are_those_of_the_plan(followed: Follower) -> None:
-    assert "acme_pod" in followed.run("flag explain plan.yaml")
-    rows = json.loads(followed.run("flag estimate plan.yaml --json"))
+def test_the_measured_kernels_and_the_rule_are_those_of_the_plan(followed_page: Follower) -> None:
+    assert "acme_pod" in followed_page.run("flag explain plan.yaml")
+    rows = json.loads(followed_page.run("flag estimate plan.yaml --json"))
     assert rows
     assert max(row["candidate"]["tensor_model_parallel_size"] for row in rows) <= 4
-    assert "'A1' is not known" in _stderr(followed, "flag estimate plan.yaml --no-plugin acme")
+    assert "'A1' is not known" in _stderr(followed_page, "flag estimate plan.yaml --no-plugin acme")
 
 
-def test_the_job_is_tuned_with_the_environment_of_the_plugin(followed: Follower) -> None:
-    result = json.loads((followed.folder / "first" / "result.json").read_text())
+def test_the_job_is_tuned_with_the_environment_of_the_plugin(followed_page: Follower) -> None:
+    result = json.loads((followed_page.folder / "first" / "result.json").read_text())
     assert result["chip"] == "A1"
     assert result["baseline"]["state"] == "measured"
     assert {trial["state"] for trial in result["trials"]} <= {"measured", "stopped"}  # a busy machine may stop one
-    launched = json.loads((followed.folder / "first/trials/0/launch.json").read_text())
+    launched = json.loads((followed_page.folder / "first/trials/0/launch.json").read_text())
     assert launched["environment"]["ACME_LAUNCH_QUEUES"] == "1"
 
 
-def test_an_add_on_overrides_the_vendors_plugin(followed: Follower) -> None:
+def test_an_add_on_overrides_the_vendors_plugin(followed_page: Follower) -> None:
     (source,) = re.findall(r"\*\*`flagcore_site/hooks.py`\*\*\n\n```python\n(.*?)```", PAGE, re.DOTALL)
-    site = followed.folder / "site"
+    site = followed_page.folder / "site"
     (site / "flagcore_site").mkdir()
     (site / "flagcore_site" / "hooks.py").write_text(source)
     info = site / "flagcore_site-1.0.dist-info"
@@ -128,8 +128,8 @@ def test_an_add_on_overrides_the_vendors_plugin(followed: Follower) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flagcore-site\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[flagcore.plugins]\nsite = flagcore_site.hooks\n")
     ask = "from flagcore.plugins import load_plugins as l; p = l(); print(p.environment(p.find_chip('A1'), 'megatron'))"
-    assert "'ACME_LAUNCH_QUEUES': '2'" in followed.run(f'{sys.executable} -c "{ask}"')
+    assert "'ACME_LAUNCH_QUEUES': '2'" in followed_page.run(f'{sys.executable} -c "{ask}"')
 
 
-def _stderr(followed: Follower, command: str) -> str:
-    return followed.run(f"{command} 2>&1", status=4)
+def _stderr(followed_page: Follower, command: str) -> str:
+    return followed_page.run(f"{command} 2>&1", status=4)

@@ -1,6 +1,6 @@
 """Every block of every page is run, read or compared; a new page or block is, too, or its test fails.
 
-A block of commands is followed line by line, in a copy of the workshop that its page has to itself. What would train or
+A block of commands is followed line by line, in a copy of the example folder that its page has to itself. What would train or
 serve for minutes is tuned at the fidelity `estimate`, and measured for seconds; `make` and `pip` lines are checked
 against the Makefile and the extras. `SHOWN` has what is neither a command nor a file nor code, with what checks it.
 """
@@ -71,18 +71,18 @@ def _bare(block: Block) -> str:
     return re.sub(r"\s*# .*$|^\$ ", "", block.text, flags=re.MULTILINE)
 
 
-MINE = [block for block in BLOCKS if not is_own(block) and not is_translated(block)]
-COMMANDS = [block for block in MINE if is_commands(block)]
-SPECS = [block for block in MINE if block.language == "yaml"]
-SCRIPTS = [block for block in MINE if block.language == "bash" and block.file]
-CODE = sorted({block.page for block in MINE if block.language == "python"})
+OWN_BLOCKS = [block for block in BLOCKS if not is_own(block) and not is_translated(block)]
+COMMANDS = [block for block in OWN_BLOCKS if is_commands(block)]
+SPECS = [block for block in OWN_BLOCKS if block.language == "yaml"]
+SCRIPTS = [block for block in OWN_BLOCKS if block.language == "bash" and block.file]
+CODE = sorted({block.page for block in OWN_BLOCKS if block.language == "python"})
 CHECKED = ("yaml", "bash", "python")
-OTHERS = [block for block in MINE if block not in COMMANDS and block.language not in CHECKED]
+OTHERS = [block for block in OWN_BLOCKS if block not in COMMANDS and block.language not in CHECKED]
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=str)
-def test_a_block_that_is_not_run_is_valid(block: Block, workshop: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(workshop)
+def test_a_block_that_is_not_run_is_valid(block: Block, example_folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(example_folder)
     checks = [
         check for (page, start), check in SHOWN.items() if (page, start) == (block.page, block.first[: len(start)])
     ]
@@ -99,16 +99,16 @@ def test_every_check_runs() -> None:
     assert set(OWN_TEST) <= set(PAGES)
 
 
-def _is_of(key: tuple[str, str], block: Block) -> bool:
+def _is_block_of(key: tuple[str, str], block: Block) -> bool:
     return key[0] == block.page and block.first.startswith(key[1])
 
 
 @pytest.mark.parametrize("block", SPECS, ids=str)
-def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, workshop: Path) -> None:
+def test_yaml_blocks_are_specs_or_parts_of_one(block: Block, example_folder: Path) -> None:
     part = yaml.safe_load(block.text)
     full = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [select_engine(part, engine) for engine in engines_of(part)] or [part]:
-        parse_spec({**full, **data}, file=block.page, base=workshop, engines=ENGINES)
+        parse_spec({**full, **data}, file=block.page, base=example_folder, engines=ENGINES)
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
@@ -121,15 +121,15 @@ def test_script_can_be_read_by_its_shell(block: Block) -> None:
 def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(page))
     names: dict[str, Any] = {}
-    for block in (block for block in MINE if block.page == page and block.language == "python"):
+    for block in (block for block in OWN_BLOCKS if block.page == page and block.language == "python"):
         exec(compile(ast.parse(block.text), str(block), "exec"), names)
     if "run" in names:
         assert names["run"].best == names["outcome"].plan.best
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in COMMANDS}))
-def test_command_lines_are_valid(page: str, workshop: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(workshop)
+def test_command_lines_are_valid(page: str, example_folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(example_folder)
     for block in (block for block in COMMANDS if block.page == page):
         for line in block.text.splitlines():
             _check(line.removeprefix("$ "))
@@ -159,10 +159,10 @@ def _check(line: str) -> None:
 def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(block.page))
     for line in block.text.splitlines():
-        follow(line.removeprefix("$ "))
+        run_line(line.removeprefix("$ "))
 
 
-def follow(line: str) -> None:
+def run_line(line: str) -> None:
     """Run a command line, or a shorter form of it."""
     program, *arguments = shlex.split(line, comments=True)
     if line in NOT_RUN or line == ". .venv/bin/activate":
@@ -224,7 +224,13 @@ def _parsed(arguments: list[str]) -> list[str]:
     overrides = command.make_context(arguments[0], arguments[1:], parent=context).params
     if overrides.get("config_path"):
         words = [overrides["spec"], *overrides["overrides"]] if overrides["spec"] else [*overrides["overrides"]]
-        return ["--config-path", str(overrides["config_path"]), "--config-name", overrides["config_name"], *map(str, words)]
+        return [
+            "--config-path",
+            str(overrides["config_path"]),
+            "--config-name",
+            overrides["config_name"],
+            *map(str, words),
+        ]
     return [str(overrides["spec"])]
 
 
@@ -244,7 +250,7 @@ def _pip(arguments: list[str]) -> None:
         assert not extra or all(f'"{each}"' in extras for each in extra.split(",")), word
 
 
-def _sh(arguments: list[str]) -> None:
+def _run_sh(arguments: list[str]) -> None:
     subprocess.run(["sh", *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
@@ -252,21 +258,21 @@ FOLLOWERS: dict[str, Callable[[list[str]], None]] = {
     "flag": _flag,
     "make": _make,
     "pip": _pip,
-    "sh": _sh,
+    "sh": _run_sh,
     "optuna-dashboard": lambda arguments: None,
 }
 
 
 @pytest.fixture(scope="module")
-def folder_of(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
-    """Yield what gives a page the copy of the workshop in which it is followed; what it measures stays with it."""
+def folder_of(example_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Yield what gives a page the copy of the example folder in which it is followed; what it measures stays with it."""
     result: dict[str, Path] = {}
     patch = pytest.MonkeyPatch()
 
     def folder(page: str) -> Path:
         if page not in result:
             result[page] = tmp_path_factory.mktemp("page") / "reader"
-            shutil.copytree(workshop, result[page])
+            shutil.copytree(example_folder, result[page])
         patch.setenv("FLAGCORE_HOME", str(result[page] / "home"))
         return result[page]
 

@@ -254,7 +254,7 @@ def test_resuming_a_finished_run_of_probes_starts_nothing(bench: Bench) -> None:
     assert bench.tune("probe").plan == first
 
 
-def test_a_rank_that_runs_out_of_memory_rules_out_its_candidate_and_what_needs_as_much(bench: Bench) -> None:
+def test_a_rank_that_runs_out_of_memory_excludes_its_candidate_and_those_that_need_as_much(bench: Bench) -> None:
     bench.launcher = Ranks(
         lambda knobs, rank: None if knobs["pipeline_model_parallel_size"] == 1 else compute(knobs, 0)
     )
@@ -342,7 +342,7 @@ def test_probes_before_the_first_run_go_to_the_fastest_predicted_regardless_of_t
     assert "grid" in (plan.trials[1].chosen_because or "")
 
 
-def test_ranks_of_a_candidate_are_probed_on_as_many_devices_as_there_are(bench: Bench) -> None:
+def test_ranks_of_a_candidate_are_probed_on_all_available_devices(bench: Bench) -> None:
     one = bench.tune("probe", max_trials=3).plan
     side = Bench(bench.folder / "side")
     side.folder.mkdir()

@@ -141,14 +141,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path)
 
 
-def short(plan: Plan) -> list[Trial]:
+def shortened_trials(plan: Plan) -> list[Trial]:
     return [trial for trial in plan.trials if trial.shortened]
 
 
 def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
     plan = bench.tune(repeats=1, max_trials=4)
-    assert len(short(plan)) == 4
-    for trial in short(plan):
+    assert len(shortened_trials(plan)) == 4
+    for trial in shortened_trials(plan):
         assert trial.measurement is not None
         assert trial.shortened is not None
         assert trial.measurement.scaled_from is not None
@@ -167,7 +167,7 @@ def test_long_steps_run_shortened_and_the_finalists_whole(bench: Bench) -> None:
 def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
     plan = bench.tune(repeats=0, max_trials=3)
     full = {trial.candidate: trial for trial in plan.repeats}
-    for trial in short(plan):
+    for trial in shortened_trials(plan):
         if trial.candidate in full:
             measured, truth = trial.measurement, full[trial.candidate].measurement
             assert measured is not None
@@ -181,11 +181,11 @@ def test_the_scaled_step_is_near_the_whole_one(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("batch", "control"), [(512, {"max_step_time": None}), (4, {})], ids=["off", "too small"])
-def test_steps_run_whole_where_that_is_wanted_or_they_cannot_be_shorter(
+def test_steps_run_whole_on_request_or_if_they_cannot_be_shorter(
     bench: Bench, batch: int, control: dict[str, Any]
 ) -> None:
     plan = bench.tune(batch, repeats=0, max_trials=2, **control)
-    assert short(plan) == []
+    assert shortened_trials(plan) == []
     assert {batch_of(launch) for launch in bench.player.launches} == {batch}
 
 
@@ -221,7 +221,7 @@ def test_a_stored_run_is_read_back_as_it_was(bench: Bench) -> None:
     assert len(bench.player.launches) == started
 
 
-def test_the_first_event_says_how_long_all_trials_may_take(bench: Bench) -> None:
+def test_the_first_event_reports_how_long_all_trials_may_take(bench: Bench) -> None:
     bench.tune(repeats=0, max_trials=2)
     plans = [event.search_time for event in bench.events]
     assert plans[0] is not None

@@ -206,7 +206,7 @@ def test_trials_that_disturb_each_other_run_one_at_a_time_and_again(bench: Bench
     ("wanted", "envs", "groups"),
     [(1, {}, {"all"}), (3, {}, {"0,1", "2,3", "4,5"}), (9, {"ACME_VISIBLE_DEVICES": "5,4,3,2"}, {"5,4", "3,2"})],
 )
-def test_as_many_trials_run_at_once_as_asked_for_and_devices_allow(
+def test_trials_run_in_parallel_up_to_the_setting_and_the_devices(
     bench: Bench, wanted: int, envs: dict[str, str], groups: set[str]
 ) -> None:
     bench.node = Node(together=len(groups))
@@ -215,7 +215,7 @@ def test_as_many_trials_run_at_once_as_asked_for_and_devices_allow(
     assert bench.node.most == len(groups)
 
 
-def test_the_reason_is_told_if_devices_cannot_be_selected(bench: Bench) -> None:
+def test_the_reason_is_reported_if_devices_cannot_be_selected(bench: Bench) -> None:
     @hookimpl
     def flagcore_engine_support() -> EngineSupport:
         return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
@@ -231,7 +231,7 @@ def test_no_more_trials_than_allowed(bench: Bench, most: int) -> None:
     assert len(plan.trials) == most
 
 
-def test_trials_are_numbered_as_they_begin_and_stored_as_they_end(bench: Bench) -> None:
+def test_trials_are_numbered_by_start_and_stored_at_their_end(bench: Bench) -> None:
     bench.node.ends = lambda number: number != 2 or bench.node.ended == 4
     bench.tune(repeats=0)
     ends = [line["trial_id"] for line in bench.journal() if "result" in line.get("user_attr", {})]

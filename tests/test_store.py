@@ -241,41 +241,41 @@ def test_a_kill_at_any_time_keeps_every_finished_trial_once(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[RunDirectory]:
+def locked_folder(tmp_path: Path) -> Iterator[RunDirectory]:
     directory = RunDirectory(tmp_path / "run")
     directory.open()
     yield directory
     directory.close()
 
 
-def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(held: RunDirectory) -> None:
+def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(locked_folder: RunDirectory) -> None:
     with pytest.raises(RunError, match=f"{os.getpid()}"):
-        RunDirectory(held.path).open()
+        RunDirectory(locked_folder.path).open()
     with pytest.raises(RunError, match="in use"):
-        RunDirectory(held.path).open(new=True)
-    held.close()
-    after = RunDirectory(held.path)
+        RunDirectory(locked_folder.path).open(new=True)
+    locked_folder.close()
+    after = RunDirectory(locked_folder.path)
     after.open()
     after.close()
 
 
-def test_the_same_task_resumes_with_its_name_and_fixed_values(held: RunDirectory) -> None:
+def test_the_same_task_resumes_with_its_name_and_fixed_values(locked_folder: RunDirectory) -> None:
     task = {"spec": {"train": {"seq_length": 128}}}
-    assert held.identity() is None
-    name = held.claim(task, {"baseline": {"micro_batch_size": 1}})
-    assert held.claim(task, {"baseline": {"micro_batch_size": 2}}) == name
-    assert held.identity() == {"run": name, "task": task, "fixed": {"baseline": {"micro_batch_size": 1}}}
-    other = RunDirectory(held.path.with_name("other"))
+    assert locked_folder.identity() is None
+    name = locked_folder.claim(task, {"baseline": {"micro_batch_size": 1}})
+    assert locked_folder.claim(task, {"baseline": {"micro_batch_size": 2}}) == name
+    assert locked_folder.identity() == {"run": name, "task": task, "fixed": {"baseline": {"micro_batch_size": 1}}}
+    other = RunDirectory(locked_folder.path.with_name("other"))
     other.open()
     assert other.claim(task, {}) != name
     other.close()
 
 
-def test_another_task_is_refused_and_the_differences_are_listed(held: RunDirectory) -> None:
-    held.claim({"spec": {"train": {"seq_length": 128}, "model": "a"}, "hardware": {"nodes": 1}}, {})
+def test_another_task_is_refused_and_the_differences_are_listed(locked_folder: RunDirectory) -> None:
+    locked_folder.claim({"spec": {"train": {"seq_length": 128}, "model": "a"}, "hardware": {"nodes": 1}}, {})
     changed = {"spec": {"train": {"seq_length": 256}, "envs": {"A": "1"}}, "hardware": {"nodes": 1}}
     with pytest.raises(RunError) as caught:
-        held.claim(changed, {})
+        locked_folder.claim(changed, {})
     words = str(caught.value)
     assert "spec.train.seq_length: 128 -> 256" in words
     assert 'spec.envs: null -> {"A": "1"}' in words
@@ -284,17 +284,17 @@ def test_another_task_is_refused_and_the_differences_are_listed(held: RunDirecto
     assert "--new" in words
 
 
-def test_many_differences_make_a_short_message(held: RunDirectory) -> None:
-    held.claim({f"key{n}": n for n in range(100)}, {})
+def test_many_differences_make_a_short_message(locked_folder: RunDirectory) -> None:
+    locked_folder.claim({f"key{n}": n for n in range(100)}, {})
     with pytest.raises(RunError, match="and 92 more"):
-        held.claim({f"key{n}": "x" * 1000 for n in range(100)}, {})
+        locked_folder.claim({f"key{n}": "x" * 1000 for n in range(100)}, {})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]", b"{}", b'{"run": 1}'])
-def test_a_modified_identity_is_refused(held: RunDirectory, content: bytes) -> None:
-    (held.path / "task.json").write_bytes(content)
+def test_a_modified_identity_is_refused(locked_folder: RunDirectory, content: bytes) -> None:
+    (locked_folder.path / "task.json").write_bytes(content)
     with pytest.raises(RunError, match="--new"):
-        held.claim({"a": 1}, {})
+        locked_folder.claim({"a": 1}, {})
 
 
 def test_new_moves_an_earlier_run_aside_and_deletes_nothing(tmp_path: Path) -> None:
@@ -358,9 +358,9 @@ def test_a_trial_that_was_tampered_with_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_identity_with_a_secret_is_readable_only_by_its_owner(held: RunDirectory) -> None:
-    held.claim({}, {"command": ["serve", "--api-key", "s3cr3tv4lu3"]})
-    assert stat.S_IMODE((held.path / "task.json").stat().st_mode) == 0o600
+def test_an_identity_with_a_secret_is_readable_only_by_its_owner(locked_folder: RunDirectory) -> None:
+    locked_folder.claim({}, {"command": ["serve", "--api-key", "s3cr3tv4lu3"]})
+    assert stat.S_IMODE((locked_folder.path / "task.json").stat().st_mode) == 0o600
 
 
 def test_new_follows_a_link_to_the_run(tmp_path: Path) -> None:

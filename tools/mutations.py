@@ -63,8 +63,8 @@ def main() -> None:
 def test_exists(test: str) -> bool:
     """Return whether a folder, a file or a single test, `FILE::NAME`, exists."""
     path, _, name = test.partition("::")
-    place = ROOT / path
-    return place.exists() and (not name or f"def {name}(" in place.read_text(encoding="utf-8"))
+    path_of_test = ROOT / path
+    return path_of_test.exists() and (not name or f"def {name}(" in path_of_test.read_text(encoding="utf-8"))
 
 
 def survivors(mutations: Iterable[Mutation]) -> Iterable[Mutation]:
@@ -81,9 +81,9 @@ def survivors(mutations: Iterable[Mutation]) -> Iterable[Mutation]:
             file.write_text(original.replace(each.old, each.new), encoding="utf-8")
             code, output = run_tests(copy, each.tests)
             file.write_text(original, encoding="utf-8")
-            by = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+            failed_tests = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
             state = ("noticed" if code == 1 else "UNNOTICED") if green[tests] else "FAILS"
-            print(f"{state:10} {each.name} ({time.monotonic() - began:.0f} s)", *by[:1], flush=True)
+            print(f"{state:10} {each.name} ({time.monotonic() - began:.0f} s)", *failed_tests[:1], flush=True)
             if state != "noticed":
                 yield each
 

@@ -171,8 +171,8 @@ def _unwritable(path: Path, error: OSError) -> RunError:
 
 def _is_file_of(path: Path, chip: Chip) -> bool:
     """Return whether a file has the name of a calibration of `chip`. The name of a CPU includes the processor."""
-    name, *rest = path.stem.split("--")
-    is_other_processor = len(rest) == 3 and chip.aliases and rest[0] not in map(_slug, chip.aliases)
+    name, *parts = path.stem.split("--")
+    is_other_processor = len(parts) == 3 and chip.aliases and parts[0] not in map(_slug, chip.aliases)
     return name == _slug(chip.name) and not is_other_processor
 
 

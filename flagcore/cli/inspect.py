@@ -109,10 +109,10 @@ def calibrate_command(
     if listed:
         options.show_records(api.calibrations(), form, options.columns("calibrations"))
         return
-    made, file = api.calibrate(
+    calibration, file = api.calibrate(
         seconds=seconds, devices=devices, without=without, on_start=lambda line: options.say(f"flag: {line}")
     )
     options.show_records(
-        api.summary(made) if form in ("table", "csv") else made.rows, form, options.columns("benchmarks")
+        api.summary(calibration) if form in ("table", "csv") else calibration.rows, form, options.columns("benchmarks")
     )
-    options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=made.chip))
+    options.say(_("Saved to {file}; used by all predictions for {chip}.", file=file, chip=calibration.chip))

@@ -28,7 +28,7 @@ def manifest_command(
     from flagcore import api
     from flagcore.report.formats import as_yaml
 
-    made, notes = api.manifest(where, kind=kind, image=image, name=name, volume=volume, without=without)
-    click.echo(as_yaml(made))
+    manifest, notes = api.manifest(where, kind=kind, image=image, name=name, volume=volume, without=without)
+    click.echo(as_yaml(manifest))
     for note in notes:
         options.say(f"flag: {note}")

@@ -156,11 +156,11 @@ def _scale_memory(predictions: Predictions, factor: Factor) -> Predictions:
     """Scale the peak of allocated memory. The difference is added to the activations."""
     if factor == Factor():
         return predictions
-    more = predictions.peak_allocated_bytes * (factor.value - 1.0)
+    added_bytes = predictions.peak_allocated_bytes * (factor.value - 1.0)
     return replace(
         predictions,
-        activation_bytes=np.maximum(predictions.activation_bytes + more, 0.0),
-        peak_allocated_bytes=predictions.peak_allocated_bytes + more,
-        reserved_bytes=predictions.reserved_bytes + more,
-        device_used_bytes=predictions.device_used_bytes + more,
+        activation_bytes=np.maximum(predictions.activation_bytes + added_bytes, 0.0),
+        peak_allocated_bytes=predictions.peak_allocated_bytes + added_bytes,
+        reserved_bytes=predictions.reserved_bytes + added_bytes,
+        device_used_bytes=predictions.device_used_bytes + added_bytes,
     )

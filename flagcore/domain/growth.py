@@ -56,8 +56,8 @@ def scale_of(growth: Growth, predicted: float, nodes: int, of_nodes: int) -> Sca
     factor = 1.0 + float(x @ growth.mean)
     spread = QUANTILE * math.sqrt(float(x @ growth.covariance @ x))
     low, middle, high = (max(each, LEAST_SCALE) for each in (factor - spread, factor, factor + spread))
-    own = QUANTILE * abs(predicted - 1.0) * math.sqrt(float(growth.covariance[0, 0])) / middle
-    return Scale(middle, low, high, own)
+    model_error = QUANTILE * abs(predicted - 1.0) * math.sqrt(float(growth.covariance[0, 0])) / middle
+    return Scale(middle, low, high, model_error)
 
 
 def calibrated(trials: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -118,12 +118,12 @@ def _scaled(trial: Trial, growth: Growth) -> Trial:
     short, measured = trial.shortened, trial.measurement
     if not (short and short.nodes and measured and measured.scaled_from):
         return trial
-    scale, low, high, own = scale_of(growth, short.scale, short.nodes, short.of_nodes)
+    scale, low, high, model_error = scale_of(growth, short.scale, short.nodes, short.of_nodes)
     step = measured.scaled_from
     times = step * scale / measured.step_time_s
     return replace(
         trial,
-        shortened=replace(short, own=own),
+        shortened=replace(short, own=model_error),
         measurement=replace(
             measured,
             step_times_s=tuple(each * times for each in measured.step_times_s),

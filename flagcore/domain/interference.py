@@ -50,10 +50,10 @@ def measured_alone(trials: Sequence[Trial]) -> Trial | None:
 
 def interference(trials: Sequence[Trial]) -> Interference | None:
     """Return the last measurement of interference in a run, or None."""
-    alone = measured_alone(trials)
+    alone_times = measured_alone(trials)
     conclusive = [trial for trial in trials if trial.role is Role.INTERFERENCE and trial.is_conclusive]
-    if alone is None or not conclusive:
+    if alone_times is None or not conclusive:
         return None
     last = conclusive[-1]
-    slowdown = speed(alone) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None
-    return Interference(slowdown=slowdown, noise=noise([alone]), trials=(alone.number, last.number))
+    slowdown = speed(alone_times) / speed(last) - 1.0 if last.state is TrialState.MEASURED else None
+    return Interference(slowdown=slowdown, noise=noise([alone_times]), trials=(alone_times.number, last.number))

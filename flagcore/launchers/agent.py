@@ -102,20 +102,24 @@ class Mirror:
         status = os.lstat(path)
         if os.path.islink(path) or not os.path.isfile(path) or status.st_size > MAX_FILE_BYTES:
             return None
-        inode, changed, at = self.sent.get(path, (0, 0, 0))
+        inode, changed, offset = self.sent.get(path, (0, 0, 0))
         rewritten = (
-            inode != status.st_ino or status.st_size < at or (status.st_size == at and changed != status.st_mtime_ns)
+            inode != status.st_ino
+            or status.st_size < offset
+            or (status.st_size == offset and changed != status.st_mtime_ns)
         )
         if rewritten:
-            at = 0
-        elif status.st_size == at:
+            offset = 0
+        elif status.st_size == offset:
             return None
         with open(path, "rb") as file:
-            file.seek(at)
+            file.seek(offset)
             data = file.read(PIECE_BYTES)
-        self.sent[path] = (status.st_ino, status.st_mtime_ns, at + len(data))
+        self.sent[path] = (status.st_ino, status.st_mtime_ns, offset + len(data))
         name = os.path.relpath(path, self.folder)
-        return {"file": name, "at": at, "data": base64.b64encode(data).decode("ascii")} if data or rewritten else None
+        return (
+            {"file": name, "at": offset, "data": base64.b64encode(data).decode("ascii")} if data or rewritten else None
+        )
 
 
 class Agent:

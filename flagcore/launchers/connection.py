@@ -167,10 +167,10 @@ class Connection:
             if self.hello is None:
                 self._take_hello(message["hello"])
             elif "file" in message:
-                name, at = str(message["file"]), int(message["at"])
-                if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= at <= agent.MAX_FILE_BYTES:
+                name, offset = str(message["file"]), int(message["at"])
+                if os.path.isabs(name) or ".." in Path(name).parts or not 0 <= offset <= agent.MAX_FILE_BYTES:
                     raise ValueError(name)
-                self.news.append((name, at, base64.b64decode(message["data"], validate=True)))
+                self.news.append((name, offset, base64.b64decode(message["data"], validate=True)))
             elif "started" in message:
                 self.started = True
             elif "left" in message:

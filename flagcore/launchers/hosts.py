@@ -321,11 +321,11 @@ class HostsRunning:
 
     def _merge(self, host: str, name: str, data: bytes) -> None:
         """Append the complete lines of one host's log to the log of the trial."""
-        whole, newline, rest = (self._partial.get((host, name), b"") + data).rpartition(b"\n")
-        self._partial[host, name] = rest
+        lines, newline, partial = (self._partial.get((host, name), b"") + data).rpartition(b"\n")
+        self._partial[host, name] = partial
         if newline:
             with open(os.path.join(self.launch.folder, name), "ab") as file:
-                file.write(whole + newline)
+                file.write(lines + newline)
 
     def close(self) -> None:
         """Close all channels; the agents then end the trial. Hosts that did not confirm its end count as lost."""

@@ -81,10 +81,10 @@ def _connect(host: str, port: int, key: bytes, name: str) -> socket.socket:
     connection = socket.create_connection((host, port), CONNECT_SECONDS)
     try:
         keep_alive(connection)
-        theirs, mine = _read_line(connection), secrets.token_hex(16)
-        answer = {"host": name, "nonce": mine, "proof": proof(key, "host", theirs, mine, name)}
+        their_nonce, nonce = _read_line(connection), secrets.token_hex(16)
+        answer = {"host": name, "nonce": nonce, "proof": proof(key, "host", their_nonce, nonce, name)}
         connection.sendall(json.dumps(answer).encode() + b"\n")
-        if not hmac.compare_digest(_read_line(connection), proof(key, "controller", mine, theirs, name)):
+        if not hmac.compare_digest(_read_line(connection), proof(key, "controller", nonce, their_nonce, name)):
             raise ValueError("the controller has another secret")
         connection.settimeout(None)
     except BaseException:

@@ -64,10 +64,10 @@ class Pods:
         own_nonce = secrets.token_hex(16)
         writer.write(own_nonce.encode() + b"\n")
         answer = json.loads(await reader.readline())
-        name, theirs = str(answer["host"]), str(answer["nonce"])
-        if not hmac.compare_digest(str(answer["proof"]), proof(self.key, "host", own_nonce, theirs, name)):
+        name, their_nonce = str(answer["host"]), str(answer["nonce"])
+        if not hmac.compare_digest(str(answer["proof"]), proof(self.key, "host", own_nonce, their_nonce, name)):
             raise ValueError(name)
-        writer.write(proof(self.key, "controller", theirs, own_nonce, name).encode() + b"\n")
+        writer.write(proof(self.key, "controller", their_nonce, own_nonce, name).encode() + b"\n")
         return name
 
     async def connect(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -104,10 +104,10 @@ class Cluster:
         bundle = self.places[host]
         if self._addresses().get(bundle) != host:
             raise ValueError("its Ray node is lost")
-        needs = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
+        resources = {name: size for name, size in self.bundles[bundle].items() if not name.startswith("node:")}
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        cpus, gpus = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "scheduling_strategy": strategy}
+        cpus, gpus = resources.pop("CPU", 0.0), resources.pop("GPU", 0.0)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": strategy}
         actor = ray.remote(Agent).options(max_concurrency=2, max_restarts=0, **options).remote(agent_command())
 
         async def down() -> None:

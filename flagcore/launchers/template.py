@@ -43,11 +43,13 @@ class Template:
         Raises OSError if it cannot start or must not be forked.
         """
         self.busy = self.closed = False
-        self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._channel, template_socket = socket.socketpair(type=socket.SOCK_SEQPACKET)
         command = (argv[0], "-m", __name__, *argv[2:])
-        spawn = functools.partial(guarded.spawn_guard, subprocess.DEVNULL, subprocess.DEVNULL, stdin=theirs.fileno())
+        spawn = functools.partial(
+            guarded.spawn_guard, subprocess.DEVNULL, subprocess.DEVNULL, stdin=template_socket.fileno()
+        )
         variables = {**environment, guarded.MARKER: secrets.token_hex(8)}
-        with theirs:
+        with template_socket:
             self._process = guarded.start(command, variables, directory, NO_FOLDER, UNLIMITED, spawn)
         try:
             self._channel.settimeout(START_SECONDS)

@@ -61,18 +61,18 @@ def work() -> Callable[[], object]:
 def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
     """Return a call of a collective whose whole tensor has `size` bytes."""
     dtype = torch.bfloat16 if size < MIN_GRADIENT_BYTES else torch.float32
-    whole = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
-    part = torch.zeros(whole.numel() // ranks, dtype=dtype, device=device)
+    buffer = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
+    part = torch.zeros(buffer.numel() // ranks, dtype=dtype, device=device)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(buffer, group=group)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: dist.all_gather_into_tensor(buffer, part, group=group)
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: dist.reduce_scatter_tensor(part, buffer, group=group)
     if kind == "all_to_all":
-        other = torch.zeros_like(whole)
-        return lambda: dist.all_to_all_single(other, whole, group=group)
-    return _half_round_trip(whole, group)
+        other = torch.zeros_like(buffer)
+        return lambda: dist.all_to_all_single(other, buffer, group=group)
+    return _half_round_trip(buffer, group)
 
 
 def _half_round_trip(whole: torch.Tensor, group: Any) -> Callable[[], object]:

@@ -90,8 +90,8 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         yield _("Predicted: {value}", value=f"{used}; {predicted.get('reason', _('time unknown'))}")
     else:
         bounds = predicted.get("objective", step)
-        within = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
-        yield _("Predicted: {value}", value=f"~{seconds_text(objective, step['value'])} {within}, {used}")
+        interval = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
+        yield _("Predicted: {value}", value=f"~{seconds_text(objective, step['value'])} {interval}, {used}")
     latencies = {name: lookup(predicted, f"{name}.p50") for name in LATENCIES}
     if medians := [f"{latency_name(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
         yield "  p50: " + ", ".join(medians)
@@ -132,18 +132,18 @@ def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
 
 
 def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
-    own, several = account["expected_s"], dict(account["changes"])
+    own, changes = account["expected_s"], dict(account["changes"])
     names = dict(NAMES["changes"])
-    if "fastest" in several and several["fastest"] == several.get("faster"):
+    if "fastest" in changes and changes["fastest"] == changes.get("faster"):
         names["faster"] = names["fastest"]
-        del several["fastest"]
-    if not several and account["state"] not in ("open", "ran"):
+        del changes["fastest"]
+    if not changes and account["state"] not in ("open", "ran"):
         yield _("No change is possible: no allowed candidate is left.")
     elif own is not None and not account["changes"].keys() & {"faster", "fastest"}:
         yield _("No allowed candidate is expected to be faster.")
-    if several:
+    if changes:
         yield _("Possible changes:")
-    for what, change in several.items():
+    for what, change in changes.items():
         step, mark = change["expected_s"], "" if change["measured"] else "~"
         time = _("time unknown") if step is None else f"{mark}{seconds_text(account['objective'], step)}"
         gain = f" ({_('time')} {step / own - 1.0:+.1%})" if step and own else ""

@@ -55,17 +55,17 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     below, which repeats the first column.
     """
     figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
-    most, everything = WIDTH.get(), list(range(len(headings)))
-    if most is None:
+    max_width, all_columns = WIDTH.get(), list(range(len(headings)))
+    if max_width is None:
         return _table_lines(headings, rows, figures, None)
     parts = [
         _table_lines(
             [headings[place] for place in part],
             [[row[place] for place in part] for row in rows],
             [figures[place] for place in part],
-            most,
+            max_width,
         )
-        for part in _split_columns(everything, _min_widths(headings, rows, figures), most)
+        for part in _split_columns(all_columns, _min_widths(headings, rows, figures), max_width)
     ]
     return "\n\n".join(parts)
 

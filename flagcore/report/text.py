@@ -237,8 +237,8 @@ def heading(objective: str) -> str:
     """Return the heading of an objective, with its unit."""
     if objective in RATES:
         return SHORT_RATES[objective]
-    of, _, statistic = objective.partition(".")
-    return f"{SHORT_LATENCIES[of]} {statistic or 'mean'} s"
+    figure, _, statistic = objective.partition(".")
+    return f"{SHORT_LATENCIES[figure]} {statistic or 'mean'} s"
 
 
 def objective_text(objective: str, figure: float) -> str:
@@ -280,8 +280,8 @@ def slo_text(missed: Mapping[str, float]) -> str:
 
 def latency_name(figure: str) -> str:
     """Return the usual name of a statistic of a latency, such as p99 TTFT."""
-    of, _, statistic = figure.partition(".")
-    return f"{statistic} {SHORT_LATENCIES.get(of, of)}".strip()
+    latency, _, statistic = figure.partition(".")
+    return f"{statistic} {SHORT_LATENCIES.get(latency, latency)}".strip()
 
 
 def notes(plan: Plan) -> list[str]:
@@ -294,8 +294,8 @@ def notes(plan: Plan) -> list[str]:
     weak = [name for name, fewest in FEWEST.items() if answered_counts and min(answered_counts) < fewest]
     if not weak:
         return []
-    percentiles, need = " and ".join(weak), max(FEWEST[name] for name in weak)
-    return [f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {need}"]
+    percentiles, needed = " and ".join(weak), max(FEWEST[name] for name in weak)
+    return [f"{percentiles} of {min(answered_counts):g} requests are unreliable: use num_prompts >= {needed}"]
 
 
 def load_text(point: Mapping[str, Any]) -> str:

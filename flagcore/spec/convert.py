@@ -87,18 +87,18 @@ def parse_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_kno
 
 def _trial_nodes_problem(spec: Spec, nodes: int) -> str:
     """Return why trials cannot run on some of the nodes, empty if they can."""
-    whole, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
+    total_nodes, hosts = spec.cluster.nodes, len(spec.cluster.hosts)
     if spec.cluster.groups:
         return _("needs equal nodes, but there are cluster.groups")
-    if whole % nodes:
-        return _("must divide cluster.nodes = {nodes}", nodes=whole)
+    if total_nodes % nodes:
+        return _("must divide cluster.nodes = {nodes}", nodes=total_nodes)
     if hosts and nodes > hosts - spec.cluster.spares:
         return _("is more than the hosts of cluster.hostfile")
     batch = spec.train.global_batch_size
-    if batch * nodes % whole:
+    if batch * nodes % total_nodes:
         return _(
             "is {share} of the nodes, and global_batch_size = {batch} cannot be divided so",
-            share=f"1/{whole // nodes}",
+            share=f"1/{total_nodes // nodes}",
             batch=batch,
         )
     return ""
@@ -165,8 +165,8 @@ def _read_serving(
         return serving_values(knobs_of_engine(data["auto_tuner"][at[-1]], engine), knobs[engine], at, file)
 
     def space() -> dict[str, Any]:
-        given = values(SPACE) if SPACE[-1] in data.get("auto_tuner", {}) else {}
-        return {name: each if isinstance(each, tuple) or each == AUTO else (each,) for name, each in given.items()}
+        section = values(SPACE) if SPACE[-1] in data.get("auto_tuner", {}) else {}
+        return {name: each if isinstance(each, tuple) or each == AUTO else (each,) for name, each in section.items()}
 
     def work() -> ServeSpec:
         return serve_of(
@@ -308,11 +308,11 @@ def _control(control: ControlSection, file: str) -> Control:
         problem = _(text, name="train_iters", value=control.train_iters)
         fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error(key, problem, value=control.warmup_iters, fix=fix, file=file)
-    given = control.trial_nodes
-    sizes = tuple(given) if isinstance(given, list) else () if given is None else (given,)
+    trial_nodes = control.trial_nodes
+    sizes = tuple(trial_nodes) if isinstance(trial_nodes, list) else () if trial_nodes is None else (trial_nodes,)
     if list(sizes) != sorted(set(sizes)):
         problem, fix = _("must ascend"), _("sort it")
-        raise spec_error(TRIAL_NODES, problem, value=given, fix=fix, file=file)
+        raise spec_error(TRIAL_NODES, problem, value=trial_nodes, fix=fix, file=file)
     return replace(budgets(control, file), trial_nodes=sizes)
 
 

@@ -135,20 +135,20 @@ class Config(BaseModel):
 
 def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model:
     """Return the model of a config.json, for a multimodal model its text model. Raises SpecError."""
-    at: KeyPath = ()
+    path: KeyPath = ()
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config, at = {**outer, **inner}, ("text_config",)
+        config, path = {**outer, **inner}, ("text_config",)
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         problem = f"{'is missing' if kind is None else 'is unknown'}; known: {', '.join(FAMILIES)}"
         fix = "use one of these, or write the model inline in the spec"
-        raise spec_error((*at, "model_type"), problem, value=kind, fix=fix, file=file)
+        raise spec_error((*path, "model_type"), problem, value=kind, fix=fix, file=file)
     try:
-        model = Model(name=name, **checked(Config, _of_family(config, family), at=at).fields())
-        check_model(model, at=at, names=NAMES)
+        model = Model(name=name, **checked(Config, _of_family(config, family), at=path).fields())
+        check_model(model, at=path, names=NAMES)
     except SpecError as error:
         found = error
     else:
@@ -160,8 +160,8 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
 
 def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {**family}
-    always = defaults.pop("always", {})
+    fixed = defaults.pop("always", {})
     names = {key: ALIASES.get(key, key) for key in config}
     found = {key: config[key] for key, name in names.items() if name in COMMON or name in defaults}
     missing = {name: value for name, value in defaults.items() if name not in names.values()}
-    return {**missing, **found, **always}
+    return {**missing, **found, **fixed}

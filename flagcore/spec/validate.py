@@ -243,9 +243,9 @@ def _suggest_key(root: Schema, path: KeyPath, at: KeyPath) -> tuple[str, str]:
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
     section = tuple(part for part in path[:-1] if isinstance(part, str))
     section_keys = [str(key[-1]) for key in known if key[:-1] == section]
-    elsewhere = [key for key in known if key[-1] == name]
-    if elsewhere:
-        sections = _join_with_or([key_text((*at, *key[:-1])) for key in elsewhere[:2]])
+    same_name = [key for key in known if key[-1] == name]
+    if same_name:
+        sections = _join_with_or([key_text((*at, *key[:-1])) for key in same_name[:2]])
         return _("it belongs under {section}", section=sections), ""
     aliased = [key for key in section_keys if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
     if close := aliased or difflib.get_close_matches(name, section_keys, n=1):

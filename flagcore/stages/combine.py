@@ -101,8 +101,8 @@ def trial_of_probe(task: Task, trial: Trial, probe: Probe, combined: Prediction)
         return replace(finished, state=TrialState.FAILED, reason="the time of communication is unknown")
     finished = replace(finished, measurement=_measurement(task, probe, combined, combined.step_time_s))
     if combined.fits is False:
-        need, have = combined.device_used_bytes / GIB, (combined.capacity_bytes or 0.0) / GIB
-        reason = f"a rank of stage {combined.worst_stage} needs {need:.2f} GiB of {have:.2f} GiB"
+        needed, available = combined.device_used_bytes / GIB, (combined.capacity_bytes or 0.0) / GIB
+        reason = f"a rank of stage {combined.worst_stage} needs {needed:.2f} GiB of {available:.2f} GiB"
         return replace(finished, state=TrialState.OUT_OF_MEMORY, reason=reason)
     return replace(finished, state=TrialState.MEASURED)
 

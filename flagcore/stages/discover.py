@@ -47,8 +47,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         groups.append(_group(requested, chip, devices, support))
         supports.append(support)
     support = _join_supports(supports)
-    asked = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
-    task, support = _advised(asked, support, plugins.check_task(asked, engine_version))
+    requested_task = Task(spec=_with_settings(spec, support.forced), cluster=Cluster(groups=tuple(groups)))
+    task, support = _advised(requested_task, support, plugins.check_task(requested_task, engine_version))
     chips = [group.chip for group in groups]
     local_devices = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
     telemetry = [(device, plugins.telemetry(device)) for device in local_devices]
@@ -157,8 +157,8 @@ def require_devices(platform: Platform, devices: tuple[Device, ...], *, needed: 
 def _require_support(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
     support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
-        why = f"{support.support.value}; {support.reason}".rstrip("; ")
-        raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=why))
+        reason = f"{support.support.value}; {support.reason}".rstrip("; ")
+        raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=reason))
     return support
 
 
@@ -175,8 +175,8 @@ def _advised(task: Task, support: EngineSupport, advice: Sequence[TaskAdvice]) -
     """Return both with what plugins say about the task. Raises NoDevice if one says that it cannot run."""
     for each in advice:
         if each.impossible:
-            where = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
-            raise NoDevice(_("{engine} does not run on {chip}: {why}", **where))
+            arguments = {"engine": task.spec.work.engine, "chip": task.cluster.chips, "why": each.impossible}
+            raise NoDevice(_("{engine} does not run on {chip}: {why}", **arguments))
     spec = task.spec
     for each in advice:
         spec = _with_settings(spec, each.forced)
@@ -280,12 +280,12 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
         key=lambda found: found[:2],
     )
     if not is_accelerator and plugins.detection_failures():
-        why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.detection_failures().items())
+        failures = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.detection_failures().items())
         text = N_(
             "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
             "cluster.chip: {chip} to use it"
         )
-        raise NoDevice(_(text, chip=chip.name, why=why))
+        raise NoDevice(_(text, chip=chip.name, why=failures))
     return chip
 
 

@@ -46,7 +46,7 @@ def measure(
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup, wanted = platform.task.spec.control.warmup_iters, step_limit(workload, platform.task)
     scale = trial.shortened.low if trial.shortened else 1.0
-    beaten_by: Trial | None = None
+    faster: Trial | None = None
     stopped = False
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
@@ -54,15 +54,15 @@ def measure(
             steps = progress() if best or wanted else ()
             stopped = wanted is not None and len(steps) >= wanted
             if not stopped and best and _is_too_slow(steps, warmup, best, scale):
-                beaten_by = best
-            if stopped or beaten_by:
+                faster = best
+            if stopped or faster:
                 ended = running.stop()
                 break
     except BaseException:
         running.stop()
         raise
     finished = wanted is not None and len(progress()) >= wanted and ended.ended_by in ENDED_AFTER_STEPS
-    outcome = _outcome(ended, beaten_by, platform, workload, trial, folder, finished=stopped or finished)
+    outcome = _outcome(ended, faster, platform, workload, trial, folder, finished=stopped or finished)
     if wanted and outcome.state is TrialState.MEASURED and not stopped:
         outcome = replace(outcome, reason=_end_remark(ended, folder, platform, workload, len(progress()), wanted))
     if outcome.measurement:

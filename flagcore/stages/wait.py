@@ -61,17 +61,17 @@ def _busy_devices(platform: Platform, need_bytes: float) -> Iterator[str]:
             free = _use(reader).free_bytes
             if free is not None and free < need_bytes:
                 place = f" on {host}" if host else ""
-                needs = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
-                yield f"{free / GIB:.1f} GiB of memory are free{place}, and {needs}"
+                memory_text = f"the trial needs ~{need_bytes / GIB:.1f} GiB"
+                yield f"{free / GIB:.1f} GiB of memory are free{place}, and {memory_text}"
         return
     readings = [_read(reader) for _, reader in trial_devices]
     for (device, reader), figures in zip(trial_devices, readings, strict=True):
         if figures is not None:
-            why = _busy_reason(platform, device, reader, figures.get(MEMORY_IN_USE, nan))
+            reason = _busy_reason(platform, device, reader, figures.get(MEMORY_IN_USE, nan))
         else:
-            why = "does not respond" if any(readings) else ""
-        if why:
-            yield f"{device.title} {why}"
+            reason = "does not respond" if any(readings) else ""
+        if reason:
+            yield f"{device.title} {reason}"
 
 
 def _trial_devices(platform: Platform) -> list[tuple[Device, Telemetry]]:

@@ -129,8 +129,8 @@ def writable(path: Path) -> Iterator[None]:
             if is_full
             else _("use --run-dir for another folder")
         )
-        why = error.strerror or error
-        raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=why, fix=fix)) from None
+        reason = error.strerror or error
+        raise RunError(_("{file} cannot be written: {why}; {fix}", file=path, why=reason, fix=fix)) from None
 
 
 def write(file: Path, text: str, *, private: bool = False) -> None:

@@ -127,8 +127,10 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                place, why = self._where, _line(error)
-                text = _("{file} cannot be used ({why}); repair it, or use --new to start over", file=place, why=why)
+                location, reason = self._where, _line(error)
+                text = _(
+                    "{file} cannot be used ({why}); repair it, or use --new to start over", file=location, why=reason
+                )
                 raise RunError(text) from None
 
     def _close_in_optuna(self, trial: Trial) -> None:

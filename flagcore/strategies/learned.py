@@ -100,8 +100,8 @@ class Learned:
                 )
                 return Choice(row=None, because=message)
             index = int(np.argmax(np.log(likely + 1e-12) - found.log_time))
-            why = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
-            return _choice(found, index, f"{why}: the fastest predicted candidate that is likely to fit")
+            reason = "no measured candidate is within the limits" if measurements else "no candidate is measured yet"
+            return _choice(found, index, f"{reason}: the fastest predicted candidate that is likely to fit")
         best = math.log(min(feasible_times))
         gain = found.fits * found.success * found.feasible
         gain = gain * expected_gain(found.log_predicted, found.posterior, best)

@@ -56,8 +56,8 @@ class Sampled:
             axis_distance = steps > 0 if _is_word(axis) else steps / (codes.size - 1)
             distance += axis_distance.take(indices[axis.knob][context.open_rows])
         nearest = int(np.argmin(distance))
-        how = "suggested it" if distance[nearest] == 0.0 else "suggested a similar candidate that is not open"
-        return Choice(row=int(context.open_rows[nearest]), because=f"{self.name} {how}")
+        method = "suggested it" if distance[nearest] == 0.0 else "suggested a similar candidate that is not open"
+        return Choice(row=int(context.open_rows[nearest]), because=f"{self.name} {method}")
 
 
 def _varying_axes(space: Space, indices: Columns) -> list[Axis]:

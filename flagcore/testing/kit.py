@@ -349,9 +349,9 @@ def run(check: Check, subject: Subject) -> Result:
     if not problems:
         return Result(check=name, state="passed")
     messages = list(dict.fromkeys(problem.message for problem in problems))
-    more = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
+    remainder = [f"and {len(messages) - MOST_LISTED} more"] if len(messages) > MOST_LISTED else []
     listed = messages[:MOST_LISTED]
-    message, places = "; ".join([*listed, *more]), subject.places(listed)
+    message, places = "; ".join([*listed, *remainder]), subject.places(listed)
     return Result(check=name, state="failed", message=message, fix=problems[0].fix, places=places)
 
 

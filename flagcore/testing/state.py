@@ -54,8 +54,8 @@ def _signals() -> object:
 
 
 def _numpy_random() -> object:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return name, bytes(np.asarray(keys)), tuple(rest)
+    name, keys, *other_state = np.random.get_state(legacy=True)
+    return name, bytes(np.asarray(keys)), tuple(other_state)
 
 
 PARTS: Mapping[str, Callable[[], object]] = {

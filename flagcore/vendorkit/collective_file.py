@@ -51,14 +51,14 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
 
 
 def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | None:
-    path, where = files(package).joinpath("costs").joinpath(name).joinpath(FILE), f"{package}/costs/{name}/{FILE}"
+    path, location = files(package).joinpath("costs").joinpath(name).joinpath(FILE), f"{package}/costs/{name}/{FILE}"
     if not path.is_file():
         if seen:
-            raise SpecError(file=where, key="the file", problem=f"is missing; {seen[-1]} has it as same_as")
+            raise SpecError(file=location, key="the file", problem=f"is missing; {seen[-1]} has it as same_as")
         return None
-    found = read_collectives(path.read_text("utf-8"), where)
+    found = read_collectives(path.read_text("utf-8"), location)
     if isinstance(found, CollectiveTable):
         return found
     if found in seen or found == name:
-        raise SpecError(file=where, key="same_as", value=found, problem="is a cycle")
+        raise SpecError(file=location, key="same_as", value=found, problem="is a cycle")
     return _table(package, found, (*seen, name))

@@ -92,14 +92,14 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
     """
     folder = f"costs/{chip.name.casefold()}"
     curve = _curve(package, f"{folder}/curve.yaml")
-    kernels, where = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
+    kernels, location = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
     if not kernels.is_file():
         return Roofline(chip=chip, curve=curve) if curve else None
     provenance = files(package).joinpath(f"{folder}/provenance.yaml")
     if not provenance.is_file():
-        raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
-    reading = read_provenance(provenance.read_text("utf-8"), f"{where}/provenance.yaml")
-    sheet = read_kernels(kernels.read_text("utf-8"), f"{where}/kernels.jsonl", reading)
+        raise SpecError(file=f"{location}/provenance.yaml", key="the file", problem="is missing next to kernels.jsonl")
+    reading = read_provenance(provenance.read_text("utf-8"), f"{location}/provenance.yaml")
+    sheet = read_kernels(kernels.read_text("utf-8"), f"{location}/kernels.jsonl", reading)
     return KernelTable.of(Roofline(chip=chip, curve=curve or Curve()), sheet)
 
 

@@ -56,8 +56,8 @@ def use_with(read: Callable[[str], Listing], *tools: str) -> Callable[[float], d
         for tool in tools:
             text = strip_controls(tool_output(tool, timeout_seconds=timeout_seconds) or "")
             if rows := read(text).rows:
-                held = read_processes(text)
-                return {row.device.index: _use(row, held.get(row.device.index, ())) for row in rows}
+                processes = read_processes(text)
+                return {row.device.index: _use(row, processes.get(row.device.index, ())) for row in rows}
         return {}
 
     return run

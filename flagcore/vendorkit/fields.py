@@ -97,11 +97,11 @@ def build(kind: Any, content: Any, file: str, path: str = "", names: Mapping[str
     if names is not None and isinstance(content, Mapping):
         content = {names.get(key, f"{key}?"): value for key, value in content.items()}
     try:
-        (made,) = _adapter(kind).validate_json(json.dumps([content], default=str))
+        (built,) = _adapter(kind).validate_json(json.dumps([content], default=str))
     except ValidationError as error:
         problems = error.errors(include_url=False)
     else:
-        return made
+        return built
     keys = {field: key for key, field in (names or {}).items()}
     raise join_errors([_problem(each, file, path, keys) for each in problems])
 
@@ -137,11 +137,11 @@ def _plain(content: Any, file: str, path: str) -> Any:
         return [_plain(each, file, f"{path.rstrip('.')}[{place}].") for place, each in enumerate(content)]
     if not isinstance(content, Mapping):
         return content
-    made = {}
+    plain = {}
     for key, value in content.items():
         is_source = key in ("source", "effect") and isinstance(value, Mapping)
-        made[str(key)] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
-    return made
+        plain[str(key)] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
+    return plain
 
 
 def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
@@ -153,9 +153,9 @@ def _source(content: Mapping[str, Any], file: str, path: str) -> dict[str, str]:
         raise wrong("kind", "invalid value", f"use one of {', '.join(SOURCE_KEYS)}")
     needed, others = SOURCE_KEYS[kind], {key: value for key, value in content.items() if key != "kind"}
     for name in map(str, others):
-        near = get_close_matches(name, {needed, *OPTIONAL_SOURCE_KEYS}, n=1, cutoff=0.75)
-        if near and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
-            raise wrong(name, "unknown key", f"did you mean {near[0]}?")
+        similar = get_close_matches(name, {needed, *OPTIONAL_SOURCE_KEYS}, n=1, cutoff=0.75)
+        if similar and name not in {*OPTIONAL_SOURCE_KEYS, *SOURCE_KEYS.values()}:
+            raise wrong(name, "unknown key", f"did you mean {similar[0]}?")
     detail = others.pop(needed, None)
     if not isinstance(detail, str) or not detail.strip():
         other = "".join(f"; {name} belongs to the kind {each}" for each, name in SOURCE_KEYS.items() if name in others)

@@ -25,10 +25,10 @@ def read_maturity(package: str) -> Maturity | None:
     for section, keys in EVIDENCE.items():
         claims = []
         for path, entry in entries(content, section, file):
-            by = [entry.pop(key, None) for key in keys]
-            for key, value in zip(keys, by, strict=True):
+            texts = [entry.pop(key, None) for key in keys]
+            for key, value in zip(keys, texts, strict=True):
                 build(str, value, file, f"{path}{key}")
-            claims.append({**entry, "by": ", ".join(by)})
+            claims.append({**entry, "by": ", ".join(texts)})
         content[section] = claims
     maturity: Maturity = build(Maturity, content, file)
     return maturity

@@ -89,8 +89,8 @@ class VendorPlugin:
 
     @hookimpl
     def flagcore_topology(self, group: NodeGroup) -> Topology | None:
-        own = self.detector.with_own_adapters(group) if self.detector and self.owns(group.chip) else None
-        return topology_of(own) if own else None
+        with_adapters = self.detector.with_own_adapters(group) if self.detector and self.owns(group.chip) else None
+        return topology_of(with_adapters) if with_adapters else None
 
     @hookimpl
     def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:

@@ -131,8 +131,8 @@ def _unique(listing: Listing) -> Listing:
     """Return the rows whose index is unique, by index."""
     count = Counter(row.device.index for row in listing.rows)
     rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
-    several = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
-    return Listing(tuple(rows), (*listing.left_out, *several))
+    duplicates = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
+    return Listing(tuple(rows), (*listing.left_out, *duplicates))
 
 
 def with_count(listing: Listing, count: str | None) -> Listing:

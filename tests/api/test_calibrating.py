@@ -27,9 +27,9 @@ def test_child_processes_are_not_counted_as_other_load(monkeypatch: pytest.Monke
     load = Load()
     subprocess.run([sys.executable, "-S", "-E", "-c", BURN], check=True)
     monkeypatch.setattr(psutil, "cpu_times", lambda: start._replace(user=100.4, idle=101.6))
-    assert load.by_others() == 0.0
+    assert load.used_by_others() == 0.0
     monkeypatch.setattr(psutil, "cpu_times", lambda: start._replace(user=110.4, idle=110.4))
-    assert load.by_others() == pytest.approx(0.5, abs=0.05)
+    assert load.used_by_others() == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_busy_machine_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,20 +27,20 @@ def record(measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def taught(*records: dict[str, Any]) -> int:
+def learned_count(*records: dict[str, Any]) -> int:
     return len(past(records, small.CHIP, LoadedPlugins.of({}), WORKLOAD, "tokens_per_second_per_device").time)
 
 
 def test_a_measured_record_is_learned_once() -> None:
-    assert taught(record({"step_time_s": 0.01})) == 1
+    assert learned_count(record({"step_time_s": 0.01})) == 1
 
 
 @pytest.mark.parametrize("odd", [[1.0], {"a": 1}, 1e308, -1.0, None])
 def test_a_record_with_an_invalid_figure_is_skipped(odd: object) -> None:
-    assert taught(record({"step_time_s": odd})) == 0
+    assert learned_count(record({"step_time_s": odd})) == 0
 
 
 def test_records_of_other_tasks_are_learned_and_an_invalid_one_is_skipped() -> None:
     other_record = record({"step_time_s": 0.01})
     other_record["train"] = {**other_record["train"], "global_batch_size": 16}
-    assert taught(record({"step_time_s": [1.0]}), other_record) == 1
+    assert learned_count(record({"step_time_s": [1.0]}), other_record) == 1

@@ -86,7 +86,7 @@ def test_hosts_must_be_equal(different: HostReport, count: int) -> None:
     assert list(host_problems(GOOD, reports)) == []
 
 
-def test_what_is_unusual_is_a_warning() -> None:
+def test_an_unusual_host_is_a_warning() -> None:
     unusual = [GOOD, report("b", clock_s=-60.0), report("c", devices=None)]
     assert [line[0] for line in host_warnings(unusual)] == ["b", "c"]
 

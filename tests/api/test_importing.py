@@ -67,7 +67,7 @@ def project(tmp_path: Path) -> Project:
 
 
 @pytest.fixture
-def taken(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def importing(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
 
     def call(rows: list[dict[str, Any]], **options: Any) -> Any:
@@ -79,10 +79,10 @@ def taken(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
-    taken: Callable[..., Any], project: Project, tmp_path: Path
+    importing: Callable[..., Any], project: Project, tmp_path: Path
 ) -> None:
     project.spec()
-    result = taken(ROWS, same_machine=True)
+    result = importing(ROWS, same_machine=True)
     states = [TrialState.MEASURED, TrialState.OUT_OF_MEMORY, TrialState.MEASURED, TrialState.FAILED]
     assert [trial.state for trial in result.trials] == states
     assert {trial.source for trial in result.trials} == {str(tmp_path / "history.csv")}
@@ -99,10 +99,10 @@ def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
 
 
 def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
-    taken: Callable[..., Any], project: Project
+    importing: Callable[..., Any], project: Project
 ) -> None:
     spec = project.spec(control={"max_trials": 2, "repeats": 1})
-    taken(ROWS, same_machine=True)
+    importing(ROWS, same_machine=True)
     outcome = flagcore.tune(spec, run_dir=project.run_dir)
     plan = outcome.plan
     own_trials = [trial for trial in plan.trials if not trial.source]
@@ -117,9 +117,9 @@ def test_tune_uses_rows_of_the_same_machine_but_reports_only_its_own_gain(
     assert outcome.data["best"]["source"].endswith("history.csv")
 
 
-def test_rows_of_another_machine_are_experience_and_settle_nothing(taken: Callable[..., Any], project: Project) -> None:
+def test_rows_of_another_machine_are_experience_only(importing: Callable[..., Any], project: Project) -> None:
     spec = project.spec(control={"max_trials": 3})
-    result = taken(ROWS)
+    result = importing(ROWS)
     assert {trial.role for trial in result.trials} == {Role.IMPORTED}
     (file,) = Experience.of_user().folder.glob("*.jsonl")
     assert [json.loads(line)["measured"]["step_time_s"] for line in file.read_text().splitlines()] == [0.15, 0.09]
@@ -136,7 +136,7 @@ def test_rows_of_another_machine_are_experience_and_settle_nothing(taken: Callab
 
 
 def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
-    taken: Callable[..., Any], project: Project, tmp_path: Path
+    importing: Callable[..., Any], project: Project, tmp_path: Path
 ) -> None:
     project.spec()
     wrong_rows = [
@@ -147,7 +147,7 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
         {"idx": 9, **TP2, "micro_batch_size": 0, "performance": 1.0},
         {"idx": 10, **TP2, "recompute_method": "thrice", "performance": 1.0},
     ]
-    result = taken([*ROWS, *wrong_rows], same_machine=True)
+    result = importing([*ROWS, *wrong_rows], same_machine=True)
     assert len(result.trials) == 4
     unknown, *reported = result.notes
     assert unknown.endswith(": speed")
@@ -164,14 +164,16 @@ def test_rows_that_cannot_be_taken_are_reported_with_their_lines(
         assert note.startswith(f"line {line} ")
         assert message in note
     with pytest.raises(RunError, match="has the rows of"):
-        taken(ROWS)
+        importing(ROWS)
     distant_history = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
     implausible = import_history(distant_history, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
     (note,) = implausible.notes
     assert float(re.findall(r"[\d.]+", note)[0]) > 20  # measured over predicted
 
 
-def test_a_file_that_is_not_a_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_history_is_refused(
+    importing: Callable[..., Any], project: Project, tmp_path: Path
+) -> None:
     spec = project.spec()
     for text, message in {
         "": "is empty",
@@ -192,7 +194,7 @@ def test_a_file_that_is_not_a_history_is_refused(taken: Callable[..., Any], proj
 
 NAMES = "idx,tensor_model_parallel_size,data_parallel_size,micro_batch_size,"
 NAMES += "pipeline_model_parallel_size,max_mem,performance"
-ODD = {
+UNUSUAL = {
     "BOM": ("\ufeff" + NAMES, "1,2,1,1,1,300.0,150.0", "measured"),
     "blank lines": ("\n\n" + NAMES + "\n,,,,,,", "1,2,1,1,1,300.0,150.0", "measured"),
     "None": (NAMES + ",decoder_first_pipeline_num_layers", "1,2,1,1,None,N/A,150.0,None", "measured"),
@@ -211,12 +213,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("case", UNUSUAL)
 def test_an_unusual_row_is_read_or_left_out_with_the_reason(
     case: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
-    heading, row, message = ODD[case]
+    heading, row, message = UNUSUAL[case]
     file, spec = tmp_path / "odd.csv", project.spec()
     file.write_text(f"{heading}\n{row}\n", encoding="utf-8")
     if message in {state.value for state in TrialState}:

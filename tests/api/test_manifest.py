@@ -172,6 +172,6 @@ def test_a_bad_option_or_launcher_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_check_finds_what_is_wrong(tmp_path: Path) -> None:
-    result, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
-    result["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
-    assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], result))) == 2
+    manifest, _ = api.manifest(written(tmp_path), kind="jobset", image="image:1")
+    manifest["spec"]["failurePolicy"] = {"maxRestarts": "3", "backofLimit": 1}
+    assert len(list(problems(CRDS["jobset.x-k8s.io/v1alpha2 JobSet"], manifest))) == 2

@@ -14,22 +14,22 @@ import pytest
 from flagcore import api
 from tests.cli.conftest import TRAIN, Project
 
-MINE, SPECS, TYPED = "hf-of-my-shell-1", "wandb-of-the-spec-2", "typed-in-the-command-3"
+SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET = "hf-of-my-shell-1", "wandb-of-the-spec-2", "typed-in-the-command-3"
 LOGS = 'import os, sys\nprint({**os.environ})\nprint(sys.argv)\nprint("logged in with", sys.argv[3])\n'
 
 
 @pytest.mark.slow
 def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", MINE)
+    monkeypatch.setenv("HF_TOKEN", SHELL_SECRET)
     project, where = Project(tmp_path), tmp_path / "run"
     (tmp_path / "train.py").write_text(LOGS + TRAIN)
-    command = [sys.executable, "-S", "-E", str(tmp_path / "train.py"), "{folder}", "--api-key", TYPED]
-    envs = {"HF_TOKEN": MINE, "WANDB_API_KEY": SPECS}
+    command = [sys.executable, "-S", "-E", str(tmp_path / "train.py"), "{folder}", "--api-key", COMMAND_SECRET]
+    envs = {"HF_TOKEN": SHELL_SECRET, "WANDB_API_KEY": SPEC_SECRET}
     spec = project.spec(control={"max_trials": 2, "repeats": 0}, train={"command": command}, envs=envs)
     api.tune(spec, run_dir=where)
 
     logged = (where / "trials/0/stdout.log").read_text()
-    assert all(secret in logged for secret in (MINE, SPECS, TYPED))
+    assert all(secret in logged for secret in (SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET))
     shared_files = [
         "result.json",
         "report.html",
@@ -41,15 +41,15 @@ def test_secrets_are_not_exposed_and_best_sh_still_has_them(tmp_path: Path, monk
     ]
     texts = {name: (where / name).read_text() for name in shared_files} | {"markdown": api.report(where, "markdown")}
     for name, text in texts.items():
-        assert not [secret for secret in (MINE, SPECS, TYPED) if secret in text], name
+        assert not [secret for secret in (SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET) if secret in text], name
     for name in ("spec.yaml", "best.yaml", "best/launch.json", "best/secrets.sh"):
         assert stat.S_IMODE((where / name).stat().st_mode) == 0o600, name
-    assert MINE not in (where / "best/launch.json").read_text() + (where / "best/secrets.sh").read_text()
+    assert SHELL_SECRET not in (where / "best/launch.json").read_text() + (where / "best/secrets.sh").read_text()
     assert json.loads((where / "best/launch.json").read_text())["needs"] == ["HF_TOKEN"]
 
     completed = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60)
     assert completed.returncode == 0
-    assert all(secret in completed.stdout for secret in (MINE, SPECS, TYPED))
+    assert all(secret in completed.stdout for secret in (SHELL_SECRET, SPEC_SECRET, COMMAND_SECRET))
     clean_environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
     incomplete = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=clean_environment)
     assert incomplete.returncode != 0

@@ -20,7 +20,7 @@ from tests.small import ENGINES
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Experience:
+def experience(tmp_path: Path) -> Experience:
     return Experience(tmp_path / "data" / "experience")
 
 
@@ -35,31 +35,31 @@ def trial(number: int, state: TrialState = TrialState.MEASURED) -> Trial:
     )
 
 
-def test_measured_trials_are_found_again_by_chip_and_engine(kept: Experience) -> None:
+def test_measured_trials_are_found_again_by_chip_and_engine(experience: Experience) -> None:
     task = small.task(small.DENSE)
     chip, engine = task.cluster.groups[0].chip, task.spec.train.engine
-    kept.save("one", task, [trial(0), trial(1, TrialState.FAILED)])
-    (record,) = kept.records(chip, engine)
+    experience.save("one", task, [trial(0), trial(1, TrialState.FAILED)])
+    (record,) = experience.records(chip, engine)
     assert (record["id"], record["measured"]["step_time_s"]) == ("one/0", 2.0)
-    assert list(kept.records(chip, "another")) == []
-    assert list(kept.records(replace(chip, name="another", aliases=("another",)), engine)) == []
-    assert list(kept.records(chip, engine, exclude_run="one")) == []
+    assert list(experience.records(chip, "another")) == []
+    assert list(experience.records(replace(chip, name="another", aliases=("another",)), engine)) == []
+    assert list(experience.records(chip, engine, exclude_run="one")) == []
 
 
-def test_a_run_without_measurements_leaves_no_experience(kept: Experience) -> None:
-    assert kept.save("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
-    assert not kept.folder.exists()
+def test_a_run_without_measurements_leaves_no_experience(experience: Experience) -> None:
+    assert experience.save("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
+    assert not experience.folder.exists()
 
 
-def test_forget_deletes_a_chip_by_name_and_keeps_other_files(kept: Experience) -> None:
+def test_forget_deletes_a_chip_by_name_and_keeps_other_files(experience: Experience) -> None:
     task = small.task(small.DENSE)
     chip = task.cluster.groups[0].chip
-    file = kept.save("one", task, [trial(0)])
-    (kept.folder / "broken.jsonl").write_text("{")
-    assert kept.forget("another") == ()
-    assert kept.forget(chip.name.upper()) == (file,)
-    assert [path.name for path in kept.folder.iterdir()] == ["broken.jsonl"]
-    assert list(kept.records(chip, task.spec.train.engine)) == []
+    file = experience.save("one", task, [trial(0)])
+    (experience.folder / "broken.jsonl").write_text("{")
+    assert experience.forget("another") == ()
+    assert experience.forget(chip.name.upper()) == (file,)
+    assert [path.name for path in experience.folder.iterdir()] == ["broken.jsonl"]
+    assert list(experience.records(chip, task.spec.train.engine)) == []
 
 
 def serving(*loads: Load) -> Task:
@@ -68,13 +68,15 @@ def serving(*loads: Load) -> Task:
     return replace(task, spec=replace(task.spec, work=work, objective="output_tokens_per_s"))
 
 
-def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(kept: Experience) -> None:
+def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(experience: Experience) -> None:
     task = serving(Load(request_rate=math.inf, num_prompts=64))
     completed = trial(0)
     assert completed.measurement is not None
     measured = replace(completed.measurement, versions={"vllm": "0.32.0"})
-    kept.save("one", task, [replace(completed, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
-    (record,) = kept.records(task.cluster.groups[0].chip, "vllm")
+    experience.save(
+        "one", task, [replace(completed, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))]
+    )
+    (record,) = experience.records(task.cluster.groups[0].chip, "vllm")
     assert record["measured"]["objective"] == "output_tokens_per_s"
     job = read_job(record, ENGINES)
     assert isinstance(job.work, ServeSpec)
@@ -82,16 +84,16 @@ def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(k
     assert job.candidate == {"max_num_seqs": 8}
 
 
-def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(kept: Experience, tmp_path: Path) -> None:
+def test_a_weights_file_is_stored_in_the_record_and_a_folder_is_not(experience: Experience, tmp_path: Path) -> None:
     file = tmp_path / "weights.gguf"
     file.touch()
     for place, (weights, reported) in enumerate([(file, str(file)), (tmp_path, None)]):
         task = serving(Load(concurrency=4))
         work = replace(task.spec.serve, weights=str(weights))
-        kept.save(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
-        (record,) = json.loads(f"[{(kept.folder / f'{place}.jsonl').read_text().strip()}]")
+        experience.save(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
+        (record,) = json.loads(f"[{(experience.folder / f'{place}.jsonl').read_text().strip()}]")
         assert record["serve"].get("weights") == reported
 
 
-def test_a_run_under_several_loads_is_not_kept(kept: Experience) -> None:
-    assert kept.save("one", serving(Load(concurrency=1), Load(concurrency=8)), [trial(0)]) is None
+def test_a_run_under_several_loads_is_not_kept(experience: Experience) -> None:
+    assert experience.save("one", serving(Load(concurrency=1), Load(concurrency=8)), [trial(0)]) is None

@@ -31,71 +31,71 @@ X1 = Chip(name="X1", vendor="acme", aliases=("acme x1", "X1 of ACME"), memory_ba
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Calibrations:
+def calibrations(tmp_path: Path) -> Calibrations:
     return Calibrations(tmp_path / "data" / "calibrations")
 
 
-def test_saved_calibrations_are_loaded_unchanged(kept: Calibrations) -> None:
-    path = kept.save(MADE)
-    assert kept.find(X1) == (path, MADE)
-    assert [file.name for file in kept.folder.iterdir()] == [path.name]
+def test_saved_calibrations_are_loaded_unchanged(calibrations: Calibrations) -> None:
+    path = calibrations.save(MADE)
+    assert calibrations.find(X1) == (path, MADE)
+    assert [file.name for file in calibrations.folder.iterdir()] == [path.name]
 
 
-def test_a_file_has_one_line_per_row(kept: Calibrations) -> None:
-    text = kept.save(MADE).read_text()
+def test_a_file_has_one_line_per_row(calibrations: Calibrations) -> None:
+    text = calibrations.save(MADE).read_text()
     assert sum(line.strip().startswith('{"') for line in text.splitlines()) == len(ROWS)
     assert json.loads(text)["driver"] == "1.2"
 
 
-def test_the_load_of_other_processes_is_stored_and_optional(kept: Calibrations) -> None:
+def test_the_load_of_other_processes_is_stored_and_optional(calibrations: Calibrations) -> None:
     disturbed = replace(MADE, others=0.625)
-    path = kept.save(disturbed)
-    assert kept.find(X1) == (path, disturbed)
+    path = calibrations.save(disturbed)
+    assert calibrations.find(X1) == (path, disturbed)
     old = json.loads(path.read_text())
     del old["others"]
     path.write_text(json.dumps(old))
-    assert kept.find(X1) == (path, MADE)
+    assert calibrations.find(X1) == (path, MADE)
 
 
-def test_without_calibrations_none_is_found(kept: Calibrations) -> None:
-    assert kept.all() == ()
-    assert kept.find(X1) is None
-    assert kept.forget("X1") == ()
+def test_without_calibrations_none_is_found(calibrations: Calibrations) -> None:
+    assert calibrations.all() == ()
+    assert calibrations.find(X1) is None
+    assert calibrations.forget("X1") == ()
 
 
-def test_a_new_calibration_replaces_the_old_one_of_the_same_measurements(kept: Calibrations) -> None:
-    kept.save(MADE)
+def test_a_new_calibration_replaces_the_old_one_of_the_same_measurements(calibrations: Calibrations) -> None:
+    calibrations.save(MADE)
     newer = replace(MADE, date="2026-11-21T10:00:00+00:00")
-    kept.save(newer)
-    assert [calibration for _, calibration in kept.all()] == [newer]
+    calibrations.save(newer)
+    assert [calibration for _, calibration in calibrations.all()] == [newer]
 
 
-def test_the_calibration_of_the_installed_torch_is_preferred_over_a_newer_one(kept: Calibrations) -> None:
+def test_the_calibration_of_the_installed_torch_is_preferred_over_a_newer_one(calibrations: Calibrations) -> None:
     newer = replace(MADE, torch="2.11.0+acme", date="2026-11-21T10:00:00+00:00")
     for each in (MADE, newer):
-        kept.save(each)
+        calibrations.save(each)
     for torch, expected in (("2.10.0+acme", MADE), ("2.11.0+acme", newer), ("2.9.0", newer), (None, newer)):
-        found = kept.find(X1, torch)
+        found = calibrations.find(X1, torch)
         assert found is not None
         assert found[1] == expected
 
 
-def test_two_processors_of_one_chips_name_are_distinguished(kept: Calibrations) -> None:
+def test_two_processors_of_one_chips_name_are_distinguished(calibrations: Calibrations) -> None:
     cpu = replace(MADE, chip="cpu", aliases=("Brand 9",))
-    kept.save(cpu)
-    kept.save(replace(cpu, aliases=("Brand 7",)))
-    assert len(kept.all()) == 2
-    found = kept.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
+    calibrations.save(cpu)
+    calibrations.save(replace(cpu, aliases=("Brand 7",)))
+    assert len(calibrations.all()) == 2
+    found = calibrations.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
     assert found is not None
     assert found[1] == cpu
-    assert kept.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
+    assert calibrations.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
 
 
-def test_forget_deletes_all_of_one_chip_and_nothing_else(kept: Calibrations) -> None:
-    mine = {kept.save(MADE), kept.save(replace(MADE, torch="2.11.0"))}
-    other = kept.save(replace(MADE, chip="X2"))
-    assert set(kept.forget("x1")) == mine
-    assert [path for path, _ in kept.all()] == [other]
+def test_forget_deletes_all_of_one_chip_and_nothing_else(calibrations: Calibrations) -> None:
+    files_of_chip = {calibrations.save(MADE), calibrations.save(replace(MADE, torch="2.11.0"))}
+    other = calibrations.save(replace(MADE, chip="X2"))
+    assert set(calibrations.forget("x1")) == files_of_chip
+    assert [path for path, _ in calibrations.all()] == [other]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_forget_deletes_all_of_one_chip_and_nothing_else(kept: Calibrations) -> 
     ],
     ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
 )
-def test_an_invalid_calibration_file_is_reported_with_its_fix(kept: Calibrations, text: str) -> None:
-    kept.save(MADE).write_text(text)
+def test_an_invalid_calibration_file_is_reported_with_its_fix(calibrations: Calibrations, text: str) -> None:
+    calibrations.save(MADE).write_text(text)
     with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
-        kept.find(X1)
+        calibrations.find(X1)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_with_its_fix(tmp_path: Path) -> None:

@@ -127,15 +127,15 @@ def test_forgetting_an_unknown_calibration_is_wrong_usage(flag: Flag, home: Path
     assert completed.code == 2
     assert completed.code == 2
     assert "'foo'" in completed.err
-    Calibrations(home).save(kept("H200"))
+    Calibrations(home).save(saved_calibration("H200"))
     assert "'H200'?" in flag("calibrate", "--forget", "h20").err
     assert ": H200" in flag("calibrate", "--forget", "foo").err
 
 
-def test_a_calibration_of_fewer_devices_than_a_node_has_is_reported(
+def test_a_calibration_of_fewer_devices_than_a_node_is_reported(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Calibrations(home).save(kept("H200"))
+    Calibrations(home).save(saved_calibration("H200"))
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
     assert caplog.text.count("H200 was calibrated on 2 of the 8 devices of a node") == 1
@@ -145,7 +145,7 @@ def test_a_calibration_of_fewer_devices_than_a_node_has_is_reported(
 def test_a_calibration_on_a_busy_machine_is_reported_when_it_is_used(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Calibrations(home).save(replace(kept("H200"), others=0.6))
+    Calibrations(home).save(replace(saved_calibration("H200"), others=0.6))
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
     assert caplog.text.count("60% of the processors") == 1
@@ -166,7 +166,7 @@ def test_missing_requirements_are_reported_before_anything_is_measured(
     assert "measuring" not in completed.err
 
 
-def kept(chip: str) -> Calibration:
+def saved_calibration(chip: str) -> Calibration:
     row = {"kernel": "gemm", "precision": "bf16", "m": 4096, "n": 4096, "k": 4096, "us": 250.0}
     return Calibration(
         chip=chip,

@@ -63,10 +63,10 @@ def test_a_candidate_without_runs_is_compared_by_its_corrected_prediction(
         for typed in ("tp=2, mbs=1", "tp=2, mbs=2", "dp=2, mbs=2", "dp=2, mbs=4")
         if (both := compared(project.run_dir, typed))["b"]["measured"] is None
     )
-    believed = open_one["b"]["believed"]["step_time_s"]["value"]
+    corrected = open_one["b"]["believed"]["step_time_s"]["value"]
     assert open_one["certainty"] == "corrected"
     assert open_one["a"]["believed"] is None
-    assert open_one["gap"] == pytest.approx(believed / open_one["a"]["measured"]["step_time_s"] - 1)
+    assert open_one["gap"] == pytest.approx(corrected / open_one["a"]["measured"]["step_time_s"] - 1)
     assert any(line.startswith("expected after trials") for line in open_one["because"])
 
 
@@ -76,7 +76,7 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in rows_by_time(plan.problem)[[5, 0]])
     trial_ends = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
-    trials = [_ran(number, *each) for number, each in enumerate(trial_ends)]
+    trials = [_measured_trial(number, *each) for number, each in enumerate(trial_ends)]
     run, typed = (
         replace(plan, search_state=learn(trials)),
         [values_text(each.as_dict(), BY_NAME) for each in (best, slow)],
@@ -87,7 +87,7 @@ def test_a_stopped_candidate_keeps_its_time_and_a_plan_next_to_a_run_is_compared
     assert _compare_sides(second, _Side(plan, candidate_report(plan, typed[1]))).certainty == PREDICTED
 
 
-def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
+def _measured_trial(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
     measurement = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
     )

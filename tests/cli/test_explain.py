@@ -264,10 +264,10 @@ def test_a_failed_or_killed_run_is_explained_from_its_journal(
     Path(project.run_dir, "result.json").unlink()
     assert explained(project.run_dir, "1")["state"] == "ran"
     assert "the run has not ended" in explained(project.run_dir, "tp=2, mbs=1")["because"][0]
-    books = flag("explain", str(project.run_dir))
-    assert books.code == 0
-    assert re.search(r"^  failed +-2$", books.out, re.MULTILINE)
-    assert "Stopped:" not in books.out
+    explained = flag("explain", str(project.run_dir))
+    assert explained.code == 0
+    assert re.search(r"^  failed +-2$", explained.out, re.MULTILINE)
+    assert "Stopped:" not in explained.out
 
 
 @pytest.mark.slow
@@ -355,13 +355,13 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
     snapshot = load_snapshot(project.spec(), None, ())
     best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 5]])
     trials_of_run = [
-        _ran(1, best, 1.0),
-        _ran(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
-        _ran(3, best, 0.5, role=Role.REPEAT),
+        _measured_trial(1, best, 1.0),
+        _measured_trial(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
+        _measured_trial(3, best, 0.5, role=Role.REPEAT),
     ]
     ended = "surely slower than the best: by far"
     single, beside_one, beside_two = (
-        _why(snapshot, some) for some in (trials_of_run[1:2], trials_of_run[:2], trials_of_run)
+        _explanation(snapshot, some) for some in (trials_of_run[1:2], trials_of_run[:2], trials_of_run)
     )
     assert all(text.startswith("trial 2 (search) stopped: 3 s/step") for text in (single, beside_one, beside_two))
     assert all(text.endswith(ended) for text in (single, beside_one, beside_two))
@@ -374,7 +374,12 @@ def test_a_slower_candidate_is_reported_with_the_best_figure_that_it_is_compared
 def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     best, near, slow = (snapshot.problem.space.candidate(int(row)) for row in rows_by_time(snapshot.problem)[[0, 3, 5]])
-    trials_of_run = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
+    trials_of_run = [
+        _measured_trial(1, best, 1.0),
+        _measured_trial(2, near, 1.03),
+        _measured_trial(3, slow, 3.0),
+        _measured_trial(4, best, 1.05, role=Role.REPEAT),
+    ]
     learned_snapshot = replace(snapshot, search_state=learn(trials_of_run))
 
     def explained(trial: Trial) -> list[str]:
@@ -394,7 +399,7 @@ def test_a_candidate_that_may_be_as_fast_is_reported_so(project: Project) -> Non
     )
 
 
-def _why(where: Snapshot, trials: list[Trial]) -> str:
+def _explanation(where: Snapshot, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
     learned_snapshot = replace(where, search_state=learn(trials))
     return state_of(learned_snapshot, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
@@ -404,7 +409,7 @@ def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     snapshot = load_snapshot(project.spec(), None, ())
     rows = rows_by_time(snapshot.problem)[:2]
     best, slow = (snapshot.problem.space.candidate(int(row)) for row in rows)
-    probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
+    probes = [replace(_measured_trial(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)
     learned_snapshot = replace(snapshot, search_state=learn(probes, PROBE), run=run)
     explanation = [
@@ -419,7 +424,7 @@ def test_probed_candidates_are_reported_as_probed(project: Project) -> None:
     assert explanation[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {comparison_text}"])
 
 
-def _ran(number: int, candidate: Candidate, step: float, **extra: Any) -> Trial:
+def _measured_trial(number: int, candidate: Candidate, step: float, **extra: Any) -> Trial:
     measurement = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
     )

@@ -81,7 +81,7 @@ def test_the_example_of_1024_devices_is_not_probed_where_there_is_none(flag: Fla
     assert not project.run_dir.exists()
 
 
-def test_an_estimate_that_fits_this_machine_can_be_started(flag: Flag, project: Project) -> None:
+def test_the_best_of_an_estimate_for_this_machine_can_be_started(flag: Flag, project: Project) -> None:
     spec = project.spec(control={"fidelity": "estimate", "run_best": True})
     completed = flag("tune", spec, "--run-dir", str(project.run_dir), "--json")
     assert completed.code == 0, completed.err

@@ -21,7 +21,9 @@ def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
     environment = {"COLUMNS": "80", "TERM": "xterm-256color", **environment}
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     environment = {**os.environ, **environment, "PYTHONPATH": root}
-    process = subprocess.Popen([*FLAG, *arguments], stdout=expected, stderr=expected, env=environment, cwd=project.folder)
+    process = subprocess.Popen(
+        [*FLAG, *arguments], stdout=expected, stderr=expected, env=environment, cwd=project.folder
+    )
     os.close(expected)
     output = b""
     while True:

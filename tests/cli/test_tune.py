@@ -406,14 +406,14 @@ def test_a_run_learns_from_earlier_ones_unless_disabled(
 ) -> None:
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
 
-    def believed(name: str, **control: object) -> float:
+    def corrected_prediction(name: str, **control: object) -> float:
         spec = project.spec(control={"max_trials": 2, "repeats": 0, **control}, auto_tuner={"strategy": "learned"})
         completed = flag("tune", spec, "--run-dir", str(tmp_path / name), "--json", "--quiet")
         return float(json.loads(completed.out)["trials"][1]["predicted"]["believed"]["step_time_s"]["value"])
 
-    first = believed("one")
-    assert believed("two", use_experience=False) == first
-    assert believed("three") != first
+    first = corrected_prediction("one")
+    assert corrected_prediction("two", use_experience=False) == first
+    assert corrected_prediction("three") != first
     assert len(list((tmp_path / "home" / "experience").iterdir())) == 3
     assert flag("calibrate", "--forget", "cpu").err.count("deleted ") == 3
-    assert believed("four") == first
+    assert corrected_prediction("four") == first

@@ -54,7 +54,7 @@ def tune(flag: Flag, project: Project, **arguments: Any) -> Ran:
     return flag("tune", spec(project, **arguments), "--run-dir", str(project.run_dir))
 
 
-def test_the_fastest_is_found_with_its_figures_and_what_is_needed_to_start_it(flag: Flag, project: Project) -> None:
+def test_the_fastest_is_found_with_its_figures_and_its_start_script(flag: Flag, project: Project) -> None:
     completed = tune(flag, project, space={"parallel": [1, 4]})
     assert completed.code == 0, completed.err
     result = project.result()

@@ -30,12 +30,12 @@ from flagcore.stages.learn import learn
 CONTROL = Control(repeats=1)
 
 
-def trial(number: int, who: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
+def trial(number: int, name: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
     step = 1.0 / speed
     measured = Measurement(
         step_times_s=(step,), step_time_s=step, spread_s=spread * step, tokens_per_second_per_device=speed
     )
-    candidate_ = Candidate.of({"who": who})
+    candidate_ = Candidate.of({"who": name})
     return Trial(number=number, candidate=candidate_, role=role, state=TrialState.MEASURED, measurement=measured)
 
 
@@ -43,7 +43,7 @@ def first(**speeds: float) -> list[Trial]:
     """The trials of a search: the first one is the baseline."""
     roles = [Role.BASELINE] + [Role.SEARCH] * (len(speeds) - 1)
     names = zip(speeds.items(), roles, strict=True)
-    return [trial(number, who, speed, role) for number, ((who, speed), role) in enumerate(names)]
+    return [trial(number, name, speed, role) for number, ((name, speed), role) in enumerate(names)]
 
 
 def names(trials: tuple[Trial, ...]) -> list[object]:
@@ -53,12 +53,12 @@ def names(trials: tuple[Trial, ...]) -> list[object]:
 def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple[list[object], SearchState]:
     """Run repeats until no more is wanted; each takes the next of its candidate's speeds, the last one for ever."""
     trials, order = list(trials), list[object]()
-    left = {who: list(arguments) for who, arguments in speeds.items()}
+    left = {name: list(arguments) for name, arguments in speeds.items()}
     while (expected := next_repeat(control, learn(trials))) is not None:
-        who = str(expected.candidate.as_dict()["who"])
-        order.append(who)
-        speed = left[who].pop(0) if len(left[who]) > 1 else left[who][0]
-        trials.append(trial(len(trials), who, speed, Role.REPEAT))
+        name = str(expected.candidate.as_dict()["who"])
+        order.append(name)
+        speed = left[name].pop(0) if len(left[name]) > 1 else left[name][0]
+        trials.append(trial(len(trials), name, speed, Role.REPEAT))
         assert len(order) < 99
     return order, learn(trials)
 
@@ -137,7 +137,7 @@ def test_more_rounds_end_when_two_are_distinguished_or_at_the_cap() -> None:
     assert separate == ["base", "a", "b"]
 
 
-def test_no_repeats_are_none_at_all() -> None:
+def test_zero_repeats_run_nothing_again() -> None:
     assert next_repeat(Control(repeats=0), learn(first(base=50.0, a=100.0, b=100.0))) is None
 
 
@@ -161,7 +161,7 @@ def test_shortened_finalists_run_whole_once_even_without_repeats() -> None:
     assert again(single, Control(repeats=0), base=[99.0])[0] == ["base"]
 
 
-def test_one_that_leads_after_whole_runs_runs_whole_too() -> None:
+def test_a_new_leader_after_whole_runs_runs_whole_too() -> None:
     known = [shortened(each, 0.01) for each in first(base=50.0, lucky=110.0, b=100.0)]
     order, search_state = again(known, Control(repeats=0), base=[50.0], lucky=[90.0], b=[98.0])
     assert order == ["base", "lucky", "b"]
@@ -224,11 +224,11 @@ def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
     def found(repeats: int, seed: int) -> bool:
         chance = np.random.default_rng(seed)
         true = {"base": 50.0, "a": 100.0, "b": 97.0, "c": 97.0, "d": 95.0}
-        trials = first(**{who: float(speed * np.exp(chance.normal(0.0, 0.02))) for who, speed in true.items()})
+        trials = first(**{name: float(speed * np.exp(chance.normal(0.0, 0.02))) for name, speed in true.items()})
         while (expected := next_repeat(Control(repeats=repeats), learn(trials))) is not None:
-            who = str(expected.candidate.as_dict()["who"])
-            speed = float(true[who] * np.exp(chance.normal(0.0, 0.02)))
-            trials.append(trial(len(trials), who, speed, Role.REPEAT))
+            name = str(expected.candidate.as_dict()["who"])
+            speed = float(true[name] * np.exp(chance.normal(0.0, 0.02)))
+            trials.append(trial(len(trials), name, speed, Role.REPEAT))
         best = learn(trials).best
         return best is not None and names((best,)) == ["a"]
 

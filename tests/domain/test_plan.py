@@ -39,7 +39,12 @@ def reported(predicted: float | None, believed: float | None, measured: float = 
     completed = trial(0, "x", 1.0 / measured, Role.SEARCH)
     assert completed.measurement is not None
     posterior = {"step_time_s": {"value": believed}} if believed else None
-    return replace(completed, predicted=record, believed=posterior, measurement=replace(completed.measurement, step_time_s=measured))
+    return replace(
+        completed,
+        predicted=record,
+        believed=posterior,
+        measurement=replace(completed.measurement, step_time_s=measured),
+    )
 
 
 def test_a_measured_time_takes_precedence_over_predictions() -> None:

@@ -18,7 +18,7 @@ from flagcore.physics.schedules.execution import Pass, seconds_of
 from flagcore.physics.schedules.replay import pipe_of
 from tests.physics.planned_orders import orders_of, simulate
 
-FOLDED = [name for name, schedule in SCHEDULES.items() if schedule.folded]
+FOLDED_SCHEDULES = [name for name, schedule in SCHEDULES.items() if schedule.folded]
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 LENGTHS = (1, 2, 3, 4, 6, 8)
 KINDS = ("even", "edges", "hetero")
@@ -66,7 +66,7 @@ def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **extr
     )
 
 
-def played(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **extra: Any) -> tuple[float, float]:
+def simulated_seconds(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **extra: Any) -> tuple[float, float]:
     """Return the time of a played step with a barrier and without."""
     return seconds_of(simulate(passes_of(schedule, seconds, m=m, send_s=send, **extra), m))
 
@@ -76,14 +76,14 @@ def test_1f1b_and_gpipe_are_exact_for_any_stages_and_micro_batches(kind: str) ->
     for k, (p, seconds) in enumerate(cases(kind, seed=1, count=150)):
         m = 1 + k % (3 * p)
         for schedule in ("1f1b", "gpipe"):
-            simulated, _ = played(schedule, m, seconds)
+            simulated, _ = simulated_seconds(schedule, m, seconds)
             assert closed(schedule, stage_times(seconds), m) == pytest.approx(simulated, rel=1e-9)
 
 
 def test_a_send_that_blocks_its_sender_is_work_of_the_sender() -> None:
     for k, (p, seconds) in enumerate(cases("edges", seed=4, count=60)):
         m, send = p + k % (2 * p), 0.07
-        simulated, _ = played("1f1b", m, seconds, send, sender_waits=True)
+        simulated, _ = simulated_seconds("1f1b", m, seconds, send, sender_waits=True)
         assert closed("1f1b", stage_times(seconds, send, blocking=1.0), m) == pytest.approx(simulated, rel=1e-9)
 
 
@@ -92,7 +92,7 @@ def test_a_send_that_blocks_its_sender_is_work_of_the_sender() -> None:
 def test_interleaved_agrees_with_megatrons_order(kind: str, within: float, send: float) -> None:
     for k, (p, seconds) in enumerate(cases(kind, seed=5, count=60, lengths=LENGTHS[1:])):
         m, v = p * (1 + k % 5), 2 + k % 3
-        simulated, _ = played("interleaved", m, seconds, send, v=v)
+        simulated, _ = simulated_seconds("interleaved", m, seconds, send, v=v)
         assert closed("interleaved", stage_times(seconds, send), m, v) == pytest.approx(simulated, rel=within)
 
 
@@ -107,7 +107,9 @@ def deviations(schedule: str, kind: str, least: int, lengths: tuple[int, ...] = 
     found = []
     for k, (p, seconds) in enumerate(cases(kind, seed=7, count=30, lengths=lengths)):
         m, send, share = p * (least + k // 3 % 3), (0.0, 0.02, 0.05)[k % 3], (0.4, 0.7, 1.0)[k % 3]
-        simulated = played(schedule, m, seconds, send, weight_share=share)[SCHEDULES[schedule].post_validation]
+        simulated = simulated_seconds(schedule, m, seconds, send, weight_share=share)[
+            SCHEDULES[schedule].post_validation
+        ]
         found.append(closed(schedule, stage_times(seconds, send, weight_share=share), m) / simulated - 1.0)
     return np.abs(found)
 
@@ -155,7 +157,7 @@ def test_pairs_that_run_together_shorten_dualpipe() -> None:
     for p, m in ((2, 6), (4, 12), (8, 16)):
         full = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
         for schedule in ("dualpipe", "dualpipev"):
-            simulated, _ = played(schedule, m, full, paired_s=(2.7,) * p)
+            simulated, _ = simulated_seconds(schedule, m, full, paired_s=(2.7,) * p)
             found = closed(schedule, stage_times(full, paired=np.full((p, 1), 2.7)), m)
             assert found == pytest.approx(simulated, rel=0.03)
 
@@ -289,10 +291,10 @@ def held_of(order: list[tuple[Pass, ...]], parts: int) -> tuple[float, float]:
     return maximum / parts, (worst[0] - maximum) / parts
 
 
-@pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED, "dualpipe"])
+@pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED_SCHEDULES, "dualpipe"])
 @pytest.mark.parametrize("p", [2, 4, 5, 8])
 def test_memory_of_a_stage_matches_its_execution_order(schedule: str, p: int) -> None:
-    m, parts = 4 * p, 2 if schedule in FOLDED else 1
+    m, parts = 4 * p, 2 if schedule in FOLDED_SCHEDULES else 1
     if schedule == "dualpipe" and p % 2:
         return
     if schedule in ("v-half", "v-min") and p % (2 if schedule == "v-half" else 3) == 0:

@@ -60,9 +60,9 @@ def sources() -> Catalog:
     """Return all messages of the sources."""
     catalogue = Catalog(project="flagcore", domain="flagcore", fuzzy=False)
     for file in sorted(CORE.rglob("*.py")):
-        tree, place = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(ROOT))
+        tree, file_name = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(ROOT))
         for message in [*_marked(tree), *(_help(tree) if file.parent == CORE / "cli" else [])]:
-            catalogue.add(message, locations=[(place, 0)])
+            catalogue.add(message, locations=[(file_name, 0)])
     tables = [*COLUMNS.values(), *({name: key for key, name in NAMES[each].items()} for each in NAMES.keys() - PLAIN)]
     for name in (name for table in tables for name in table):
         catalogue.add(name, locations=[("flagcore/report/names.yaml", 0)])

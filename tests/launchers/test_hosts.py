@@ -70,7 +70,7 @@ def launch(script: str, folder: Path, **how: object) -> Launch:
     return Launch(**{"argv": ("sh", "-c", script), "folder": str(folder), "hosts": HOSTS, **how})  # type: ignore[arg-type]
 
 
-def says(*lines: str) -> Callable[[str], list[str]]:
+def answering(*lines: str) -> Callable[[str], list[str]]:
     """Return a channel to a host that answers `lines`, and then nothing."""
     script = "\n".join(["cat > /dev/null &", *(f"printf '%s\\n' '{line}'" for line in lines), "wait"])
     return lambda host: ["sh", "-c", script]
@@ -180,7 +180,7 @@ def test_a_host_that_the_scheduler_takes_away_is_lost(tmp_path: Path, mark: str)
     assert (exit_record.ended_by, exit_record.detail[:2]) == ("host", "c:")
 
 
-def test_what_a_lost_trial_left_is_ended_before_the_next(tmp_path: Path, mark: str) -> None:
+def test_processes_of_a_lost_trial_end_before_the_next_one(tmp_path: Path, mark: str) -> None:
     host_launcher = launcher()
     leftover = subprocess.Popen(["sleep", "60"], env={**os.environ, MARKER: "0123"}, start_new_session=True)
     host_launcher.lost["b"] = "0123"
@@ -218,7 +218,7 @@ HELLO = '{"hello": {"wire": 1, "port": 4000, "time": 0, "python": "3.11", "free_
     ],
 )
 def test_a_host_that_sends_nonsense_costs_only_its_trial(tmp_path: Path, mark: str, lines: list[str]) -> None:
-    host_launcher = launcher(b=says(*lines))
+    host_launcher = launcher(b=answering(*lines))
     host_launcher.reached.add("b")
     exit_record = host_launcher.start(launch("sleep 60", tmp_path / "trial")).wait(40)
     assert exit_record is not None
@@ -271,12 +271,12 @@ def test_a_spare_replaces_a_host_that_was_lost() -> None:
 
 def test_a_resumed_run_prefers_other_hosts_and_ends_what_is_left(tmp_path: Path, mark: str) -> None:
     running = launcher().start(launch("sleep 60", tmp_path / "trial", hosts=("a", "b")))
-    mine = launcher()
-    mine.resume(["a", "a"], [str(tmp_path / "none"), str(tmp_path / "trial")])
-    assert mine.choose_hosts(HOSTS, 2) == ("c", "b")
-    mine.failures["b"] = mine.failures["c"] = 2
-    assert mine.choose_hosts(HOSTS[:2], 1) == ("a",)
-    ended = mine.start(launch("true", tmp_path / "next", hosts=("a", "b"))).wait(30)
+    resumed = launcher()
+    resumed.resume(["a", "a"], [str(tmp_path / "none"), str(tmp_path / "trial")])
+    assert resumed.choose_hosts(HOSTS, 2) == ("c", "b")
+    resumed.failures["b"] = resumed.failures["c"] = 2
+    assert resumed.choose_hosts(HOSTS[:2], 1) == ("a",)
+    ended = resumed.start(launch("true", tmp_path / "next", hosts=("a", "b"))).wait(30)
     assert ended is not None
     assert ended.code == 0
     assert running.wait(30) is not None

@@ -120,7 +120,7 @@ def test_nothing_is_left_when_the_controller_is_killed(join: Join, tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", [b"another secret, as long", None])
-def test_who_does_not_know_the_secret_is_closed(join: Join, key: bytes | None) -> None:
+def test_a_pod_without_the_secret_is_refused(join: Join, key: bytes | None) -> None:
     hub = Hub("kubernetes", "flagcore.launchers.kubernetes_hub")
     port = int(os.environ[PORT_VARIABLE])
     hub.ask(10, names=[], port=port, seconds=5.0)

@@ -25,7 +25,7 @@ from flagcore.launchers.local import LAUNCHER, MARKER, free_port
 pytestmark = pytest.mark.slow
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
-STUBBORN = """
+IGNORES_SIGTERM = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for _ in range(2):                      # a child and a grandchild, each in its own session
@@ -139,7 +139,9 @@ def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tm
 
 
 def test_timeout_ends_a_tree_that_ignores_sigterm_and_opened_sessions(tmp_path: Path, marked: Marked) -> None:
-    launch = Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment, timeout_seconds=0.5)
+    launch = Launch(
+        argv=(*PYTHON, IGNORES_SIGTERM), folder=str(tmp_path), environment=marked.environment, timeout_seconds=0.5
+    )
     trial = LAUNCHER.start(launch)
     wait_for(tmp_path / "stdout.log", "up")
     time.sleep(0.1)
@@ -244,7 +246,7 @@ def test_a_daemon_ends_with_its_trial(tmp_path: Path, marked: Marked) -> None:
 def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt: int) -> None:
     delay = random.Random(attempt).uniform(0, 1.5)
     tuner = subprocess.Popen(
-        [sys.executable, "-c", TUNER, str(tmp_path), *PYTHON, STUBBORN],
+        [sys.executable, "-c", TUNER, str(tmp_path), *PYTHON, IGNORES_SIGTERM],
         env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
     )
@@ -259,7 +261,7 @@ def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt
 
 def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: Marked) -> None:
     subprocess.run(
-        [sys.executable, "-c", TUNER.replace("running.wait(60)", ""), str(tmp_path), *PYTHON, STUBBORN],
+        [sys.executable, "-c", TUNER.replace("running.wait(60)", ""), str(tmp_path), *PYTHON, IGNORES_SIGTERM],
         env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
         check=True,
     )
@@ -267,7 +269,9 @@ def test_a_tuner_that_exits_abruptly_leaves_no_process(tmp_path: Path, marked: M
 
 
 def test_a_killed_guard_leaves_no_process_and_reports_an_exit(tmp_path: Path, marked: Marked) -> None:
-    trial = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
+    trial = LAUNCHER.start(
+        Launch(argv=(*PYTHON, IGNORES_SIGTERM), folder=str(tmp_path), environment=marked.environment)
+    )
     wait_for(tmp_path / "stdout.log", "up")
     parent = guard.read_ids(trial.pid)
     assert parent is not None
@@ -294,10 +298,10 @@ def test_trial_and_guard_are_detached_from_the_terminal(tmp_path: Path) -> None:
     running_trial = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path)))
     trial = guard.read_ids(running_trial.pid)
     assert trial is not None
-    keeper = guard.read_ids(trial[0])
-    assert keeper is not None
-    assert len({os.getsid(0), trial[2], keeper[2]}) == 3
-    assert len({os.getpgrp(), trial[1], keeper[1]}) == 3
+    guard_ids = guard.read_ids(trial[0])
+    assert guard_ids is not None
+    assert len({os.getsid(0), trial[2], guard_ids[2]}) == 3
+    assert len({os.getpgrp(), trial[1], guard_ids[1]}) == 3
     running_trial.stop()
 
 

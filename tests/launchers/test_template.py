@@ -134,7 +134,7 @@ def warm(tmp_path: Path) -> Iterator[Warm]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_warm_trial_finds_what_a_cold_one_finds(warm: Warm) -> None:
+def test_a_warm_trial_has_the_environment_of_a_cold_one(warm: Warm) -> None:
     seen: list[Any] = []
     for kind in (False, True, True):
         exit_record = warm.run(SEEN, warm=kind, X="ä")
@@ -189,9 +189,7 @@ def test_other_variables_or_cores_need_another_template(warm: Warm, monkeypatch:
         (TREE + "time.sleep(60)", "timeout", -9),
     ],
 )
-def test_nothing_comes_from_the_template_of_a_trial_that_failed(
-    warm: Warm, code: str, by: str | None, status: int
-) -> None:
+def test_a_template_is_not_used_after_a_failed_trial(warm: Warm, code: str, by: str | None, status: int) -> None:
     first = warm.template()
     exit_record = warm.run(code, limit=1.0 if by else 30.0)
     assert (exit_record.ended_by, exit_record.code) == (by, status)
@@ -199,7 +197,7 @@ def test_nothing_comes_from_the_template_of_a_trial_that_failed(
     assert warm.template() != first
 
 
-def test_what_a_trial_leaves_behind_ends_before_the_next_one(warm: Warm) -> None:
+def test_processes_left_by_a_trial_end_before_the_next_one(warm: Warm) -> None:
     first = warm.template()
     exit_record = warm.run(TREE.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", ""))
     assert (exit_record.code, exit_record.ended_by) == (0, None)
@@ -272,7 +270,7 @@ def test_a_program_that_is_not_fit_to_be_forked_starts_cold(warm: Warm, ready: s
         assert warm.alive() == set()
 
 
-def test_only_a_python_package_and_one_trial_at_a_time_come_from_the_template(warm: Warm) -> None:
+def test_the_template_starts_only_python_packages_and_one_trial_at_a_time(warm: Warm) -> None:
     first = warm.template()
     trial = warm.start("import time; time.sleep(60)")
     assert not warm.run("pass").warm

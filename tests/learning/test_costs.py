@@ -10,7 +10,7 @@ import pytest
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.learning.trials import expected_seconds, full_trial_seconds
-from tests.strategies.contexts import predictions, ran, search_context
+from tests.strategies.contexts import predictions, trial_of, search_context
 
 KNOWN = predictions()
 STEPS = search_context(KNOWN).task.spec.control.train_iters
@@ -20,7 +20,7 @@ WHOLE = 20.0 + STEPS * STEP
 
 def cost(fits: float, ends: float, *trials: Trial) -> float:
     """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
-    seen = search_context(KNOWN, [replace(ran(0, STEP, 0), duration_s=WHOLE), *trials])
+    seen = search_context(KNOWN, [replace(trial_of(0, STEP, 0), duration_s=WHOLE), *trials])
     log_time: FloatArray = np.log([STEP])
     full = full_trial_seconds(seen, log_time)
     assert full.tolist() == pytest.approx([WHOLE])
@@ -28,7 +28,7 @@ def cost(fits: float, ends: float, *trials: Trial) -> float:
 
 
 def lost(row: int, state: TrialState, seconds: float) -> Trial:
-    return replace(ran(row, None, row), state=state, duration_s=seconds)
+    return replace(trial_of(row, None, row), state=state, duration_s=seconds)
 
 
 def test_a_trial_that_succeeds_costs_its_steps_and_its_start() -> None:

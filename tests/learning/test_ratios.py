@@ -14,7 +14,7 @@ from tests.strategies.contexts import SPACE, predictions, search_context
 KNOWN = predictions()
 ROWS = np.arange(len(SPACE))
 ALL = search_context(KNOWN).features(ROWS)
-TRIED = np.random.default_rng(0).permutation(len(SPACE))[:40]
+TRIED_ROWS = np.random.default_rng(0).permutation(len(SPACE))[:40]
 
 
 def observed(rows: np.ndarray, ratio: FloatArray, task: int = 0) -> Observations:
@@ -31,15 +31,15 @@ def by_parts(wrong: float) -> FloatArray:
 @pytest.mark.parametrize("rough", [0.01, 0.05, 0.2, 0.3])
 def test_the_roughness_of_errors_is_learned_from_trials(rough: float) -> None:
     ratio = np.random.default_rng(1).normal(0.0, rough, len(SPACE))
-    untried = np.setdiff1d(ROWS, TRIED)
-    deviation = Ratios(observed(TRIED, ratio), ALL, TIME).of(ALL.take(untried)).deviation
+    untried = np.setdiff1d(ROWS, TRIED_ROWS)
+    deviation = Ratios(observed(TRIED_ROWS, ratio), ALL, TIME).of(ALL.take(untried)).deviation
     assert 0.7 * rough < np.median(deviation) < 1.4 * rough + 0.03
 
 
 def test_consistent_experience_is_used_from_the_start() -> None:
     ratio = by_parts(0.3)
     single, experienced = (
-        Ratios(Observations.join([*past, observed(TRIED[:3], ratio)]), ALL, TIME).of(ALL)
+        Ratios(Observations.join([*past, observed(TRIED_ROWS[:3], ratio)]), ALL, TIME).of(ALL)
         for past in ([], [observed(ROWS[::3], ratio, task=1)])
     )
     assert np.abs(experienced.mean - ratio).mean() < 0.5 * np.abs(single.mean - ratio).mean()
@@ -47,14 +47,14 @@ def test_consistent_experience_is_used_from_the_start() -> None:
 
 def test_contradicted_experience_is_ignored() -> None:
     past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
-    posterior = Ratios(Observations.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
-    single = Ratios(observed(TRIED[:8], real), ALL, TIME).of(ALL)
+    posterior = Ratios(Observations.join([past, observed(TRIED_ROWS[:8], real)]), ALL, TIME).of(ALL)
+    single = Ratios(observed(TRIED_ROWS[:8], real), ALL, TIME).of(ALL)
     assert np.abs(posterior.mean - real).mean() < 1.5 * np.abs(single.mean - real).mean()
     assert np.mean(np.abs(posterior.mean - real) < 2 * posterior.deviation) > 0.9
 
 
 def test_samples_are_drawn_from_the_posterior() -> None:
-    posterior = Ratios(observed(TRIED[:5], by_parts(0.2)), ALL, TIME)
+    posterior = Ratios(observed(TRIED_ROWS[:5], by_parts(0.2)), ALL, TIME)
     one, drawn = posterior.of(ALL.take(ROWS[:20])), posterior.sample(ALL.take(ROWS[:20]), 20_000)
     assert drawn.mean(axis=0) == pytest.approx(one.mean, abs=0.01)
     assert drawn.std(axis=0) == pytest.approx(one.deviation, rel=0.1)
@@ -79,13 +79,13 @@ def test_errors_are_less_alike_between_tasks_than_within_one() -> None:
 
 @pytest.mark.parametrize("task", [0, 1])
 def test_noise_is_a_standard_deviation_of_logarithms(task: int) -> None:
-    def believed(noise: float) -> float:
+    def posterior_mean(noise: float) -> float:
         row = ROWS[:1]
         single = Observations(ALL.take(row), np.array([0.3]), np.array([noise]), np.array([task]))
         return float(Ratios(single, ALL, TIME).of(ALL.take(row)).mean[0])
 
-    assert believed(0.01) == pytest.approx(believed(0.0), rel=0.01)
-    assert believed(0.3) < 0.7 * believed(0.01)
+    assert posterior_mean(0.01) == pytest.approx(posterior_mean(0.0), rel=0.01)
+    assert posterior_mean(0.3) < 0.7 * posterior_mean(0.01)
 
 
 def test_experience_that_held_narrows_the_intervals_and_trials_that_held_do_not() -> None:

@@ -9,22 +9,22 @@ import pytest
 
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.trials import observed_times, overhead_seconds
-from tests.strategies.contexts import predictions, ran, search_context
+from tests.strategies.contexts import predictions, trial_of, search_context
 
 KNOWN = predictions()
 STEPS = search_context(KNOWN).task.spec.control.train_iters
 
 
-def late(row: int, times: float, beside: float, **changes: object) -> Trial:
+def timed_out(row: int, times: float, beside: float, **changes: object) -> Trial:
     """A trial that timed out when its steps could have taken `times` what is predicted."""
     seconds = beside + STEPS * times * float(KNOWN.step_time_s[row])
-    return replace(ran(row, None, 5), state=TrialState.TIMED_OUT, duration_s=seconds, **changes)  # type: ignore[arg-type]
+    return replace(trial_of(row, None, 5), state=TrialState.TIMED_OUT, duration_s=seconds, **changes)  # type: ignore[arg-type]
 
 
 def measured() -> list[Trial]:
     """Trials as predicted, which took 20 s beside their steps."""
     steps = [float(KNOWN.step_time_s[row]) for row in range(3)]
-    return [replace(ran(row, step, row), duration_s=20.0 + STEPS * step) for row, step in enumerate(steps)]
+    return [replace(trial_of(row, step, row), duration_s=20.0 + STEPS * step) for row, step in enumerate(steps)]
 
 
 def reported(*trials: Trial) -> list[float]:
@@ -37,17 +37,17 @@ def test_trials_have_a_start_time_in_addition_to_steps() -> None:
 
 
 def test_a_time_out_is_a_bound_of_the_step() -> None:
-    assert reported(late(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
+    assert reported(timed_out(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
 
 
 def test_an_expected_timeout_teaches_nothing() -> None:
-    assert reported(late(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
+    assert reported(timed_out(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
 
 
 def test_a_hung_trial_does_not_bound_the_time() -> None:
-    assert reported(late(7, 20.0, 20.0)) == []
+    assert reported(timed_out(7, 20.0, 20.0)) == []
 
 
 def test_a_timed_out_probe_does_not_bound_the_step() -> None:
-    probe = late(7, 1.4, 20.0, fidelity=PROBE)
+    probe = timed_out(7, 1.4, 20.0, fidelity=PROBE)
     assert observed_times(replace(search_context(KNOWN, measured()), probes=[probe])).log_ratio.size == 3

@@ -75,7 +75,7 @@ def test_an_all_reduce_between_nodes_is_a_ring_or_uses_switch_reduction() -> Non
     assert many == pytest.approx(8 * 10e9 / 1.75, rel=0.01)
 
 
-def test_an_all_to_all_is_as_slow_as_what_leaves_the_node() -> None:
+def test_an_all_to_all_is_as_slow_as_its_traffic_between_nodes() -> None:
     costs = Collectives(topology=TOPOLOGY)
     assert rate(costs, "all_to_all", 16) == pytest.approx(50e9 / (8 / 16), rel=0.01)
     assert rate(costs, "all_to_all", 64) == pytest.approx(50e9 / (56 / 64), rel=0.01)
@@ -141,7 +141,7 @@ def test_a_pair_has_one_link_of_a_full_mesh_and_all_of_a_switch() -> None:
     assert rate(ring, "all_gather", 8) == pytest.approx(rate(switch, "all_gather", 8), rel=0.01)
 
 
-def test_pcie_crowds_and_copies_through_the_host_crowd_far_more() -> None:
+def test_contention_is_higher_over_pcie_and_highest_through_the_host() -> None:
     peer, staged = (
         Collectives(topology=topology_of(group(replace(LINK, topology="pcie", peer_access=access))))
         for access in (True, False)

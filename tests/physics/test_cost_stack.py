@@ -17,7 +17,7 @@ NONE = np.zeros(3)
 
 
 @dataclass(frozen=True)
-class Upto:
+class LimitedCosts:
     """Knows sizes up to a limit: a size takes `rate` seconds a unit."""
 
     limit: float
@@ -46,7 +46,13 @@ class Upto:
         return 1.2
 
 
-STACK = KernelCostStack((("small", Upto(1.0, 1.0)), ("medium", Upto(10.0, 2.0, launch=5.0)), ("all", Upto(1e9, 3.0))))
+STACK = KernelCostStack(
+    (
+        ("small", LimitedCosts(1.0, 1.0)),
+        ("medium", LimitedCosts(10.0, 2.0, launch=5.0)),
+        ("all", LimitedCosts(1e9, 3.0)),
+    )
+)
 
 
 def test_each_element_comes_from_the_first_source_that_knows_it() -> None:
@@ -68,4 +74,4 @@ def test_a_slowdown_applies_only_to_kernels_of_the_device() -> None:
     assert slow.memory_seconds(SIZE).tolist() == [2.0, 40.0, 600.0]
     assert slow.host_copy_seconds(SIZE).tolist() == STACK.host_copy_seconds(SIZE).tolist()
     assert (slow.launch_seconds(), slow.run_slowdown(), STACK.run_slowdown()) == (5.0, 1.0, 1.2)
-    assert with_slowdown(Upto(1e9, 3.0), 2.0).memory_seconds(SIZE).tolist() == pytest.approx([6.0, 60.0, 600.0])
+    assert with_slowdown(LimitedCosts(1e9, 3.0), 2.0).memory_seconds(SIZE).tolist() == pytest.approx([6.0, 60.0, 600.0])

@@ -60,19 +60,19 @@ def plan(trials: list[Trial], rivals: int) -> Plan:
     ],
 )
 def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, reported: str | None) -> None:
-    trials = [trial(0, 64, 1.0), *(trial(number, number, 1.01) for number in range(1, 9)), trial(9, 64, 1.0, AGAIN)]
+    trials = [trial(0, 64, 1.0), *(trial(number, number, 1.01) for number in range(1, 9)), trial(9, 64, 1.0, REPEAT)]
     text = plan_text(plan(trials, rivals))
     assert (f"not significantly faster than {reported}." in text) if reported else ("significantly" not in text)
 
 
-AGAIN = Role.REPEAT
+REPEAT = Role.REPEAT
 
 
 def test_repeats_without_a_measurement_are_reported_outside_the_funnel() -> None:
     timed_out_repeat = replace(
-        trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running"
+        trial(2, 1, 1.0, REPEAT), state=TrialState.TIMED_OUT, measurement=None, reason="still running"
     )
-    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), timed_out_repeat]
+    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, REPEAT), timed_out_repeat]
     assert failed_repeats(trials) == {2: "timed_out"}
     assert "1 failed repeat (trial 2 timed out)" in plan_text(plan(trials, 0))
     assert "failed repeat" not in plan_text(plan(trials[:2], 0))

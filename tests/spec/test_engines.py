@@ -130,7 +130,7 @@ def test_nodes_of_trials_divide_the_nodes_and_the_batch(nodes: object, batch: in
     assert error.value.key == "auto_tuner.control.trial_nodes"
 
 
-def test_a_job_may_have_more_nodes_than_there_are_hosts(tmp_path: Path) -> None:
+def test_a_job_may_have_more_nodes_than_hosts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     data = {
         "model": MODEL,

@@ -84,7 +84,9 @@ def test_a_setting_and_its_opposite_may_not_contradict_each_other(value: bool) -
     arguments = {"overlap_p2p_comm": value, "no_overlap_p2p_communication": value}
     with pytest.raises(SpecError, match=r"no_overlap_p2p_communication.*is the negation of overlap_p2p_comm.*one of"):
         read_job(changed(("train", "settings"), arguments), ENGINES)
-    agreed = read_job(changed(("train", "settings"), arguments | {"overlap_p2p_comm": not value}), ENGINES).work.settings
+    agreed = read_job(
+        changed(("train", "settings"), arguments | {"overlap_p2p_comm": not value}), ENGINES
+    ).work.settings
     assert agreed["overlap_p2p_comm"] is not value
 
 

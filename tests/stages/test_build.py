@@ -79,7 +79,7 @@ def random_task(seed: int) -> Task:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_space_is_what_an_enumeration_finds_and_the_books_balance(seed: int) -> None:
+def test_the_space_equals_an_enumeration_and_its_counts_add_up(seed: int) -> None:
     task = random_task(seed)
     axes, rules, merges = WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task)
     space = build(axes, rules, merges)

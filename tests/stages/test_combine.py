@@ -74,7 +74,7 @@ def probe(*measured: RankMeasurement, failed: TrialState | None = None) -> Probe
     return Probe(candidate=Candidate(()), ranks=tuple(ranks))
 
 
-def test_rank_that_needs_most_decides_about_memory() -> None:
+def test_the_rank_with_the_highest_peak_determines_the_memory() -> None:
     found = combine(PREDICTED, probe(LAST, FIRST), MEMORY, WORK)
     assert found.worst_stage == 0
     assert found.static_bytes == 22e9
@@ -108,7 +108,7 @@ def test_running_out_of_memory_excludes_a_candidate() -> None:
     assert found.device_used_bytes >= 80e9
 
 
-def test_slowest_rank_decides_about_time_and_communication_stays_modelled() -> None:
+def test_the_slowest_rank_determines_the_time_and_communication_stays_modelled() -> None:
     found = combine(PREDICTED, probe(FIRST, LAST), MEMORY, WORK)
     assert found.time_s["compute_s"] == 3.25
     assert found.time_s["optimizer_s"] == 0.1
@@ -117,7 +117,7 @@ def test_slowest_rank_decides_about_time_and_communication_stays_modelled() -> N
     assert found.step_time_s == pytest.approx(sum(found.time_s.values()))
 
 
-def test_interval_is_narrow_where_all_was_measured() -> None:
+def test_the_interval_is_narrow_if_all_parts_were_measured() -> None:
     none = dict.fromkeys(PREDICTED.time_s, 0.0)
     bare = replace(PREDICTED, step_time_s=2.2, time_s={**none, "compute_s": 2.0, "optimizer_s": 0.2})
     found = combine(bare, probe(FIRST), MEMORY, WORK)

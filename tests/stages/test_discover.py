@@ -57,7 +57,7 @@ def loaded(**plugins: object) -> LoadedPlugins:
     return found
 
 
-def test_the_devices_here_are_the_cluster() -> None:
+def test_local_devices_are_the_default_cluster() -> None:
     platform = discover(spec(), loaded(x=plugin(small.CHIP, 4, called="TEST accelerator 9000")))
     group = platform.task.cluster.groups[0]
     assert (group.chip.name, group.devices) == ("test-chip", 4)

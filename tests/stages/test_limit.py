@@ -32,7 +32,7 @@ def planned(value: float = 10.0, high: float = 12.0, **extra: Any) -> Trial:
     )
 
 
-def ran(step: float, seconds: float, scaled_from: float | None = None) -> Trial:
+def measured_trial(step: float, seconds: float, scaled_from: float | None = None) -> Trial:
     measured = Measurement(
         step_times_s=(step,),
         step_time_s=step,
@@ -62,15 +62,15 @@ def test_a_setting_counts_alone() -> None:
 
 
 def test_steps_slower_than_predicted_and_longer_starts_make_later_limits_longer() -> None:
-    assert seconds(planned(), ran(36.0, 200.0)) == START + SLACK * 5 * 36.0  # three times the high end
-    assert seconds(planned(), ran(6.0, 100.0)) == START + SLACK * 5 * 12.0
-    assert seconds(planned(), ran(10.0, 450.0)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
+    assert seconds(planned(), measured_trial(36.0, 200.0)) == START + SLACK * 5 * 36.0  # three times the high end
+    assert seconds(planned(), measured_trial(6.0, 100.0)) == START + SLACK * 5 * 12.0
+    assert seconds(planned(), measured_trial(10.0, 450.0)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
 
 
-def test_shortened_steps_get_less_and_their_own_start_is_told_apart() -> None:
+def test_shortened_steps_get_less_time_and_have_their_own_start() -> None:
     short = Shortened(global_batch_size=2, whole=8, scale=4.0, low=3.5, high=4.1)
     assert seconds(planned(shortened=short)) == START + SLACK * 5 * 3.0
-    assert seconds(planned(), ran(10.0, 412.5, scaled_from=2.5)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
+    assert seconds(planned(), measured_trial(10.0, 412.5, scaled_from=2.5)) == START_SLACK * 400.0 + SLACK * 5 * 12.0
 
 
 def test_without_a_prediction_it_is_a_constant_that_is_named() -> None:
@@ -83,7 +83,7 @@ def test_ranks_of_a_probe_add_up() -> None:
     assert seconds(planned(), launches=3) == 3 * (START + SLACK * 5 * 12.0)
 
 
-def test_a_server_may_take_what_its_engine_says() -> None:
+def test_the_start_limit_of_a_server_is_that_of_its_engine() -> None:
     task = replace(TASK, spec=replace(TASK.spec, work=ServeSpec(engine="vllm", loads=(Load(),))))
     assert time_limit(task, small.ENGINES["vllm"], planned(), ()).seconds == 1200.0
 

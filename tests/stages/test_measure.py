@@ -138,7 +138,7 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_finished_trial(name: str, tmp_path: Path) -> None:
+def test_an_unsuccessful_trial_has_its_state_and_reason(name: str, tmp_path: Path) -> None:
     end, log, state, words = ENDS[name]
     (tmp_path / "stderr.log").write_text(log)
     done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)))
@@ -403,7 +403,7 @@ def test_trial_is_stopped_and_measured_once_its_steps_are_done(tmp_path: Path) -
     assert (done.state, done.reason) == (TrialState.MEASURED, None)
 
 
-def test_trial_without_all_its_steps_is_waited_for(tmp_path: Path) -> None:
+def test_a_trial_runs_until_it_has_all_its_steps(tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
     done = measured(run, tmp_path, EndsAfterSteps(steps=[1.0] * 3))
     assert not run.stopped

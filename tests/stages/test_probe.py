@@ -73,7 +73,7 @@ def play(
     return found, workload
 
 
-def gone(folder: Path, ranks: tuple[int, ...]) -> bool:
+def have_ended(folder: Path, ranks: tuple[int, ...]) -> bool:
     """Whether the processes of some ranks end within seconds."""
     ends = time.monotonic() + 10
     pids = [int((folder / f"started-{rank}").read_text()) for rank in ranks if (folder / f"started-{rank}").exists()]
@@ -102,7 +102,7 @@ def test_a_failing_rank_ends_the_others_and_is_reported(tmp_path: Path) -> None:
     found, _ = play(tmp_path, lambda rank: "fail" if rank == 1 else "stay", devices=2)
     assert [(rank.rank, rank.state) for rank in found.ranks] == [(1, TrialState.FAILED)]
     assert "no such luck" in (found.ranks[0].reason or "")
-    assert gone(tmp_path, (0, 1))
+    assert have_ended(tmp_path, (0, 1))
     assert not (tmp_path / "started-2").exists()
 
 
@@ -121,7 +121,7 @@ def test_an_interrupt_ends_all_probes_and_keeps_the_finished_ones(tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         play(tmp_path / "first", lambda rank: "3" if rank == 0 else "stay", devices=3, on_rank=interrupt)
-    assert gone(tmp_path / "first", RANKS)
+    assert have_ended(tmp_path / "first", RANKS)
     started: list[int] = []
     workload = Rehearsal(lambda rank: "1")
     found = probe(

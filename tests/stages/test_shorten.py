@@ -21,7 +21,7 @@ def linear(task: Task) -> float:
     return 20.0 + task.spec.train.global_batch_size
 
 
-def test_a_long_step_runs_the_micro_batches_that_fit_and_is_scaled_by_the_model() -> None:
+def test_a_long_step_runs_fewer_micro_batches_and_is_scaled_by_the_model() -> None:
     short = shorten(LONG, WORKLOAD, small.candidate(data_parallel_size=4, micro_batch_size=2), 532.0, linear)
     assert short is not None
     assert (short.global_batch_size, short.whole) == (64, 512)  # 8 of 64 micro-batches: 60 s of 532 s are 7.2
@@ -47,7 +47,7 @@ def test_other_steps_run_whole(most: float | None, step: float | None) -> None:
     assert shorten(task, WORKLOAD, small.candidate(), step, linear) is None
 
 
-def test_where_the_model_gives_no_time_or_no_gain_steps_run_whole() -> None:
+def test_steps_run_whole_if_the_model_predicts_no_time_or_no_gain() -> None:
     assert shorten(LONG, WORKLOAD, small.candidate(), 600.0, lambda task: math.nan) is None
     assert shorten(LONG, WORKLOAD, small.candidate(), 600.0, lambda task: 600.0) is None
 

@@ -95,7 +95,7 @@ def test_a_device_that_no_longer_answers_is_dead_if_others_do() -> None:
 
 
 @pytest.mark.parametrize("problem", [LookupError("no tool"), RuntimeError("broken"), None])
-def test_telemetry_that_cannot_say_is_no_obstacle(problem: Exception | None) -> None:
+def test_devices_without_telemetry_are_free(problem: Exception | None) -> None:
     assert busy([Reads(problem), Reads(problem)]) == ""
     assert busy([Reads(0.0), Reads(None if isinstance(problem, LookupError) else problem)]) == ""
     assert wait_for_devices(small.platform(TASK), 0.0, 0.0) == ""
@@ -110,7 +110,7 @@ def test_cores_of_a_cpu_need_free_memory_only() -> None:
     assert busy([Reads(79.0)], need=4.0 * GIB, shared_devices=True) == ""
 
 
-def test_it_waits_until_the_devices_are_free_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_until_the_devices_are_free_and_reports_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait, "POLL_SECONDS", 0.01)
     leaving, waited = Reads(40.0), list[str]()
     platform = node([leaving, Reads(0.0)])

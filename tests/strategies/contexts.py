@@ -35,7 +35,7 @@ def predictions(capacity: float | None = 80e9) -> Predictions:
     return predict(TASK, WORKLOAD, SPACE, small.costs(TASK, capacity))
 
 
-def ran(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
+def trial_of(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
     """A trial of `row` that was measured, or ran out of memory without `seconds`."""
     trial = Trial(
         number=number,

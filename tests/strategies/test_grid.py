@@ -10,19 +10,19 @@ import pytest
 from benchmarks.flagscale_rules import FlagScale
 from flagcore.domain.trial import Role, Trial
 from flagcore.importers.flagscale.grid import STRATEGY
-from tests.strategies.contexts import SPACE, predictions, ran, search_context
+from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
 
 pytestmark = pytest.mark.slow
 
 KNOWN = predictions()
 
 
-def walked(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], list[str]]:
+def run_grid(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], list[str]]:
     """Let the strategy run to its end, where `fits` says what does not run out of memory."""
     trials: list[Trial] = []
     reasons: list[str] = []
     if baseline is not None:
-        trials.append(replace(ran(baseline, float(KNOWN.step_time_s[baseline]), 0), role=Role.BASELINE))
+        trials.append(replace(trial_of(baseline, float(KNOWN.step_time_s[baseline]), 0), role=Role.BASELINE))
     while True:
         rows = [row for trial in trials if (row := SPACE.find(trial.candidate)) is not None]
         seen = search_context(KNOWN, trials)
@@ -32,7 +32,9 @@ def walked(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], li
         reasons.append(choice.because)
         if choice.row is None:
             return rows, reasons
-        trials.append(ran(choice.row, float(KNOWN.step_time_s[choice.row]) if fits[choice.row] else None, len(trials)))
+        trials.append(
+            trial_of(choice.row, float(KNOWN.step_time_s[choice.row]) if fits[choice.row] else None, len(trials))
+        )
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -43,7 +45,7 @@ def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float) -> N
     while (row := tuner.next()) is not None:
         expected.append(row)
         tuner.tell(float(KNOWN.step_time_s[row]) if fits[row] else None)
-    rows, reasons = walked(fits)
+    rows, reasons = run_grid(fits)
     assert rows == expected
     named = {entry.pruned_by for entry in tuner.history if entry.pruned_by}
     assert named
@@ -52,6 +54,6 @@ def test_it_runs_what_flagscales_tuner_runs_in_the_same_order(share: float) -> N
 
 def test_a_baseline_is_not_tried_again() -> None:
     last = len(SPACE) - 1
-    rows, _ = walked(np.ones(len(SPACE), dtype=np.bool_), baseline=last)
+    rows, _ = run_grid(np.ones(len(SPACE), dtype=np.bool_), baseline=last)
     assert rows[0] == last
     assert rows.count(last) == 1

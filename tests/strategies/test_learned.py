@@ -26,7 +26,7 @@ from flagcore.learning.trials import (
     observed_times,
 )
 from flagcore.strategies.learned import STRATEGY, believed
-from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
+from tests.strategies.contexts import SPACE, distorted, predictions, trial_of, search_context
 
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
@@ -37,7 +37,7 @@ def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memor
         if row is None:
             break
         needed = memory * float(known.device_used_bytes[row])
-        trials.append(ran(row, float(real[row]) if needed <= capacity else None, len(trials), needed))
+        trials.append(trial_of(row, float(real[row]) if needed <= capacity else None, len(trials), needed))
     return trials
 
 
@@ -73,7 +73,7 @@ def test_without_any_predicted_time_only_trials_are_learned_from() -> None:
         row = STRATEGY.next(search_context(untimed, trials)).row
         if row is None:
             break
-        trials.append(ran(row, float(known.step_time_s[row]), number))
+        trials.append(trial_of(row, float(known.step_time_s[row]), number))
     chance = np.random.default_rng(0).choice(known.step_time_s, (200, 25)).min(axis=1).mean()
     assert best_of(trials) <= chance
 
@@ -102,7 +102,7 @@ def test_it_reports_how_likely_a_gain_is_left_when_it_ends() -> None:
 def test_a_choice_reports_its_corrected_prediction() -> None:
     known = predictions()
     first = int(np.argmin(known.step_time_s))
-    chosen = STRATEGY.next(search_context(known, [ran(first, 2.0 * float(known.step_time_s[first]), 0)]))
+    chosen = STRATEGY.next(search_context(known, [trial_of(first, 2.0 * float(known.step_time_s[first]), 0)]))
     assert chosen.row is not None
     step = chosen.belief["step_time_s"]
     assert isinstance(step, dict)
@@ -114,14 +114,14 @@ def test_pending_trials_make_similar_candidates_less_attractive() -> None:
     known = predictions()
     real = distorted(known, spread=0.0)
     order = np.argsort(known.step_time_s, kind="stable")
-    trials = [ran(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
+    trials = [trial_of(int(row), float(real[row]), number) for number, row in enumerate(order[40:43])]
     single, pending, rows = search_context(known, trials), list[Trial](), list[int]()
     for _ in range(4):
         busy = replace(single, pending=pending, open_rows=np.setdiff1d(single.open_rows, rows))
         chosen = STRATEGY.next(busy)
         assert chosen.row is not None
         rows.append(chosen.row)
-        pending.append(replace(ran(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
+        pending.append(replace(trial_of(chosen.row, 1.0, 9), state=TrialState.RUNNING, measurement=None))
     assert len(set(rows)) == 4
     sure = expected_times(replace(single, pending=pending), observed_times(single))
     assert np.exp(sure.log_ratio) == pytest.approx(real[rows] / known.step_time_s[rows], rel=0.3)
@@ -135,14 +135,14 @@ def spread(belief: Mapping[str, Any]) -> float:
 
 
 def probed(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
-    return replace(ran(row, seconds, number, used), fidelity=PROBE)
+    return replace(trial_of(row, seconds, number, used), fidelity=PROBE)
 
 
 def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
     known = predictions()
     step, needed = known.step_time_s, known.device_used_bytes
     probes = (probed(3, 1.5 * step[3], 0, 2 * needed[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
-    seen = replace(search_context(known, [ran(4, 1.2 * step[4], 3)]), probes=probes)
+    seen = replace(search_context(known, [trial_of(4, 1.2 * step[4], 3)]), probes=probes)
     times = observed_times(seen)
     assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
     assert times.noise.tolist() == [MIN_NOISE, PROBE_NOISE]
@@ -154,7 +154,7 @@ def test_probes_count_as_uncertain_trials_until_their_candidate_runs() -> None:
 
 def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> None:
     known = predictions()
-    trials = [ran(row, float(known.step_time_s[row]), row) for row in range(4)]
+    trials = [trial_of(row, float(known.step_time_s[row]), row) for row in range(4)]
 
     def with_spread(trial: Trial, spread: float, count: int) -> Trial:
         assert trial.measurement is not None
@@ -163,17 +163,21 @@ def test_noise_is_the_spread_of_the_run_over_the_root_of_a_trial_s_steps() -> No
             trial, measurement=replace(trial.measurement, spread_s=spread * step, step_times_s=(step,) * count)
         )
 
-    even, rough, default, interrupted = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
+    even, noisy, default, interrupted = map(with_spread, trials, (0.0, 0.4, 0.1, 0.0), (4, 4, 4, 2))
     assert interrupted.measurement is not None
-    interrupted = replace(interrupted, state=TrialState.STOPPED, measurement=replace(interrupted.measurement, partial=True))
-    noise = observed_times(search_context(known, [even, rough, default, interrupted])).noise
+    interrupted = replace(
+        interrupted, state=TrialState.STOPPED, measurement=replace(interrupted.measurement, partial=True)
+    )
+    noise = observed_times(search_context(known, [even, noisy, default, interrupted])).noise
     assert noise.tolist() == pytest.approx([0.1 / 2, 0.4 / 2, 0.1 / 2, 0.1 / np.sqrt(2)])
     assert observed_times(search_context(known, [even, interrupted])).noise.tolist() == [MIN_NOISE, PARTIAL_NOISE]
 
 
 def test_with_planned_steps_the_search_ends_when_a_trial_costs_more_than_it_may_save() -> None:
     known = predictions()
-    trials = [ran(row, float(known.step_time_s[row]), at) for at, row in enumerate(np.argsort(known.step_time_s)[:2])]
+    trials = [
+        trial_of(row, float(known.step_time_s[row]), at) for at, row in enumerate(np.argsort(known.step_time_s)[:2])
+    ]
     context = search_context(known, [])
     assert STRATEGY.next(replace(context, trials=trials)).row is not None
 
@@ -192,7 +196,7 @@ def test_an_out_of_memory_trial_without_figures_is_assumed_to_exceed_the_memory_
     bounds = []
     for share in (0.9, 0.01):
         small = replace(known, capacity_bytes=float(known.device_used_bytes[row]) / share)
-        bounds.append(observed_memory(search_context(small, [ran(row, None, 0)])).log_ratio[0])
+        bounds.append(observed_memory(search_context(small, [trial_of(row, None, 0)])).log_ratio[0])
     assert bounds == pytest.approx([MIN_EXCESS - np.log(0.9), MAX_EXCESS])
 
 
@@ -208,7 +212,7 @@ def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
 
 def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
     known = predictions()
-    seen = search_context(known, [ran(0, float(known.step_time_s[0]), 0)])
+    seen = search_context(known, [trial_of(0, float(known.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
     task = replace(seen.task, spec=replace(seen.task.spec, control=control))
     alike = replace(seen, task=task)
@@ -220,8 +224,8 @@ def test_all_probes_cost_the_same_regardless_of_the_step_time() -> None:
 @pytest.mark.parametrize("state", [TrialState.INVALID, TrialState.FAILED])
 def test_partial_measurements_of_a_failed_trial_do_not_bound_the_time(state: TrialState) -> None:
     known = predictions()
-    first = ran(0, float(known.step_time_s[0]), 0)
-    broken = replace(ran(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
+    first = trial_of(0, float(known.step_time_s[0]), 0)
+    broken = replace(trial_of(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
     assert observed_times(search_context(known, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
 
 
@@ -232,7 +236,7 @@ def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int
         row = STRATEGY.next(search_context(known, trials)).row
         if row is None:
             break
-        done = ran(row, float(real[row]), len(trials))
+        done = trial_of(row, float(real[row]), len(trials))
         trials.append(replace(done, state=TrialState.FAILED, measurement=None) if fails[row] else done)
     return trials
 
@@ -253,11 +257,11 @@ def test_expensive_failures_make_the_search_more_cautious() -> None:
     known = predictions()
     known = replace(known, capacity_bytes=float(np.quantile(known.device_used_bytes, 0.4)))
     tried = int(np.argmax(known.step_time_s))
-    fit = ran(tried, 1.5 * float(known.step_time_s[tried]), 0, float(known.device_used_bytes[tried]))
+    fit = trial_of(tried, 1.5 * float(known.step_time_s[tried]), 0, float(known.device_used_bytes[tried]))
     out = int(np.argmax(known.device_used_bytes))
     chances = []
     for seconds in (1.0, 3000.0):
-        lost = replace(ran(out, None, 1), duration_s=seconds)
+        lost = replace(trial_of(out, None, 1), duration_s=seconds)
         choice = STRATEGY.next(search_context(known, [replace(fit, duration_s=60.0), lost]))
         chances.append(choice.belief["chance_to_fit"])
     assert chances[0] < 0.99 * chances[1]  # type: ignore[operator]
@@ -275,20 +279,20 @@ def test_experience_does_not_end_a_run_before_a_few_measurements() -> None:
     )
     past = replace(PastMeasurements.empty(), time=experienced)
     best = int(np.argmin(known.step_time_s))
-    trials = [ran(best, float(known.step_time_s[best]), 0)]
+    trials = [trial_of(best, float(known.step_time_s[best]), 0)]
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None
 
 
-def test_no_fit_is_reported_without_an_empty_figure() -> None:
+def test_the_reason_has_no_nan_if_nothing_fits() -> None:
     known = replace(predictions(), capacity_bytes=1.0)
-    trials = [ran(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
+    trials = [trial_of(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
     assert "nan" not in STRATEGY.next(search_context(known, trials)).because
 
 
 def test_no_trial_starts_that_takes_longer_than_what_is_left() -> None:
     known = predictions()
     first = int(np.argmax(known.step_time_s))
-    seen = search_context(known, [ran(first, float(known.step_time_s[first]), 0)])
+    seen = search_context(known, [trial_of(first, float(known.step_time_s[first]), 0)])
     assert STRATEGY.next(replace(seen, seconds_left=1e6)).row is not None
     reported = STRATEGY.next(replace(seen, seconds_left=1e-6))
     assert reported.row is None

@@ -12,7 +12,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import STRATEGY
-from tests.strategies.contexts import SPACE, predictions, ran, search_context
+from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
 
 LIMIT = {"ttft_s.p99": 1.0}
 WORK = ServeSpec(engine="vllm", loads=(Load(concurrency=8),), slo=LIMIT)
@@ -35,7 +35,7 @@ def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
 def measured(row: int, number: int, times: float) -> Trial:
     """A trial of `row` whose first token took `times` as long as predicted."""
     predicted = known()
-    trial = ran(row, float(predicted.step_time_s[row]), number)
+    trial = trial_of(row, float(predicted.step_time_s[row]), number)
     assert trial.measurement is not None
     ttft = float(predicted.figures["ttft_s.p99"][row]) * times
     broken = (f"ttft_s.p99 is {ttft} s",) if ttft > LIMIT["ttft_s.p99"] else ()
@@ -50,7 +50,7 @@ def test_candidates_predicted_to_break_a_limit_are_not_tried_first() -> None:
     assert known().figures["ttft_s.p99"][choice.row] < 1.2
 
 
-def test_a_figure_that_is_measured_longer_than_predicted_moves_the_search_to_slower_candidates() -> None:
+def test_a_latency_above_its_prediction_moves_the_search_to_candidates_with_lower_latency() -> None:
     first = STRATEGY.next(under_limits()).row
     assert first is not None
     later = STRATEGY.next(under_limits([measured(first, 0, times=1.5)])).row

@@ -11,7 +11,7 @@ from optuna.samplers import BaseSampler
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.strategies.sampled import GP, TPE, Sampled
-from tests.strategies.contexts import SPACE, predictions, ran, search_context
+from tests.strategies.contexts import SPACE, predictions, trial_of, search_context
 
 KNOWN = predictions()
 
@@ -21,7 +21,7 @@ def search(strategy: Sampled, most: int) -> list[Trial]:
     while len(trials) < min(most, len(SPACE)):
         row = strategy.next(search_context(KNOWN, trials)).row
         assert row is not None
-        trials.append(ran(row, float(KNOWN.step_time_s[row]), len(trials)))
+        trials.append(trial_of(row, float(KNOWN.step_time_s[row]), len(trials)))
     return trials
 
 
@@ -70,6 +70,6 @@ def test_a_trial_that_ran_out_of_memory_counts_as_slow() -> None:
         row = TPE.next(search_context(KNOWN, trials)).row
         assert row is not None
         fits = KNOWN.device_used_bytes[row] <= small
-        trials.append(ran(row, float(KNOWN.step_time_s[row]) if fits else None, len(trials)))
+        trials.append(trial_of(row, float(KNOWN.step_time_s[row]) if fits else None, len(trials)))
     lost = [trial.measurement is None for trial in trials]
     assert sum(lost[15:]) < sum(lost[:15])

@@ -11,7 +11,7 @@ from flagcore.domain.experience import Observations, PastMeasurements
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import MIN_GAIN, STRATEGY
-from tests.strategies.contexts import distorted, predictions, ran, search_context
+from tests.strategies.contexts import distorted, predictions, trial_of, search_context
 
 KNOWN = predictions()
 NEAR = np.argsort(KNOWN.step_time_s)[:100]
@@ -31,15 +31,15 @@ def misleading(rows: IntArray, seed: int) -> PastMeasurements:
     return replace(PastMeasurements.empty(), time=time)
 
 
-def lost_by_ending(real: FloatArray, rows: IntArray, past: PastMeasurements) -> bool:
+def has_missed_gain(real: FloatArray, rows: IntArray, past: PastMeasurements) -> bool:
     """Search, and return whether something was left that is enough faster than the best."""
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
-    trials: list[Trial] = [ran(slowest, float(real[slowest]), 0)]
+    trials: list[Trial] = [trial_of(slowest, float(real[slowest]), 0)]
     while len(trials) < rows.size:
         row = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past)).row
         if row is None:
             break
-        trials.append(ran(row, float(real[row]), len(trials)))
+        trials.append(trial_of(row, float(real[row]), len(trials)))
     best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
     return bool(real[rows].min() * (1 + MIN_GAIN) < best)
 
@@ -58,5 +58,5 @@ def test_little_gain_is_left_when_the_search_ends(rough: float, misled: bool) ->
     for seed in range(8):
         rows = rows_of(seed)
         past = misleading(rows, seed) if misled else PastMeasurements.empty()
-        lost += lost_by_ending(distorted(KNOWN, seed, spread=rough), rows, past)
+        lost += has_missed_gain(distorted(KNOWN, seed, spread=rough), rows, past)
     assert lost <= 1

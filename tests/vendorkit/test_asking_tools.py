@@ -16,7 +16,7 @@ def _own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def asked(tmp_path: Path, script: str, listing: Listing = TWO, seconds: float = 10) -> Listing | None:
+def listing_of(tmp_path: Path, script: str, listing: Listing = TWO, seconds: float = 10) -> Listing | None:
     (tmp_path / "acme-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "acme-smi").chmod(0o755)
     return query_tool(lambda text: listing if "table" in text else Listing(), "acme-smi", timeout_seconds=seconds)
@@ -27,29 +27,29 @@ def test_a_missing_tool_lists_no_devices() -> None:
 
 
 def test_devices_are_listed_without_other_output(tmp_path: Path) -> None:
-    assert asked(tmp_path, "echo table") == TWO
+    assert listing_of(tmp_path, "echo table") == TWO
 
 
 @pytest.mark.parametrize("to", ["", " >&2"])
 def test_the_error_of_a_failing_tool_is_reported_with_its_exit_status(tmp_path: Path, to: str) -> None:
-    message = asked(tmp_path, f"echo 'Failed to initialize: version mismatch'{to}; exit 18")
+    message = listing_of(tmp_path, f"echo 'Failed to initialize: version mismatch'{to}; exit 18")
     assert message == Listing(left_out=("acme-smi failed with exit status 18: Failed to initialize: version mismatch",))
 
 
 def test_a_tool_that_fails_after_it_listed_devices_is_believed(tmp_path: Path) -> None:
-    assert asked(tmp_path, "echo table; exit 14") == TWO
+    assert listing_of(tmp_path, "echo table; exit 14") == TWO
 
 
 def test_unknown_text_is_quoted_by_its_first_words(tmp_path: Path) -> None:
-    message = asked(tmp_path, "printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'")
+    message = listing_of(tmp_path, "printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'")
     assert message == Listing(left_out=("acme-smi lists no device in a known format; it prints: a new layout",))
 
 
 def test_a_tool_that_hangs_is_reported(tmp_path: Path) -> None:
-    message = asked(tmp_path, "sleep 30", seconds=0.3)
+    message = listing_of(tmp_path, "sleep 30", seconds=0.3)
     assert message == Listing(left_out=("acme-smi did not answer within 0.3 s and was killed",))
 
 
 def test_omissions_of_a_table_are_reported_with_the_tools_name(tmp_path: Path) -> None:
-    message = asked(tmp_path, "echo table", Listing(TWO.rows, ("device 2 is lost",)))
+    message = listing_of(tmp_path, "echo table", Listing(TWO.rows, ("device 2 is lost",)))
     assert message == Listing(TWO.rows, ("acme-smi: device 2 is lost",))

@@ -78,7 +78,7 @@ def test_measured_kernels_without_their_provenance_are_refused(costs: Path) -> N
         kernel_costs("shipped", CHIP)
 
 
-def test_times_that_the_host_decided_are_bounds() -> None:
+def test_times_that_the_host_limited_are_bounds() -> None:
     sheet = read_kernels(gemm(1, 29.0) + "\n\n" + gemm(2048, 600.0), "f", read_provenance(PROVENANCE, "p"))
     assert [kernel.bound for kernel in sheet.kernels] == [True, False]
 

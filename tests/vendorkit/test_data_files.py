@@ -32,7 +32,7 @@ Read = Callable[[str, str], object]
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     """Read a file of some text in a package that has no other."""
 
-    def of(file: str, text: str) -> object:
+    def error_of_file(file: str, text: str) -> object:
         package = "data_of_acme"
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -43,7 +43,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         found: object = READERS[file](package)
         return found
 
-    return of
+    return error_of_file
 
 
 @pytest.mark.parametrize(

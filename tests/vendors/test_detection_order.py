@@ -39,7 +39,7 @@ MORE = {
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     for name in ("CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"):

@@ -48,7 +48,7 @@ HT_MESH = "\n".join(
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> None:
+def clear_caches() -> None:
     """Forget the answers of earlier tests' tools, which plugins keep for a while."""
     for vendor in ("nvidia", "metax", "iluvatar", "cambricon"):
         for name in ("_table", "_uses", "_descriptions"):
@@ -60,7 +60,7 @@ def found(tools: dict[str, str]) -> list[dict[str, Any]]:
         return [each for each in api.devices() if each["plugin"] != "cpu"]
 
 
-def test_use_mode_and_pending_changes_of_nvidia_gpus_are_told() -> None:
+def test_use_mode_and_pending_changes_of_nvidia_gpus_are_reported() -> None:
     idle, busy = found({"nvidia-smi": NVIDIA.format(gpus=NVIDIA_GPUS)})
     assert (idle["uuid"], idle["bus"], idle["links"]) == ("GPU-aaaa", "00000000:1B:00.0", "NV18: 1")
     assert idle["use"] == "MIG becomes Enabled with the next reset"
@@ -76,7 +76,7 @@ def test_use_mode_and_pending_changes_of_nvidia_gpus_are_told() -> None:
         ("cnmon", CAMBRICON + MLU_PROCESSES),
     ],
 )
-def test_processes_below_the_table_are_told(tool: str, printed: str) -> None:
+def test_processes_below_the_table_are_reported(tool: str, printed: str) -> None:
     devices = found({tool: fakes.prints(printed)})
     assert [each["use"] for each in devices] == [
         None,

@@ -138,7 +138,7 @@ def flag(environment: dict[str, str], folder: Path, *argv: str) -> subprocess.Co
     )
 
 
-PLAYED = """
+FAKE_TOOL = """
 import time
 for n in range(1, 4):
     time.sleep(0.5)  # telemetry is read meanwhile
@@ -162,7 +162,7 @@ CASES = [
 def test_a_node_is_detected_launched_and_tuned(vendor: str, played: bool, tmp_path: Path) -> None:
     chip, tools = NODES[vendor]
     environment = node(tmp_path, tools)
-    (tmp_path / "train.py").write_text(PLAYED)
+    (tmp_path / "train.py").write_text(FAKE_TOOL)
     command = [sys.executable, "-S", "-E", str(tmp_path / "train.py")] if played else None
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SPEC, "train": {**SPEC["train"], "command": command}}))
     completed = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run", "--json")

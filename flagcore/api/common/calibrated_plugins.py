@@ -108,13 +108,13 @@ class CalibratedPlugins(LoadedPlugins):
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
-        name, most = group.chip.name, calibration.devices
-        if most < group.devices_per_node and name not in self._calibrated_on_few:
+        name, max_devices = group.chip.name, calibration.devices
+        if max_devices < group.devices_per_node and name not in self._calibrated_on_few:
             self._calibrated_on_few.add(name)
             text = _(
                 "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
                 chip=name,
-                count=most,
+                count=max_devices,
                 total=group.devices_per_node,
             )
             self._warn(text)

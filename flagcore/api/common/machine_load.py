@@ -26,7 +26,7 @@ class Load:
     def __init__(self) -> None:
         self._all, self._idle, self._own = _read_times()
 
-    def by_others(self) -> float:
+    def used_by_others(self) -> float:
         """Return the share of the processors' time, 0 to 1, that other processes have used since the start."""
         total, idle, own = (
             now - then for now, then in zip(_read_times(), (self._all, self._idle, self._own), strict=True)

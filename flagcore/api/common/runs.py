@@ -159,13 +159,13 @@ def _result(path: Path) -> Mapping[str, Any]:
 def _run_of_several_engines(path: Path, data: Mapping[str, Any]) -> Run:
     try:
         names = [name for name, each in data["engines"].items() if "error" not in each]
-        won = str(data["engine"])
-        if won not in names:
-            raise ValueError(f"engine = {won} did not run")
+        best_engine = str(data["engine"])
+        if best_engine not in names:
+            raise ValueError(f"engine = {best_engine} did not run")
     except (KeyError, TypeError, ValueError) as error:
         raise unreadable_error(path / RESULT, error) from None
     runs = {name: read_run(path / name) for name in names}
-    return replace(runs[won], folder=path, data=data, engines=runs)
+    return replace(runs[best_engine], folder=path, data=data, engines=runs)
 
 
 def ended_trials(run: Run) -> int:

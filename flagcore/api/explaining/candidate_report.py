@@ -92,16 +92,16 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     space = snapshot.problem.space
     rules = broken_rules_of(snapshot.problem, columns)
     canonical_columns = columns if rules else canonical(columns, snapshot.problem.legality.merges)
-    same, asked = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
-    row = None if rules else space.find(same)
+    equal_candidate, requested = as_candidate(space.axes, canonical_columns), as_candidate(space.axes, columns)
+    row = None if rules else space.find(equal_candidate)
     prediction = None if rules else snapshot.record(canonical_columns)
-    own_trials = [trial for trial in all_trials(snapshot) if trial.candidate == same]
-    state, because, taught = state_of(snapshot, same, row, own_trials, rules, prediction)
+    own_trials = [trial for trial in all_trials(snapshot) if trial.candidate == equal_candidate]
+    state, because, learned = state_of(snapshot, equal_candidate, row, own_trials, rules, prediction)
     if state == OUTSIDE:
         because += [_("it would be removed: {rule}", rule=each) for each in snapshot.pruned_by(canonical_columns)]
     believed_of = _believed(snapshot, row)
     step = None if prediction is None else _scaled(snapshot, row, prediction)
-    nearest = nearest_measured(snapshot, canonical_columns, same)
+    nearest = nearest_measured(snapshot, canonical_columns, equal_candidate)
     to_change = changes(snapshot, canonical_columns, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
@@ -112,19 +112,19 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         objective=task.spec.objective,
-        candidate=same.as_dict(),
-        typed=asked.as_dict() if named & differing(asked.as_dict(), same.as_dict()).keys() else None,
+        candidate=equal_candidate.as_dict(),
+        typed=requested.as_dict() if named & differing(requested.as_dict(), equal_candidate.as_dict()).keys() else None,
         state=state,
         because=tuple(because),
-        rules=(*rules, *taught),
+        rules=(*rules, *learned),
         predicted=prediction,
         believed=None if state == RAN else believed_of,
         expected_s=step if row is None else _expected(snapshot, row),
         trials=tuple(trial_record(trial) for trial in own_trials),
         nearest=None
         if nearest is None
-        else {**trial_record(nearest), "differs": differing(same.as_dict(), nearest.candidate.as_dict())},
-        changes={what: _change(snapshot, same, other) for what, other in to_change.items()},
+        else {**trial_record(nearest), "differs": differing(equal_candidate.as_dict(), nearest.candidate.as_dict())},
+        changes={what: _change(snapshot, equal_candidate, other) for what, other in to_change.items()},
         knobs=snapshot.problem.knobs,
     )
 
@@ -139,13 +139,13 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     """Return the candidate with a name; None if the name is a list of knobs."""
-    run, order, where = snapshot.run, rows_by_time(snapshot.problem), snapshot.where
+    run, order, location = snapshot.run, rows_by_time(snapshot.problem), snapshot.where
     if name == "baseline":
         return snapshot.problem.baseline
     if name == "best":
         best = run.best if run else None
         if best is None and (run is not None or not order.size):
-            raise UsageError(_("{where} has no best: {reason}", where=where, reason=_no_best_error(snapshot)))
+            raise UsageError(_("{where} has no best: {reason}", where=location, reason=_no_best_error(snapshot)))
         return best.candidate if best else snapshot.problem.space.candidate(int(order[0]))
     digits = name.removeprefix("trial").strip()
     if not digits.isdecimal() or len(digits) > 9:
@@ -154,13 +154,13 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     if run is not None and number not in trials:
         trial_numbers = ", ".join(map(str, sorted(trials))) or _("none")
         raise UsageError(
-            _("{where} has no trial {number}; trials: {known}", where=where, number=number, known=trial_numbers)
+            _("{where} has no trial {number}; trials: {known}", where=location, number=number, known=trial_numbers)
         )
     if run is not None:
         return trials[number].candidate
     if not 1 <= number <= order.size:
         problem = _(
-            "{where} has no candidate {number}; it has 1 to {last:,}", where=where, number=number, last=order.size
+            "{where} has no candidate {number}; it has 1 to {last:,}", where=location, number=number, last=order.size
         )
         raise UsageError(problem)
     return snapshot.problem.space.candidate(int(order[number - 1]))

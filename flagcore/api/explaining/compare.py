@@ -137,10 +137,10 @@ def compare(
     the same run. With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` requires
     a spec. Raises the errors of `flagcore.errors`.
     """
-    where, name = _split_name(a) if spec is None else (spec, a)
-    there, other = _split_name(b, where) if spec is None else (spec, b)
-    snapshot = load_snapshot(where, chip, without)
-    other_snapshot = snapshot if where == there else load_snapshot(there, chip, without)
+    run_a, name = _split_name(a) if spec is None else (spec, a)
+    run_b, other = _split_name(b, run_a) if spec is None else (spec, b)
+    snapshot = load_snapshot(run_a, chip, without)
+    other_snapshot = snapshot if run_a == run_b else load_snapshot(run_b, chip, without)
     first = _Side(snapshot, candidate_report(snapshot, name))
     b_side = _Side(other_snapshot, candidate_report(other_snapshot, other))
     return _compare_sides(first, b_side)
@@ -148,9 +148,9 @@ def compare(
 
 def _split_name(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
     """Return the run or spec of a candidate, by default `of`, and the name of the candidate."""
-    where, colon, name = text.rpartition(":")
-    if not Path(text).exists() and colon and Path(where).exists():
-        return Path(where), name
+    run, colon, name = text.rpartition(":")
+    if not Path(text).exists() and colon and Path(run).exists():
+        return Path(run), name
     if Path(text).exists():
         return Path(text), "best"
     if of is not None and not colon and os.sep not in text:

@@ -22,20 +22,24 @@ NEAR = 2.75
 CHUNK = 1 << 18
 
 
-def differing(here: Mapping[str, KnobValue], there: Mapping[str, KnobValue]) -> dict[str, tuple[KnobValue, KnobValue]]:
+def differing(
+    candidate: Mapping[str, KnobValue], other: Mapping[str, KnobValue]
+) -> dict[str, tuple[KnobValue, KnobValue]]:
     """Return the knobs in which two candidates differ, with the value of each."""
-    knobs = dict.fromkeys([*here, *there])
-    return {knob: (here.get(knob), there.get(knob)) for knob in knobs if here.get(knob) != there.get(knob)}
+    knobs = dict.fromkeys([*candidate, *other])
+    return {knob: (candidate.get(knob), other.get(knob)) for knob in knobs if candidate.get(knob) != other.get(knob)}
 
 
-def distances(axes: Iterable[Axis], here: Columns, there: Columns) -> FloatArray:
+def distances(axes: Iterable[Axis], candidate: Columns, others: Columns) -> FloatArray:
     """Return the distances of the rows of `there` from the only row of `here`: about the number of differing knobs."""
-    total = np.zeros(next(iter(there.values())).shape)
+    total = np.zeros(next(iter(others.values())).shape)
     for axis in axes:
-        own, other = here[axis.knob], there[axis.knob]
-        is_different = own != other
-        unset = (axis.neutral is None) & ((own == 0) | (other == 0))
-        ratio = 1.0 if axis.words or axis.is_flag else np.abs(np.log2((1.0 + np.abs(other)) / (1.0 + np.abs(own))))
+        value, other_value = candidate[axis.knob], others[axis.knob]
+        is_different = value != other_value
+        unset = (axis.neutral is None) & ((value == 0) | (other_value == 0))
+        ratio = (
+            1.0 if axis.words or axis.is_flag else np.abs(np.log2((1.0 + np.abs(other_value)) / (1.0 + np.abs(value))))
+        )
         total += is_different * (np.where(unset, UNSET, 1.0) + STEP * np.minimum(ratio, 8.0))
     return total
 
@@ -109,12 +113,12 @@ def changes(snapshot: Snapshot, columns: Columns, step_s: float | None, itself: 
         return {}
     pieces = (rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK))
     row_distances = np.concatenate([distances(space.axes, columns, space.columns(piece)) for piece in pieces])
-    time, most = scaled_times(snapshot)[rows], np.inf if step_s is None else step_s
+    time, max_time = scaled_times(snapshot)[rows], np.inf if step_s is None else step_s
     rows_by_change = {"allowed": int(np.lexsort((time, row_distances))[0])}
-    close_rows = np.flatnonzero((row_distances <= NEAR) & (time < most))
+    close_rows = np.flatnonzero((row_distances <= NEAR) & (time < max_time))
     if close_rows.size:
         rows_by_change["faster"] = int(close_rows[np.argmin(time[close_rows])])
-    if time.min() < most:
+    if time.min() < max_time:
         rows_by_change["fastest"] = int(np.lexsort((row_distances, time))[0])
     return {what: int(rows[place]) for what, place in rows_by_change.items()}
 

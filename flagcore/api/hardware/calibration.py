@@ -55,13 +55,16 @@ def calibrate(
     if find_spec("torch") is None:
         raise NoDevice(_("torch is not installed; install its build for this device"))
     with loaded_plugins(without) as loaded:
-        chip, support, here, engine = target(loaded)
-        if devices is not None and devices > len(here):
+        chip, support, chip_devices, engine = target(loaded)
+        if devices is not None and devices > len(chip_devices):
             text = _(
-                "--devices {asked}: this machine has {count} x {chip}", asked=devices, count=len(here), chip=chip.name
+                "--devices {asked}: this machine has {count} x {chip}",
+                asked=devices,
+                count=len(chip_devices),
+                chip=chip.name,
             )
             raise UsageError(text)
-        count = devices or len(here)
+        count = devices or len(chip_devices)
         environment = dict(loaded.environment(chip, engine))
     calibrations_of_user = Calibrations.of_user()
     calibrations_of_user.check_writable()
@@ -70,10 +73,10 @@ def calibrate(
             _("measuring {count} x {chip} for about {seconds:.0f} s", count=count, chip=chip.name, seconds=seconds)
         )
     load = Load()
-    measurements = _run_measurement(_job(chip, support, here, count, seconds), environment)
-    other_load = load.by_others()
+    measurements = _run_measurement(_job(chip, support, chip_devices, count, seconds), environment)
+    other_load = load.used_by_others()
     warn(busy(other_load))
-    calibration = _calibration(chip, here[0], count, measurements, other_load)
+    calibration = _calibration(chip, chip_devices[0], count, measurements, other_load)
     if chip.vendor == VENDOR:
         calibration = replace(calibration, facts=facts_of(chip, support))
     return calibration, calibrations_of_user.save(calibration)
@@ -159,8 +162,8 @@ def forget(chip: str) -> list[str]:
     if deleted_files:
         return [str(path) for path in deleted_files]
     names = sorted({each.chip for _, each in calibrations.all()})
-    there = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
-    hint = did_you_mean(chip, names) or there
+    saved = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
+    hint = did_you_mean(chip, names) or saved
     raise UsageError(
         _("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=calibrations.folder, hint=hint)
     )

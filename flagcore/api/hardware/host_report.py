@@ -58,8 +58,8 @@ def how_torch_runs(loaded: LoadedPlugins) -> dict[str, Any] | None:
     if find_spec("torch") is None:
         return None
     with suppress(FlagError):
-        _, support, here, _ = target(loaded)
-        devices = 1 if support.shared_devices else len(here)
+        _, support, chip_devices, _ = target(loaded)
+        devices = 1 if support.shared_devices else len(chip_devices)
         arguments = {
             "kind": support.device_type,
             "backend": support.distributed_backend,

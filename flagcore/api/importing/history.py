@@ -184,14 +184,14 @@ class _RowConverter:
 
     def _trial(self, row: HistoryRow, candidate: Candidate) -> Trial:
         task = self.problem.platform.task
-        at = self.problem.space.find(candidate)
-        assert at is not None
+        row_number = self.problem.space.find(candidate)
+        assert row_number is not None
         trial = Trial(
             number=-1,
             candidate=candidate,
             role=self.role,
             state=TrialState.FAILED,
-            predicted=record(task, self.problem.predictions.row(at)),
+            predicted=record(task, self.problem.predictions.row(row_number)),
             duration_s=row.elapsed_s,
             source=self.source,
             reason=row.error,

@@ -141,8 +141,8 @@ def _assumed(task: Task) -> Mapping[str, Any]:
 
 def before_trials(problem: Problem) -> Counts:
     """Return the counts of combinations by outcome before any trial."""
-    nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
-    return count(problem.space, problem.pruned, nothing)
+    no_trials = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
+    return count(problem.space, problem.pruned, no_trials)
 
 
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:

@@ -49,8 +49,8 @@ def estimate_jobs(
     model by part and the candidate.
     """
     with loaded_plugins(without) as loaded:
-        jobs, rest, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
-        while some := list(islice(rest, at_once)):
+        jobs, remaining_lines, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
+        while some := list(islice(remaining_lines, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
                 name = _printable_id(line)
                 if name in seen:

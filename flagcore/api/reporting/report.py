@@ -93,25 +93,25 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     insight_data = saved_insight if saved_insight.get("schema_version") == SCHEMA_VERSION else {}
     new_trials = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not insight_data or new_trials > 0:
-        understood, why = _load_or_reason(folder, without)
-        if not found and understood is None:
+        loaded, reason = _load_or_reason(folder, without)
+        if not found and loaded is None:
             raise RunError(
-                _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=why)
+                _("{folder} has no result yet, and its trials cannot be read: {reason}", folder=folder, reason=reason)
             )
-        if understood is None:
+        if loaded is None:
             notes.append(
                 _("{count} more trials have ended since the result was written.", count=new_trials)
                 if new_trials > 0
                 else ""
             )
-            notes.append("" if insight_data else _("Details of predictions are omitted: {reason}", reason=why))
+            notes.append("" if insight_data else _("Details of predictions are omitted: {reason}", reason=reason))
         elif not found or new_trials > 0:
-            task, space = understood.task, understood.problem.space
-            plan = summarize(task, space, understood.pruned, understood.search_state, "", understood.problem.knobs)
+            task, space = loaded.task, loaded.problem.space
+            plan = summarize(task, space, loaded.pruned, loaded.search_state, "", loaded.problem.knobs)
             found, insight_data = result(plan, str(folder)), {}
             notes.append(_("This run is in progress, or was killed: the report contains the trials that have ended."))
-        if understood is not None and not insight_data:
-            insight_data = _predicted_again(understood, found)
+        if loaded is not None and not insight_data:
+            insight_data = _predicted_again(loaded, found)
             notes.append("" if insight_data else _(DIFFERENT))
     shown_notes = tuple(filter(None, notes))
     names = found["baseline"]["candidate"] if found.get("baseline") else ()

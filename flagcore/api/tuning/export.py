@@ -189,9 +189,10 @@ def _require_startable(problem: Problem, workload: Workload, best: Candidate) ->
 def _as_json(launch: Launch, hidden: Hidden) -> str:
     """Return a launch as JSON; for secrets of this shell it has only the names."""
     shown_environment = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
-    needs = [name for name in hidden.inherited if name in launch.environment]
+    required = [name for name in hidden.inherited if name in launch.environment]
     return json.dumps(
-        {**asdict(launch), "environment": shown_environment, "needs": needs, "directory": directory(launch)}, indent=1
+        {**asdict(launch), "environment": shown_environment, "needs": required, "directory": directory(launch)},
+        indent=1,
     )
 
 
@@ -246,8 +247,8 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
         for name, value in launch.environment.items()
         if name not in hidden.inherited and name not in hidden.kept
     ]
-    needs = [f': "${{{name}:?set it first: its value is not kept}}"' for name in hidden.inherited]
-    needs += [f". {shlex.quote(str(folder / SECRETS))} || exit 1"] if hidden.kept else []
+    checks = [f': "${{{name}:?set it first: its value is not kept}}"' for name in hidden.inherited]
+    checks += [f". {shlex.quote(str(folder / SECRETS))} || exit 1"] if hidden.kept else []
     lines = [
         "#!/bin/sh",
         heading(plan),
@@ -257,7 +258,7 @@ def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
         *(f"#   {' '.join(redact_text(each).splitlines())}" for each in launch.leaves_out or ()),
         f"cd {shlex.quote(directory(launch))} || exit 1",
         *exports,
-        *needs,
+        *checks,
         f"exec {' '.join(shell_quoted(word, hidden.variables) for word in launch.argv)}",
     ]
     return "\n".join(lines) + "\n"
@@ -302,12 +303,12 @@ def no_start_script(plan: Plan, why: str) -> str:
 def heading(plan: Plan) -> str:
     """Return a comment that describes the best."""
     assert plan.best is not None
-    of = {
+    commands = {
         RUN: f"{len(plan.trials)} trials",
         PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
-    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
+    return f"# Best of {commands} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
 
 
 def directory(launch: Launch) -> str:

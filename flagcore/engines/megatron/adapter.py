@@ -142,10 +142,10 @@ class Megatron:
         An even split that fits comes first. Ties prefer, in this order: no recompute, a smaller EP, no distributed
         optimizer, TP over PP, and sequence parallelism.
         """
-        need = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
+        needed = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
         width = columns[TP] * columns[PP]
         keys = (
-            need,
+            needed,
             columns[SPLIT],
             width,
             columns[RECOMPUTE],

@@ -99,6 +99,6 @@ def _refuses(support: EngineSupport, knob: str, value: SettingValue) -> bool:
 
 def _with(task: Task, train: TrainSpec, key: str, value: SettingValue) -> TrainSpec:
     """Return a job with one more assumed setting. Raises SpecError if it contradicts the others."""
-    more = replace(train, assumed={**train.assumed, key: value})
-    check(task, settings_in_force(replace(task.spec, work=more)))
-    return more
+    extended = replace(train, assumed={**train.assumed, key: value})
+    check(task, settings_in_force(replace(task.spec, work=extended)))
+    return extended

@@ -86,20 +86,22 @@ _OFF_PATTERN = r"[- _]*(?:off|disabled)\b"
 def read_notes(notes: str) -> Mapping[str, SettingValue]:
     """Return the settings in `notes`. `name = value` takes precedence over phrases, and the first mention counts."""
     settings: dict[str, SettingValue] = {}
-    rest = notes[:10_000]
+    remaining = notes[:10_000]
     for pattern in (_LAYOUT_PATTERN, _PAIR_PATTERN):
-        for pair in pattern.finditer(rest):
+        for pair in pattern.finditer(remaining):
             _add_missing(settings, _parse_pair(pair[1], pair[2]))
-        rest = pattern.sub(";", rest)
-    rest = rest.lower()
+        remaining = pattern.sub(";", remaining)
+    remaining = remaining.lower()
     for flag in _switch_patterns():
-        if match := flag.search(rest):
+        if match := flag.search(remaining):
             off = bool(match["no"] or match["off"])
             name, value = _setting_name(match["name"]), "false" if off else "true"
             _add_missing(settings, setting_from_text(name, value, SETTINGS))
-            rest = rest[: match.start()] + ";" + rest[match.end() :]
+            remaining = remaining[: match.start()] + ";" + remaining[match.end() :]
     for phrase, phrase_settings in _tables()["phrases"].items():
-        if (match := re.search(phrase, rest)) and not re.search(_NEGATION_PATTERN + "$", rest[: match.start()]):
+        if (match := re.search(phrase, remaining)) and not re.search(
+            _NEGATION_PATTERN + "$", remaining[: match.start()]
+        ):
             _add_missing(settings, _settings_of_phrase(phrase_settings, match))
     implied = {other: True for key, other in _tables()["implied"].items() if settings.get(key, False) is not False}
     _add_missing(settings, implied)

@@ -104,9 +104,9 @@ class Split:
             return np.asarray((per_virtual > 0) | contradicts)
         first, last = self.ends(c)
         remainder = (self.counted // c[PIPELINE]) % np.maximum(per_virtual, 1)
-        by_each = (per_virtual > 0) & ((remainder != 0) | (first > 0) | (last > 0))
+        uneven = (per_virtual > 0) & ((remainder != 0) | (first > 0) | (last > 0))
         by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
-        broken: BoolArray = np.where(number > 0, by_number > 0, by_each)
+        broken: BoolArray = np.where(number > 0, by_number > 0, uneven)
         virtual = self.virtual(c)
         if self.equal_stages:
             too_few = (self.layers // virtual < self._least(c)) | (self.layers % virtual != 0)

@@ -105,13 +105,13 @@ def _around(layers: Sequence[int], leading: Sequence[int], virtual: int) -> list
     for device, (count, first) in enumerate(zip(layers, leading, strict=True)):
         number = -(-(order - device) // len(layers))
         sizes = _spread(first, number)
-        rest, parts = count - first, virtual - number
+        remaining, parts = count - first, virtual - number
         if not parts:
-            sizes[-1] += rest
+            sizes[-1] += remaining
         elif device == len(layers) - 1:
-            sizes += _filled(rest, parts, -(-sum(layers) // (len(layers) * virtual)))
+            sizes += _filled(remaining, parts, -(-sum(layers) // (len(layers) * virtual)))
         else:
-            sizes += _spread(rest, parts)
+            sizes += _spread(remaining, parts)
         chunks.append(sizes)
     return [sizes[place] for place in range(virtual) for sizes in chunks]
 

@@ -113,10 +113,10 @@ def _instance(platform: Platform, engine: Engine, placement: Placement) -> Insta
         )
     neutral = {axis.knob: axis.neutral for axis in engine.axes(task)}  # the engine chooses these values
     set_values = {knob: value for knob, value in placement.values.items() if value not in (None, neutral.get(knob))}
-    argv, further, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
+    argv, other_argvs, hosts = instance.argv, list[tuple[str, ...]](), len(placement.hosts)
     if hosts > 1:
         assert engine.on_host, "the candidate is legal"
-        argv, *further = [(*argv, *engine.on_host(hosts, number)) for number in range(hosts)]
+        argv, *other_argvs = [(*argv, *engine.on_host(hosts, number)) for number in range(hosts)]
     return replace(
         instance,
         argv=argv,
@@ -124,7 +124,7 @@ def _instance(platform: Platform, engine: Engine, placement: Placement) -> Insta
         cores=cores,
         asked=set_values,
         host=placement.hosts[0],
-        further=tuple(further),
+        further=tuple(other_argvs),
     )
 
 

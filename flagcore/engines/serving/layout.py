@@ -45,9 +45,9 @@ def rule_of_thumb(columns: Columns, predictions: Predictions, split_by: str) -> 
     Of equal rows, the one with the fewest attention and expert groups, and that splits only by the knob `split_by`.
     """
     one = np.ones_like(predictions.worst_stage)
-    get = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
-    used = get[INSTANCES] * get[TP] * get[PP] * get[DP]
+    sizes = {knob: np.maximum(columns.get(knob, one), 1) for knob in LAYOUT}
+    used = sizes[INSTANCES] * sizes[TP] * sizes[PP] * sizes[DP]
     cache = predictions.figures["kv_cache_gib"] * 2.0**30
     crowded = ~(cache >= CACHE_SHARE * predictions.device_used_bytes)
-    other = get[PP if split_by == TP else TP]
-    return int(np.lexsort((get[split_by], other, get[EP], get[DP], crowded, -used))[0])
+    other = sizes[PP if split_by == TP else TP]
+    return int(np.lexsort((sizes[split_by], other, sizes[EP], sizes[DP], crowded, -used))[0])

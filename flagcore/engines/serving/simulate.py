@@ -107,14 +107,16 @@ def _load_figures(context: Candidates, load: SimulatedLoad, kinds: Sequence[tupl
 
 def _highest(context: Candidates, load: SimulatedLoad, kinds: Sequence[tuple[int, int]]) -> list[Mapping[str, float]]:
     """Return the figures at the loads that a search for the highest load that keeps the limits tries."""
-    points, slo, whole = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
+    points, slo, is_concurrency = list[Mapping[str, float]](), context.serve.slo, context.serve.highest == "concurrency"
 
-    def keeps(value: float) -> bool:
+    def meets_limits(value: float) -> bool:
         points.append(_load_figures(context, load.at(value), kinds))
         return all(points[-1].get(name, 0.0) <= limit for name, limit in slo.items())
 
-    most = float((load.load.concurrency if whole else load.load.request_rate) or 1)
-    highest_load(keeps, FIRST_LOAD, least=1.0 if whole else LEAST_RATE, most=most, whole=whole)
+    maximum = float((load.load.concurrency if is_concurrency else load.load.request_rate) or 1)
+    highest_load(
+        meets_limits, FIRST_LOAD, least=1.0 if is_concurrency else LEAST_RATE, most=maximum, whole=is_concurrency
+    )
     return points
 
 

@@ -61,8 +61,8 @@ def add_to_spaces(source: Source, arguments_by_engine: dict[str, Arguments], spa
                 text = f"dropped for {engine} ({value}): with several engines only knobs can differ"
                 source.note(tree_key, text, _SPEC_KEY)
             elif knob in spaces[engine]:
-                where = f"auto_tuner.space.{engine}.{knob}"
-                source.note(tree_key, f"dropped for {engine} ({value}): the space has values for it", where)
+                path = f"auto_tuner.space.{engine}.{knob}"
+                source.note(tree_key, f"dropped for {engine} ({value}): the space has values for it", path)
             else:
                 spaces[engine][knob] = value
 

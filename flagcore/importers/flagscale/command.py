@@ -65,8 +65,8 @@ def _with_folders(system: Mapping[str, Any], exp_dir: object) -> dict[str, Any]:
         values = result.get(section)
         if not isinstance(exp_dir, str) or not isinstance(values, (dict, type(None))):
             continue
-        own = {name: values[name] for name in folders if values and isinstance(values.get(name), str)}
-        paths = {name: os.path.join(exp_dir, folder) for name, folder in folders.items()} | own
+        given_folders = {name: values[name] for name in folders if values and isinstance(values.get(name), str)}
+        paths = {name: os.path.join(exp_dir, folder) for name, folder in folders.items()} | given_folders
         result[section] = {**(values or {}), **{name: os.path.abspath(path) for name, path in paths.items()}}
     return result
 

@@ -144,8 +144,8 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, tuple[st
         hosts, slots = read_hosts(path, file=source.file) if path.is_file() else ((), None)
     except SpecError as error:
         if error.problem != UNEQUAL:
-            at = key if error.key.startswith("cluster.") else error.key
-            raise spec_error(at, error.problem, value=error.value, fix=error.fix, file=error.file) from None
+            hosts_key = key if error.key.startswith("cluster.") else error.key
+            raise spec_error(hosts_key, error.problem, value=error.value, fix=error.fix, file=error.file) from None
         text = (
             f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node count; "
             "cluster.groups has nodes of several chips"

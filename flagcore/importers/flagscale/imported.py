@@ -124,8 +124,8 @@ def _lines(data: Mapping[str, Any], path: str, notes_by_key: Mapping[str, list[I
 
 
 def _comments(notes: Iterable[ImportNote], depth: int) -> Iterator[str]:
-    lead = "  " * depth + "# "
+    indent = "  " * depth + "# "
     for note in notes:
         yield from textwrap.wrap(
-            str(note), WIDTH, initial_indent=lead, subsequent_indent=lead + "  ", break_on_hyphens=False
+            str(note), WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
         )

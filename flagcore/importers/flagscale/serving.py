@@ -68,10 +68,10 @@ def serving(source: Source) -> dict[str, Any]:
 def _check_not_disaggregated(source: Source, item: Mapping[str, Any]) -> None:
     """Raise SpecError for prefill and decoding on different servers, which flagcore does not support."""
     key = "experiment.runner.deploy.prefill_decode_disaggregation"
-    given = {key: True} if source.at(key) is True else {}
+    conflict = {key: True} if source.at(key) is True else {}
     arguments = [(path, value) for path, value in leaves(item) if flag_name(path) in _DISAGGREGATION]
-    given |= {f"serve[0]{path}": value for path, value in arguments if value not in (False, "null")}
-    for at, value in given.items():
+    conflict |= {f"serve[0]{path}": value for path, value in arguments if value not in (False, "null")}
+    for at, value in conflict.items():
         problem, fix = "puts prefill and decoding on different servers, which trials do not start", "remove it"
         raise source.error(at, problem, value=value, fix=f"{fix} to plan and tune servers that do both")
 

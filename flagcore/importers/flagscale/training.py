@@ -176,12 +176,12 @@ def _space(source: Source, knob_names: Any) -> dict[str, Any]:
 def _objective(source: Source) -> str:
     """Return the objective; for a fixed batch size and number of devices, times and rates have the same order."""
     name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
-    at = "auto_tuner.objective"
+    key = "auto_tuner.objective"
     if name is not None:
         text = f"{name!r} is not used: each step is timed, and the median counts"
-        source.note(f"{_PERFORMANCE}.name", text, at)
+        source.note(f"{_PERFORMANCE}.name", text, key)
     if order is not None:
-        source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", at)
+        source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", key)
     return "step_time_s"
 
 

@@ -103,12 +103,12 @@ class Collectives:
         outer, inner = members[index], members[index - 1]
         blocks = np.maximum(np.ceil(outer / inner), 1.0)
         if kind == "all_to_all":
-            further = (outer - inner - 1.0) * PEER_SECONDS
+            outer_seconds = (outer - inner - 1.0) * PEER_SECONDS
         elif kind == "all_reduce":
-            further = (2.0 * np.log2(blocks) - 1.0) * level.hop
+            outer_seconds = (2.0 * np.log2(blocks) - 1.0) * level.hop
         else:
-            further = (blocks - 2.0) * level.hop + (blocks - 1.0) * (inner - 1.0) * innermost.hop
-        return np.where(outer > inner, level.latency_seconds + further, 0.0)
+            outer_seconds = (blocks - 2.0) * level.hop + (blocks - 1.0) * (inner - 1.0) * innermost.hop
+        return np.where(outer > inner, level.latency_seconds + outer_seconds, 0.0)
 
     def _send_seconds(self, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]) -> FloatArray:
         """Return the time of a message between the two neighbours of a group that are farthest apart."""

@@ -38,9 +38,9 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, ...
     for trial, (measured, value, low, high) in pairs:
         is_inside = low <= measured <= high
         figures = [cell(each) for each in (measured, value, low, high)]
-        over = percent(measured / value - 1.0 if value else None, signed=True)
+        deviation = percent(measured / value - 1.0 if value else None, signed=True)
         verdict = _("inside") if is_inside else _("outside")
-        rows.append([trial_cell(run, trial), configuration(run, trial), *figures, over, verdict])
+        rows.append([trial_cell(run, trial), configuration(run, trial), *figures, deviation, verdict])
     headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
     data = table(
         _("Measured and predicted {unit}, with 80% intervals", unit=unit),

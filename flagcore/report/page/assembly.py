@@ -99,8 +99,8 @@ def chips(run: RunData) -> Section:
                     "",
                 ]
             )
-        of = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
-        blocks.append(table(of, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
+        devices = f"{chip['nodes']} x {chip['devices_per_node']} {chip['name']} ({chip['vendor']})"
+        blocks.append(table(devices, [_("fact"), _("value"), _("kind of source"), _("source")], rows))
         if chip.get("notes"):
             blocks.append(Text(str(chip["notes"])))
     if not blocks:

@@ -30,10 +30,10 @@ TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22}
 
 def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
     """Return horizontal bars of length `x` at positions `y`."""
-    look: dict[str, Any] = {"shape": PATTERNS[min(series, len(PATTERNS) - 1)], "size": 7, "solidity": 0.2}
+    fill_pattern: dict[str, Any] = {"shape": PATTERNS[min(series, len(PATTERNS) - 1)], "size": 7, "solidity": 0.2}
     if series >= len(PATTERNS):
-        look = {"shape": PATTERNS[1 + series % (len(PATTERNS) - 1)], "size": 4, "solidity": 0.5}
-    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **look}
+        fill_pattern = {"shape": PATTERNS[1 + series % (len(PATTERNS) - 1)], "size": 4, "solidity": 0.5}
+    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **fill_pattern}
     marker = {"color": COLOURS[series % len(COLOURS)], "pattern": pattern, "line": {"width": 0.5, "color": "#555555"}}
     return {"type": "bar", "orientation": "h", "name": name, "x": list(x), "y": list(y), "marker": marker, **more}
 

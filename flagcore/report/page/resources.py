@@ -48,13 +48,13 @@ def _by_component(run: RunData, stages: Sequence[Record], predicted: Record) -> 
     measured_by_stage = _measured_by_stage(run, len(stages))
     for place, (level, text) in enumerate(LEVELS.items()):
         traces.append(points(f"~{_(text)}", place + 4, [stage[level] for stage in stages], names))
-        there = [
+        present = [
             (figures[level], name) for figures, name in zip(measured_by_stage, names, strict=True) if level in figures
         ]
-        if there:
-            trace = points(_("{level}, measured", level=_(text)), place, *zip(*there, strict=True))
-            look = {"size": 12, "symbol": ("star", "hash", "bowtie")[place]}
-            traces.append(trace | {"marker": {**trace["marker"], **look}})
+        if present:
+            trace = points(_("{level}, measured", level=_(text)), place, *zip(*present, strict=True))
+            marker = {"size": 12, "symbol": ("star", "hash", "bowtie")[place]}
+            traces.append(trace | {"marker": {**trace["marker"], **marker}})
     capacity = number(predicted.get("capacity_gib"))
     shapes = [] if capacity is None else [limit_line(_("capacity {gib} GiB", gib=shown(capacity)), capacity)]
     worst = max(stages, key=lambda stage: float(stage["device_used_gib"]))
@@ -167,9 +167,9 @@ def _step_parts(trials: Mapping[str, Record]) -> Chart:
             traces.append(bars(_(part_name(part)), place, seconds, list(times), width=0.5))
     for name, figures in ((_("step, predicted"), totals), (_("step, measured"), steps)):
         rows.append([name, *(each for figure in figures.values() for each in (cell(figure), cell(None)))])
-    there = [(step, name) for name, step in steps.items() if step is not None]
-    if there:
-        trace = points(_("measured step"), 5, *zip(*there, strict=True))
+    present = [(step, name) for name, step in steps.items() if step is not None]
+    if present:
+        trace = points(_("measured step"), 5, *zip(*present, strict=True))
         traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
     title = _("Parts of the step time (predicted)")
     first, time = next(iter(times.items()))

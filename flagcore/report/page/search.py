@@ -20,24 +20,24 @@ def progress(run: RunData) -> Section | None:
     """Return the best so far over time; None without trials."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
-    course = _read_progress(run)
+    history = _read_progress(run)
     data = table(
         _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
         [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
-        course.rows,
+        history.rows,
     )
-    if not course.steps:
+    if not history.steps:
         return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
     summary = [
-        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(course.rows), seconds=course.spent_s),
-        _improvement(run, course.steps[0][1], course.steps[-1][1]),
+        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(history.rows), seconds=history.spent_s),
+        _improvement(run, history.steps[0][1], history.steps[-1][1]),
     ]
-    if "repeat" in course.ran:
+    if "repeat" in history.ran:
         summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
     chart = Chart(
         title=_("Best so far over time"),
         summary=" ".join(summary),
-        traces=tuple(_progress_traces(course)),
+        traces=tuple(_progress_traces(history)),
         layout=layout(_("total time of trials, s"), run.unit),
         table=data,
     )
@@ -56,22 +56,22 @@ class _Progress:
 
 
 def _read_progress(run: RunData) -> _Progress:
-    course, best = _Progress(), None
+    history, best = _Progress(), None
     first = {trial["number"] for trial in run.trials}
     for trial in run.all_trials:
-        course.spent_s += float(trial["duration_s"])
-        spent, figure = course.spent_s, run.figure(trial)
+        history.spent_s += float(trial["duration_s"])
+        spent, figure = history.spent_s, run.figure(trial)
         if trial["number"] in first:
             if figure is not None and trial["state"] == "measured" and not trial["measured"].get("broken"):
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
             if best is not None:
-                course.steps.append((spent, best))
+                history.steps.append((spent, best))
         if figure is not None:
             kind = "stopped" if trial["state"] == "stopped" else "repeat" if trial["role"] == "repeat" else "trial"
-            course.ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
+            history.ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
         else:
-            course.failed.append((spent, name_of(run, trial)))
-        course.rows.append(
+            history.failed.append((spent, name_of(run, trial)))
+        history.rows.append(
             [
                 trial_cell(run, trial),
                 configuration(run, trial),
@@ -81,21 +81,21 @@ def _read_progress(run: RunData) -> _Progress:
                 cell(best),
             ]
         )
-    return course
+    return history
 
 
-def _progress_traces(course: _Progress) -> Iterator[dict[str, Any]]:
-    best = line(_("best so far (first runs)"), 0, *zip(*course.steps, strict=True))
+def _progress_traces(history: _Progress) -> Iterator[dict[str, Any]]:
+    best = line(_("best so far (first runs)"), 0, *zip(*history.steps, strict=True))
     best["line"] |= {"shape": "hv"}
     yield best
     names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
     for series, kind in enumerate(names, start=1):
-        if of_kind := course.ran.get(kind):
+        if of_kind := history.ran.get(kind):
             x, y, numbers = zip(*of_kind, strict=True)
             yield points(names[kind], series, x, y, text=list(numbers))
-    if course.failed:
-        lowest = min(y for of_kind in course.ran.values() for _, y, _ in of_kind)
-        seconds, numbers = zip(*course.failed, strict=True)
+    if history.failed:
+        lowest = min(y for of_kind in history.ran.values() for _, y, _ in of_kind)
+        seconds, numbers = zip(*history.failed, strict=True)
         yield points(_("not measured"), 4, seconds, [lowest] * len(seconds), text=list(numbers))
 
 
@@ -108,12 +108,12 @@ def _improvement(run: RunData, first: float, last: float) -> str:
 
 def funnel(run: RunData) -> Section:
     """Return the counts from all combinations to the candidates, and from these to the untried ones."""
-    counts, says = Counts(**run.result["counts"]), run.insight.get("says", {})
+    counts, reasons = Counts(**run.result["counts"]), run.insight.get("says", {})
     illegal, states = funnel_stages(counts, run.fidelity)
     combinations, candidates = (_("combinations"), counts.combinations), (_("candidates"), counts.candidates)
     blocks = (
-        _chart(_("From combinations to candidates"), combinations, illegal, candidates, says),
-        _chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), says),
+        _chart(_("From combinations to candidates"), combinations, illegal, candidates, reasons),
+        _chart(_("States of the candidates"), candidates, states, (_("untried"), counts.untried), reasons),
     )
     notes = (Text(line) for line in repeats_text(lost_repeats(run.result)))
     return Section(anchor="funnel", title=_("Search space"), blocks=(*blocks, *notes))

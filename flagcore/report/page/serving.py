@@ -64,9 +64,9 @@ def _latency_traces(run: RunData, latency: str, limit: float | None) -> Iterator
     front = _front([(x, y) for _, _, x, y in measured])
     rows = []
     for trial, point, x, y in measured:
-        within = [] if limit is None else [cell(x <= limit)]
+        points = [] if limit is None else [cell(x <= limit)]
         first = [trial_cell(run, trial), configuration(run, trial), load_text(point)]
-        rows.append([*first, cell(y), cell(x), cell((x, y) in front), *within])
+        rows.append([*first, cell(y), cell(x), cell((x, y) in front), *points])
     headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
     data = table(
         _("Load points by {rate} and {latency}", rate=short, latency=name),
@@ -210,8 +210,8 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
             traces.append(trace)
     for series, each in enumerate(one for one in runs if not one.again):
         marks = [(number(lookup(each.point, f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
-        there = [(x, y) for x, y in marks if x is not None]
-        traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
+        present = [(x, y) for x, y in marks if x is not None]
+        traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in present], [y for _, y in present]))
     shapes = [
         limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({latency_name(name)})", limit)
         for name, limit in own_limits.items()
@@ -251,8 +251,8 @@ def _curve_points(several: Sequence[Sequence[float]]) -> tuple[list[float | None
 
 
 def _summary(latency: str, ran: _Run, limits: Mapping[str, float]) -> str:
-    half, most = (number(lookup(ran.point, f"{latency}.{name}")) for name in ("p50", "p99"))
-    text = f"{ran.who.capitalize()}: {SHORT_LATENCIES[latency]} p50 {shown(half)} s, p99 {shown(most)} s"
+    median, p99 = (number(lookup(ran.point, f"{latency}.{name}")) for name in ("p50", "p99"))
+    text = f"{ran.who.capitalize()}: {SHORT_LATENCIES[latency]} p50 {shown(median)} s, p99 {shown(p99)} s"
     for limit in sorted(set(limits.values())):
         share = min(_share_within(values, limit) for values in ran.values)
         text += "; " + _("{share:.1%} of requests within {limit:g} s", share=share, limit=limit)

@@ -66,7 +66,7 @@ def stopped(run: RunData) -> list[Text]:
 
 def no_best(run: RunData) -> str:
     """Return why there is no best, with the trial nearest to the limits."""
-    trials, near = run.trials, run.nearest
+    trials, closest = run.trials, run.nearest
     if not trials:
         return _("No trial has finished")
     if not run.limits or not any(trial["measured"] for trial in trials):
@@ -77,10 +77,10 @@ def no_best(run: RunData) -> str:
         len(trials),
         limits=limits_text(run.limits),
     )
-    if near is None:
+    if closest is None:
         return text
-    values, reason = configuration(run, near), run.broken_limits(near)
-    nearest = _("nearest: trial {number} ({values}): {reason}", number=near["number"], values=values, reason=reason)
+    values, reason = configuration(run, closest), run.broken_limits(closest)
+    nearest = _("nearest: trial {number} ({values}): {reason}", number=closest["number"], values=values, reason=reason)
     return f"{text}; {nearest}"
 
 
@@ -190,7 +190,7 @@ def _fastest_without_limits(run: RunData, best: Record) -> str:
     step, trial, point = min(points_by_speed, key=lambda each: each[0], default=(best_s, best, {}))
     if best_s <= step:
         return _("no trial was better")
-    over = [
+    exceeded = [
         f"{key} = {shown(lookup(point, key))} s" for key, most in run.limits.items() if (lookup(point, key) or 0) > most
     ]
     load = load_text(point) if len(points_of(best)) > 1 else ""
@@ -198,7 +198,7 @@ def _fastest_without_limits(run: RunData, best: Record) -> str:
         "trial {number} reached {value} ({reason})",
         number=trial["number"],
         value=at_load(objective_text(run, objective_value(run.objective, step)), load),
-        reason=", ".join(over) or _("exceeded the limits when repeated"),
+        reason=", ".join(exceeded) or _("exceeded the limits when repeated"),
     )
 
 

@@ -73,15 +73,15 @@ def _blocks(passes: Passes) -> tuple[Block, ...]:
 
 
 def _timeline(passes: Passes, number: int) -> Chart:
-    drawn, count = simulate(passes, number), len(passes.forward_s)
+    simulated, count = simulate(passes, number), len(passes.forward_s)
     simulated_count = (
         passes.microbatches if _passes_per_microbatch(passes) * passes.microbatches <= MAX_SIMULATED else number
     )
-    simulation = simulate(passes, simulated_count) if simulated_count != number else drawn
-    step, paired = step_seconds(passes, simulation), any(each.lane for each in drawn)
-    by_kind = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
+    simulation = simulate(passes, simulated_count) if simulated_count != number else simulated
+    step, paired = step_seconds(passes, simulation), any(each.lane for each in simulated)
+    by_kind = {kind: [each for each in simulated if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
-        _bars(passes, series, kind, of_kind, len(drawn), paired)
+        _bars(passes, series, kind, of_kind, len(simulated), paired)
         for series, (kind, of_kind) in enumerate(by_kind.items())
         if of_kind
     ]
@@ -95,7 +95,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     if SCHEDULES[passes.schedule].copies > 1:
         first = number - number // 2
         summary.append(_("Micro-batches from {number} on run from the last device to the first.", number=first))
-    if len(drawn) <= MAX_NUMBERED:
+    if len(simulated) <= MAX_NUMBERED:
         summary.append(_("Numbers are micro-batches."))
         summary += [_("A prime, as in 1′, marks the second part of a stage.")] * _has_two_parts(passes)
     return Chart(

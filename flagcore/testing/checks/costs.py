@@ -105,7 +105,7 @@ def kernel_constants_are_plausible(chip: Chip, costs: KernelCosts) -> Problems:
 
 @check(each=Subject.own_costs)
 def kernels_do_not_exceed_peaks(chip: Chip, costs: KernelCosts) -> Problems:
-    side, much = np.full(4, 8192.0), _powers_of_two(30, 34)
+    side, large = np.full(4, 8192.0), _powers_of_two(30, 34)
     for precision, peak in chip.dense_flops_per_second.items():
         rate = np.nanmax([0.0, *(2.0 * side**3 / costs.gemm_seconds(side, side, side, precision))])
         if rate > ABOVE_PEAK * peak.value:
@@ -114,7 +114,7 @@ def kernels_do_not_exceed_peaks(chip: Chip, costs: KernelCosts) -> Problems:
                 "check the times in kernels.jsonl, the shares in curve.yaml (at most 1) and the peak",
             )
     bandwidth = chip.memory_bandwidth_bytes_per_second
-    if bandwidth and np.nanmax([0.0, *(much / costs.memory_seconds(much))]) > ABOVE_PEAK * bandwidth.value:
+    if bandwidth and np.nanmax([0.0, *(large / costs.memory_seconds(large))]) > ABOVE_PEAK * bandwidth.value:
         yield Problem(
             f"{chip.name}: memory_seconds is faster than memory_bandwidth_bytes_per_second",
             "count bytes read and written; memory_share in curve.yaml is at most 1",

@@ -75,17 +75,17 @@ def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answ
 def advice_on_tasks_is_complete(plugin: Subject) -> Problems:
     plugin.implements("flagcore_check_task")
     for task in plugin.tasks():
-        where = f"flagcore_check_task: a small task on one node of {task.cluster.chips}"
+        location = f"flagcore_check_task: a small task on one node of {task.cluster.chips}"
         for advice in plugin.loaded.check_task(task):
             if advice.impossible:
-                yield f"{where} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
-            yield from _incomplete(where, advice.refused, advice.forced)
-            yield from _unknown(where, task.spec.work.engine, advice.refused, advice.forced)
+                yield f"{location} cannot run: {advice.impossible}; if nothing can, flagcore_engine_support says so"
+            yield from _incomplete(location, advice.refused, advice.forced)
+            yield from _unknown(location, task.spec.work.engine, advice.refused, advice.forced)
             for preferred in advice.preferred:
                 if not (preferred.reason.strip() and preferred.setting.startswith(SHARED_PREFIXES)):
-                    yield f"{where}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
+                    yield f"{location}: {preferred.setting!r} lacks a reason, or begins with none of {PREFIXES}"
             if not all(note.strip() for note in advice.notes):
-                yield f"{where}: a note is empty"
+                yield f"{location}: a note is empty"
 
 
 def _incomplete(where: str, refusals: tuple[RefusedValues, ...], settings: tuple[ForcedSetting, ...]) -> Problems:

@@ -82,11 +82,11 @@ def variables_are_documented(plugin: Subject) -> Problems:
 
 @check("correct the name, if it is misspelt; a variable of the same name elsewhere is spelt so")
 def variables_are_spelt_as_elsewhere(plugin: Subject) -> Problems:
-    own = {each.name for each in plugin.variables}
-    for name in sorted(own - {*KNOWN}):
-        near = [known for known in sorted({*KNOWN, *own}) if known != name and _is_misspelt(name, known)]
-        if near:
-            yield f"environment.yaml: {name} is unknown, and nearly {near[0]}"
+    own_names = {each.name for each in plugin.variables}
+    for name in sorted(own_names - {*KNOWN}):
+        similar = [known for known in sorted({*KNOWN, *own_names}) if known != name and _is_misspelt(name, known)]
+        if similar:
+            yield f"environment.yaml: {name} is unknown, and nearly {similar[0]}"
 
 
 def _is_misspelt(name: str, known: str) -> bool:
@@ -149,12 +149,12 @@ def _device_variables(plugin: Subject, variables: Mapping[str, str]) -> list[str
         return []
 
     def found(more: Mapping[str, str]) -> bool:
-        def ask() -> bool:
+        def responds() -> bool:
             with suppress(Exception):  # another check reports it
                 return bool(fakes.devices(plugin, tools, **more))
             return True
 
-        return plugin.once(f"found with {sorted(more.items())}", ask)
+        return plugin.once(f"found with {sorted(more.items())}", responds)
 
     device_variables = {name: value for name, value in variables.items() if name not in USERS}
     return (

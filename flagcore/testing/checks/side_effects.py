@@ -107,12 +107,16 @@ def _records(plugin: Subject) -> tuple[list[Record], str]:
 def _call_hooks(plugin: Subject) -> tuple[list[Record], str]:
     package = plugin.package_folder
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
-        here, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
-        for folder in (here, home, scratch):
+        work_folder, home, scratch = (Path(made, name) for name in ("here", "home", "scratch"))
+        for folder in (work_folder, home, scratch):
             folder.mkdir()
         files_before = _files(package)
-        output = _run(plugin, here, {"HOME": str(home), "TMPDIR": str(scratch)})
-        written_files = [*_files(here), *(name for name in _files(home) if not name.startswith(".")), *_files(scratch)]
+        output = _run(plugin, work_folder, {"HOME": str(home), "TMPDIR": str(scratch)})
+        written_files = [
+            *_files(work_folder),
+            *(name for name in _files(home) if not name.startswith(".")),
+            *_files(scratch),
+        ]
         plugin.memory["files"] = [
             *written_files,
             *(f"{package.name}/{name}" for name in _files(package) - files_before),

@@ -27,9 +27,9 @@ def link_rates_are_one_way(chip: Chip) -> Problems:
         return
     words = f"{link.bytes_per_second.source.detail} {chip.notes}"
     if not ONE_WAY.search(words):
-        both = BOTH_WAYS.search(link.bytes_per_second.source.detail)
-        what = f"has a source for {both[0]!r}" if both else "does not say whether it is one way"
-        yield f"{chip.name}: link.bytes_per_second = {link.bytes_per_second.value:g} {what}"
+        two_way = BOTH_WAYS.search(link.bytes_per_second.source.detail)
+        problem = f"has a source for {two_way[0]!r}" if two_way else "does not say whether it is one way"
+        yield f"{chip.name}: link.bytes_per_second = {link.bytes_per_second.value:g} {problem}"
 
 
 @check("give bytes: 64 GiB are 68719476736; if only the nominal size is known, say 'nominal' in the source", each=chips)

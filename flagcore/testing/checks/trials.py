@@ -172,11 +172,11 @@ def pruning_rules_keep_columns(rule: PruningRule, space: Space, predictions: Pre
 def pruning_rules_judge_single_candidates(rule: PruningRule, space: Space, predictions: Predictions) -> Problems:
     rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)
     try:
-        whole, *pieces = (
+        together, *pieces = (
             np.asarray(rule.prunes(space.columns(some), predictions.take(some)))
             for some in (rows, rows[:50], rows[50:51], rows[51:])
         )
-        is_equal = np.array_equal(whole, np.concatenate(pieces))
+        is_equal = np.array_equal(together, np.concatenate(pieces))
     except Exception:
         return  # another check reports it
     if not is_equal:
@@ -231,8 +231,8 @@ def prepared_launch_can_be_stopped(plugin: Subject) -> Problems:
         code = f"import time; open({str(marker)!r}, 'w').close(); time.sleep(60)"
         sleeper = Launch(argv=(sys.executable, "-S", "-c", code), folder=folder)
         trial = launcher("local").start(plugin.loaded.prepare_launch(sleeper, next(plugin.tasks())))
-        until = time.monotonic() + START_SECONDS
-        while not marker.exists() and trial.poll() is None and time.monotonic() < until:
+        deadline = time.monotonic() + START_SECONDS
+        while not marker.exists() and trial.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         was_alive = marker.exists() and trial.poll() is None
         exit_record = trial.stop()

@@ -22,12 +22,14 @@ def _query(fields: tuple[str, ...], timeout_seconds: float) -> Listing:
 
 
 def _uses(timeout_seconds: float) -> dict[int, DeviceUse]:
-    def ask(what: str, fields: tuple[str, ...]) -> str:
+    def run_query(what: str, fields: tuple[str, ...]) -> str:
         query = ("nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
         return tool_output(*query, timeout_seconds=timeout_seconds) or ""
 
-    devices = ask("gpu", smi.USE_FIELDS) or ask("gpu", smi.USE_FIELDS[:3])  # older drivers know no pending MIG mode
-    return smi.uses(devices, ask("compute-apps", smi.PROCESS_FIELDS))
+    devices = run_query("gpu", smi.USE_FIELDS) or run_query(
+        "gpu", smi.USE_FIELDS[:3]
+    )  # older drivers know no pending MIG mode
+    return smi.uses(devices, run_query("compute-apps", smi.PROCESS_FIELDS))
 
 
 def _trusts(report: TorchReport) -> bool:

@@ -41,7 +41,7 @@ FOREIGN = """\
 |   1  MetaX C500                     On  |   00000000:07:00.0 Off |                    0 |
 | N/A   31C    P0             62W /  350W |       1MiB /  65536MiB |      0%      Default |
 """
-ALIEN = "|   1  NVIDIA Z9     |   00000000:07:00.0 |  what is this  |\n"
+UNKNOWN_ROW = "|   1  NVIDIA Z9     |   00000000:07:00.0 |  what is this  |\n"
 PROCESSES = """\
 | Processes:                                                                              |
 |=========================================================================================|
@@ -63,7 +63,7 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
         (LOST, "unknown format"),
         (FAULTY, "reports errors"),
         (FOREIGN, "not NVIDIA's"),
-        (ALIEN, "unknown format"),
+        (UNKNOWN_ROW, "unknown format"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_reported(second: str, reason: str) -> None:

@@ -68,7 +68,7 @@ class Allocator(TorchDispatchMode):
         if storage._cdata in self._blocks:
             self._set(storage._cdata, storage.nbytes())
 
-    def _meet(self, storage: Any) -> None:
+    def _allocate(self, storage: Any) -> None:
         if storage._cdata not in self._blocks:
             self._blocks[storage._cdata] = 0
             self._set(storage._cdata, storage.nbytes())
@@ -93,17 +93,17 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
         batch, heads, length, _ = query.shape
-        output = _like(query, value.shape[-1])
+        output = _empty_view(query, value.shape[-1])
         ctx.save_for_backward(query, key, value, output, torch.empty(batch, heads, length, device=META))
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         query, key, value, *_ = ctx.saved_tensors
-        gradients = tuple(_like(tensor, tensor.shape[-1]) for tensor in (query, key, value))
+        gradients = tuple(_empty_view(tensor, tensor.shape[-1]) for tensor in (query, key, value))
         total = [torch.empty(query.shape, device=META)]
         if key.shape[1] < query.shape[1]:
-            total += [_like(query, query.shape[-1]) for _ in range(2)]
+            total += [_empty_view(query, query.shape[-1]) for _ in range(2)]
         return gradients
 
 
@@ -169,7 +169,7 @@ class Done:
         return True
 
 
-def _like(tensor: Any, width: int) -> Any:
+def _empty_view(tensor: Any, width: int) -> Any:
     """Memory of [batch, length, heads, width], seen as [batch, heads, length, width]."""
     batch, heads, length, _ = tensor.shape
     return torch.empty((batch, length, heads, width), dtype=tensor.dtype, device=META).transpose(1, 2)

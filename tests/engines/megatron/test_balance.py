@@ -353,7 +353,9 @@ def test_one_candidate_alone_has_the_split_that_it_has_among_others() -> None:
     assert any(texts)
     for row in range(0, len(space), 14):
         one = space.columns(np.array([row]))
-        assert WORKLOAD.predict(task, one, predictions).step_time_s[0] == pytest.approx(many.step_time_s[row], rel=1e-12)
+        assert WORKLOAD.predict(task, one, predictions).step_time_s[0] == pytest.approx(
+            many.step_time_s[row], rel=1e-12
+        )
         assert layout_texts(task, one, predictions) == [texts[row]]
         if texts[row]:  # the layout as a setting is the same job
             fixed = small.task(model, devices=8, settings={LAYOUT: texts[row]})

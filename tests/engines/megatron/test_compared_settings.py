@@ -202,7 +202,7 @@ TUNED = (
 
 
 @pytest.mark.parametrize("name", shlex.split(TUNED))
-def test_what_people_tune_can_be_listed_and_is_off_by_default(name: str) -> None:
+def test_common_settings_can_be_listed_and_are_off_by_default(name: str) -> None:
     knob = BY_NAME[name]
     listed: dict[str, list[Any]] = {
         "flag": [True, False],

@@ -99,13 +99,13 @@ def test_the_model_never_contradicts_the_order(seed: int) -> None:
     for row in draw.sample(range(len(space)), 60):
         one = space.candidate(row)
         above = WORKLOAD.needs_at_least(columns, one)
-        assert np.all(memory[above] >= memory[row] * (1 - 1e-9)), worst(space, memory, above, row)
+        assert np.all(memory[above] >= memory[row] * (1 - 1e-9)), contradiction(space, memory, above, row)
         longer = WORKLOAD.takes_at_least(columns, one)
-        assert np.all(seconds[longer] >= seconds[row] * (1 - 1e-9)), worst(space, seconds, longer, row)
+        assert np.all(seconds[longer] >= seconds[row] * (1 - 1e-9)), contradiction(space, seconds, longer, row)
         compared += int(above.sum()) + int(longer.sum()) - 2
     assert compared > 100
 
 
-def worst(space: object, figures: np.ndarray, rows: np.ndarray, row: int) -> str:
+def contradiction(space: object, figures: np.ndarray, rows: np.ndarray, row: int) -> str:
     lowest = int(np.flatnonzero(rows)[np.argmin(figures[rows])])
     return f"{space.candidate(lowest)}: {figures[lowest]} < {figures[row]}: {space.candidate(row)}"  # type: ignore[attr-defined]

@@ -104,7 +104,7 @@ def test_cause_above_torchruns_error_is_the_reason(name: str) -> None:
     assert found.startswith(reason)
 
 
-def test_error_below_which_nothing_is_known_is_its_exit_code() -> None:
+def test_an_error_without_a_known_cause_is_reported_by_its_exit_code() -> None:
     state, reason = classify(Exit(code=1, ended_by=None, duration_s=9.0), TORCHRUN.format(code=1), FAILURES)
     assert state.value == "failed"
     assert "exit code 1" in reason

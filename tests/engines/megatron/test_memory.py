@@ -85,7 +85,7 @@ def test_experts_are_sharded_over_their_own_group() -> None:
     np.testing.assert_allclose(split.shards(), 8)
 
 
-def test_interleaving_holds_more_and_the_last_stage_holds_least() -> None:
+def test_interleaving_needs_more_memory_and_the_last_stage_needs_least() -> None:
     split = layout(pipeline=[4, 4, 4], virtual=[1, 2, 1], microbatches=[8, 8, 2])
     np.testing.assert_allclose(pipeline.in_flight(split, np.zeros(3)), [4, 5.5, 2])
     np.testing.assert_allclose(pipeline.in_flight(split, np.full(3, 3.0)), [1, 2.5, 1])
@@ -128,7 +128,7 @@ def test_the_budget_of_a_cluster_comes_before_the_memory_of_its_chip() -> None:
     assert PlainMemory.of(unknown).capacity_bytes() is None
 
 
-def kept_in_a_layer(model: Model, **work: Any) -> float:
+def stored_bytes_of_layer(model: Model, **work: Any) -> float:
     return float(Kinds.of(train(model, **work), layout()).dense.stored[0])
 
 
@@ -136,9 +136,9 @@ def test_a_layer_stores_what_the_2022_paper_reports() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
     gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
     work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}
-    old = kept_in_a_layer(gpt, **work, flash=False, options=Options(dropout=True))
+    old = stored_bytes_of_layer(gpt, **work, flash=False, options=Options(dropout=True))
     assert old == pytest.approx(2048 * 4096 * (34 + 5 * 32 * 2048 / 4096), rel=1e-3)  # and a number a row of each norm
-    assert kept_in_a_layer(gpt, **work) == pytest.approx(2048 * 4096 * 32, rel=1e-2)
+    assert stored_bytes_of_layer(gpt, **work) == pytest.approx(2048 * 4096 * 32, rel=1e-2)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MOE, DEEPSEEK_16B], ids=lambda model: model.name)
@@ -182,7 +182,7 @@ def test_a_layout_of_stages_is_used_and_empty_stages_hold_little() -> None:
     assert training_memory(work, split).peak[0] == max(peaks)
 
 
-def test_stages_that_recompute_more_hold_less() -> None:
+def test_stages_that_recompute_more_layers_need_less_memory() -> None:
     split = layout(pipeline=4, microbatches=16)
     plain, some = (train(options=Options(recompute_stage_layers=counts)) for counts in ((), (8, 4, 0, 0)))
     before, after = (
@@ -192,7 +192,7 @@ def test_stages_that_recompute_more_hold_less() -> None:
     assert after[2:] == before[2:]
 
 
-def test_offload_empties_the_named_stages() -> None:
+def test_offload_frees_memory_of_the_named_stages_only() -> None:
     split = layout(pipeline=4, microbatches=16)
     modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
     first = train(options=Options(offload_modules=modules, offload_stages=(0,)))
@@ -233,11 +233,13 @@ def test_narrow_formats_add_copies_of_linear_weights_or_stand_in_for_them(precis
         table = memory.component_table(work, layout(), np.zeros(1))
         assert table["ffn"]["weights_bytes"][0] / table["ffn"]["params"][0] == pytest.approx(wide + copies)
         assert table["embedding"]["weights_bytes"][0] / table["embedding"]["params"][0] == 2.0
-    narrow, full = (kept_in_a_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16"))
+    narrow, full = (
+        stored_bytes_of_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16")
+    )
     assert narrow < full
 
 
-def test_experts_out_of_balance_need_more() -> None:
+def test_imbalanced_experts_need_more_memory() -> None:
     work = [train(MOE, options=Options(expert_imbalance=load)) for load in (1.0, 1.5)]
     even, uneven = (training_memory(each, layout(data=8, expert=8)) for each in work)
     assert uneven.activation[0] > 1.1 * even.activation[0]

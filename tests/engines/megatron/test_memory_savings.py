@@ -58,7 +58,7 @@ each_model = pytest.mark.parametrize(
 )
 
 
-def some(draw: np.random.Generator, names: tuple[str, ...]) -> frozenset[str]:
+def random_names(draw: np.random.Generator, names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for name in names if draw.random() < 0.4)
 
 
@@ -68,10 +68,10 @@ def options(draw: np.random.Generator, model: Model) -> dict[str, Any]:
         "schedule": [None, None, *SCHEDULES][int(draw.integers(0, len(SCHEDULES) + 2))],
         "fsdp": bool(draw.random() < 0.3),
         "overlap_expert_comm": bool(experts and draw.random() < 0.4),
-        "offload_modules": some(draw, OFFLOAD) if draw.random() < 0.5 else frozenset(),
+        "offload_modules": random_names(draw, OFFLOAD) if draw.random() < 0.5 else frozenset(),
         "offload_stages": (0, 2) if draw.random() < 0.3 else (),
         "precision_aware_optimizer": bool(draw.random() < 0.3),
-        "recompute_modules": some(draw, MODULES) or frozenset({"core_attn"}),
+        "recompute_modules": random_names(draw, MODULES) or frozenset({"core_attn"}),
     }
 
 
@@ -109,7 +109,7 @@ def layouts(draw: np.random.Generator, model: Model) -> Layout:
     )
 
 
-def never_more(less: tuple[Training, Layout], more: tuple[Training, Layout]) -> None:
+def assert_never_more(less: tuple[Training, Layout], more: tuple[Training, Layout]) -> None:
     """Fail where the second needs more than the first."""
     one, two = training_memory(*less).peak, training_memory(*more).peak
     worse = two > one * (1.0 + 1e-12)
@@ -129,10 +129,10 @@ def test_recompute_of_more_layers_never_needs_more(model: Model) -> None:
     draw = np.random.default_rng(1)
     for _ in range(PAIRS):
         job, split, number = work(draw, model), layouts(draw, model), int(draw.integers(0, 9))
-        never_more((job, full(split, block=number)), (job, full(split, block=number + 1)))
-        never_more((job, split), (job, full(split, uniform=float(draw.integers(1, 4)))))
+        assert_never_more((job, full(split, block=number)), (job, full(split, block=number + 1)))
+        assert_never_more((job, split), (job, full(split, uniform=float(draw.integers(1, 4)))))
         if not model.mtp_num_layers:  # block recompute leaves multi-token prediction out
-            never_more((job, full(split, block=number)), (job, full(split, uniform=1)))
+            assert_never_more((job, full(split, block=number)), (job, full(split, uniform=1)))
 
 
 @each_model
@@ -143,8 +143,8 @@ def test_recompute_of_more_layers_of_a_stage_never_needs_more(model: Model) -> N
         place = int(draw.integers(0, 4))
         extra = tuple(number + (index == place) for index, number in enumerate(numbers))
         job, split = work(draw, model, recompute_stage_layers=numbers), layouts(draw, model)
-        never_more((changed(job, recompute_stage_layers=()), split), (job, split))
-        never_more((job, split), (changed(job, recompute_stage_layers=extra), split))
+        assert_never_more((changed(job, recompute_stage_layers=()), split), (job, split))
+        assert_never_more((job, split), (changed(job, recompute_stage_layers=extra), split))
 
 
 @each_model
@@ -154,9 +154,9 @@ def test_recompute_of_more_modules_never_needs_more(model: Model) -> None:
         job, split = work(draw, model), layouts(draw, model)
         selective = full(split, selective=1)
         extra = changed(job, recompute_modules=job.options.recompute_modules | {str(draw.choice(MODULES))})
-        never_more((job, split), (job, selective))
-        never_more((job, selective), (extra, selective))
-        never_more((job, selective), (job, full(split, uniform=1)))
+        assert_never_more((job, split), (job, selective))
+        assert_never_more((job, selective), (extra, selective))
+        assert_never_more((job, selective), (job, full(split, uniform=1)))
 
 
 @each_model
@@ -168,8 +168,8 @@ def test_offload_of_more_never_needs_more(model: Model) -> None:
             int(draw.integers(0, 4))
         ]
         extra = changed(job, offload_modules=job.options.offload_modules | {str(draw.choice(OFFLOAD))})
-        never_more((job, saved), (extra, saved))
-        never_more((changed(extra, offload_stages=(1,)), saved), (extra, saved))
+        assert_never_more((job, saved), (extra, saved))
+        assert_never_more((changed(extra, offload_stages=(1,)), saved), (extra, saved))
 
 
 @each_model
@@ -177,7 +177,7 @@ def test_fully_sharded_never_needs_more(model: Model) -> None:
     draw = np.random.default_rng(5)
     for _ in range(PAIRS):
         job, split = work(draw, model, fsdp=False), layouts(draw, model)
-        never_more((job, split), (changed(job, fsdp=True), split))
+        assert_never_more((job, split), (changed(job, fsdp=True), split))
 
 
 @each_model
@@ -190,8 +190,8 @@ def test_a_larger_batch_never_needs_less(model: Model) -> None:
         ]
         twice = {"micro_batch": 2 * split.micro_batch, "microbatches": 2 * split.microbatches}
         for name, values in twice.items():
-            never_more((job, dataclasses.replace(saved, **{name: values})), (job, saved))
-        never_more((dataclasses.replace(job, sequence=2 * job.sequence), saved), (job, saved))
+            assert_never_more((job, dataclasses.replace(saved, **{name: values})), (job, saved))
+        assert_never_more((dataclasses.replace(job, sequence=2 * job.sequence), saved), (job, saved))
 
 
 def test_overlapped_experts_hold_one_more_pass_and_part_of_a_layer() -> None:
@@ -231,7 +231,7 @@ def test_states_of_a_finer_split_never_need_more(model: Model, knob: str) -> Non
     """On the stage that has most; what a step leaves behind, an engine's buffers and filled-up shards aside."""
     draw = np.random.default_rng(7)
 
-    def most(job: Training, split: Layout) -> np.ndarray:
+    def largest_peak(job: Training, split: Layout) -> np.ndarray:
         found = []
         for where in pipeline.stages(model, split, job.options):
             table = component_table(job, split, where.index)
@@ -246,4 +246,4 @@ def test_states_of_a_finer_split_never_need_more(model: Model, knob: str) -> Non
             finer = dataclasses.replace(split, **{knob: 2 * getattr(split, knob)})
         if knob == "tensor":  # a rank has no smaller share of an expert than of the rest
             finer = dataclasses.replace(finer, expert_tensor=2 * split.expert_tensor)
-        assert (most(job, finer) <= most(job, split) * (1 + 1e-12)).all(), job.options
+        assert (largest_peak(job, finer) <= largest_peak(job, split) * (1 + 1e-12)).all(), job.options

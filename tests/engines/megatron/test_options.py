@@ -29,7 +29,7 @@ LATENT = dataclasses.replace(
 )
 
 
-def of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
+def options_of(settings: dict[str, Any] | None = None, **train: Any) -> Options:
     return options(small.task(LATENT, settings=settings or {}, **train))
 
 
@@ -42,7 +42,7 @@ def overlaps(found: Options) -> tuple[bool, bool]:
 
 
 COMMAND = ("torchrun", "pretrain_gpt.py")
-GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schedule": ({"pipeline_schedule": "ZB_H1"}, {"schedule": "zb-h1"}),
     "engine's schedule": ({"pipeline_schedule": "1f1b"}, {"schedule": None}),
     "modules": ({"recompute_modules": "layernorm,mlp"}, {"recompute_modules": {"layernorm", "mlp"}}),
@@ -124,11 +124,11 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
-    settings, expected = GIVEN[name]
-    plain = of(command=COMMAND)
-    assert of(settings, command=COMMAND) == dataclasses.replace(plain, **expected)
+    settings, expected = SETTINGS[name]
+    plain = options_of(command=COMMAND)
+    assert options_of(settings, command=COMMAND) == dataclasses.replace(plain, **expected)
 
 
 @pytest.mark.parametrize(
@@ -154,30 +154,30 @@ def test_setting_becomes_an_option_and_the_others_stay(name: str) -> None:
 )
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(SpecError) as refused:
-        of(settings)
+        options_of(settings)
     assert refused.value.key == f"train.settings.{key}"
 
 
 def test_the_latent_attention_module_needs_latent_attention() -> None:
     settings = {"recompute_modules": "mla_up_proj"}
-    assert of(settings).recompute_modules == {"mla_up_proj"}
+    assert options_of(settings).recompute_modules == {"mla_up_proj"}
     with pytest.raises(SpecError):
         options(small.task(settings=settings))
 
 
 def test_an_unmodelled_schedule_is_reported_as_unknown() -> None:
     with pytest.raises(NotModelled, match="zigzag"):
-        of({"pipeline_schedule": "zigzag"})
+        options_of({"pipeline_schedule": "zigzag"})
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("fp16", 2), ("bf16", 4), ("fp8", 4), ("nvfp4", 4)])
 def test_gradients_are_as_wide_as_megatron_keeps_them(precision: str, width: int) -> None:
-    assert of(precision=precision).grad_bytes == width
-    assert of({"accumulate_allreduce_grads_in_fp32": True}, precision=precision).grad_bytes == 4
+    assert options_of(precision=precision).grad_bytes == width
+    assert options_of({"accumulate_allreduce_grads_in_fp32": True}, precision=precision).grad_bytes == 4
 
 
 def test_defaults_match_the_runner() -> None:
-    trial, command = of(), of(command=COMMAND)
+    trial, command = options_of(), options_of(command=COMMAND)
     assert (trial.dispatcher, command.dispatcher) == ("alltoall", "allgather")
     for each in (trial, command):
         assert overlaps(each) == (False, False)
@@ -187,7 +187,7 @@ def test_defaults_match_the_runner() -> None:
 def test_flags_of_a_custom_command_are_settings() -> None:
     flags = ("--overlap-grad-reduce", "--recompute-modules", "mlp", "layernorm", "--exp-avg-dtype=bf16")
     extra = ("--use-precision-aware-optimizer", "--no-overlap-p2p-communication", "--moe-grouped-gemm", "--lr", "1e-4")
-    found = of(command=(*COMMAND, *flags, *extra))
+    found = options_of(command=(*COMMAND, *flags, *extra))
     assert found.overlap_grad_reduce
     assert found.grouped_gemm
     assert not found.overlap_p2p_comm
@@ -200,12 +200,14 @@ def test_flags_of_a_custom_command_are_settings() -> None:
 
 def test_spec_that_contradicts_a_command_that_cannot_be_changed_is_refused() -> None:
     with pytest.raises(SpecError, match=r"contradicts train\.command"):
-        of({"exp_avg_dtype": "fp8"}, command=("train", "--exp-avg-dtype", "bf16"))
-    assert of({"overlap_grad_reduce": True}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
+        options_of({"exp_avg_dtype": "fp8"}, command=("train", "--exp-avg-dtype", "bf16"))
+    assert options_of({"overlap_grad_reduce": True}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
 
 
 def test_settings_of_the_spec_win_over_a_command_of_megatron() -> None:
-    assert not of({"overlap_grad_reduce": False}, command=(*COMMAND, "--overlap-grad-reduce")).overlap_grad_reduce
+    assert not options_of(
+        {"overlap_grad_reduce": False}, command=(*COMMAND, "--overlap-grad-reduce")
+    ).overlap_grad_reduce
 
 
 def test_published_run_overlaps_its_exchange_with_a_distributed_optimizer() -> None:

@@ -74,13 +74,13 @@ def _job(folder: Path, name: str, rank: int | None) -> Any:
 
 
 @pytest.mark.parametrize(("name", "rank"), CASES)
-def test_rank_needs_the_memory_that_it_needs_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
+def test_a_probed_rank_needs_the_memory_that_it_needs_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
     real = found[name]["ranks"][rank]["peak_allocated_bytes"]
     assert found[f"{name} {rank}"]["peak_allocated_bytes"] == pytest.approx(real, rel=0.03)
 
 
 @pytest.mark.parametrize(("name", "rank"), CASES)
-def test_rank_computes_about_as_long_as_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
+def test_a_probed_rank_computes_about_as_long_as_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
     real = statistics.median(step["forward_backward_s"] for step in found[name]["ranks"][rank]["own_steps"][1:])
     probed = statistics.median(step["compute_s"] for step in found[f"{name} {rank}"]["steps"][1:])
     assert 0.4 < probed / real < 2.5  # processor time, which a machine with other work lengthens
@@ -100,7 +100,7 @@ def test_phases_are_measured_separately(found: dict[str, Any], name: str, rank: 
     assert max(peaks) == probed["peak_allocated_bytes"]
 
 
-def test_only_as_many_microbatches_are_run_as_show_what_further_ones_cost(found: dict[str, Any]) -> None:
+def test_a_probe_runs_only_enough_microbatches_to_predict_the_others(found: dict[str, Any]) -> None:
     short, long = found["dense 7"], found["long"]
     assert (short["num_microbatches"], short["microbatches_run"]) == (4, 4)
     assert (long["num_microbatches"], long["microbatches_run"]) == (16, 4)

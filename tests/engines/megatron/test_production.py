@@ -87,7 +87,7 @@ def test_a_named_setting_takes_precedence_and_what_contradicts_it_is_left_out() 
     assert OVERLAP not in assumed(small.EXPERTS, space={**SPACE, OVERLAP: (False, True)})
 
 
-def test_what_the_chip_or_the_release_lacks_is_left_out() -> None:
+def test_settings_that_the_chip_or_the_release_lacks_are_left_out() -> None:
     flex = RefusedValues(name="no_link", knob="settings.moe_token_dispatcher_type", values=("flex",), reason="no link")
     assert "moe_token_dispatcher_type" not in assumed(small.EXPERTS, flex)
     assert OVERLAP not in assumed(small.EXPERTS, engine_version="0.12.0")
@@ -96,7 +96,7 @@ def test_what_the_chip_or_the_release_lacks_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("job", [{"command": ("pretrain_gpt.py",)}, {"implementation": "local"}])
-def test_a_spec_that_names_what_runs_is_left_as_it_is(job: dict[str, Any]) -> None:
+def test_a_spec_that_names_its_settings_is_unchanged(job: dict[str, Any]) -> None:
     arguments = platform(**job)
     assert WORKLOAD.as_in_production(arguments) is arguments
 

@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rule(name: str) -> None:
+def test_each_rule_refuses_its_bad_candidate_and_accepts_the_good_one(name: str) -> None:
     rule, bad, good, of_task = CASES[name]
     assert rule in broken(bad, **of_task)
     assert rule not in broken(good, **of_task)

@@ -163,7 +163,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert uneven > 1.2 * even
 
 
-def test_messages_between_stages_are_waited_for_unless_virtual_stages_hide_them() -> None:
+def test_stages_wait_for_messages_unless_virtual_stages_hide_them() -> None:
     shown = parts(with_options(overlap_p2p_comm=False), pipeline=4.0, virtual=4.0)
     hidden = parts(pipeline=4.0, virtual=4.0)
     assert shown["pp_comm_s"] > 10 * hidden["pp_comm_s"]
@@ -206,7 +206,7 @@ def test_experts_one_by_one_launch_more_kernels_than_grouped_ones() -> None:
     assert total(single) > total(train)
 
 
-def test_adapters_need_neither_weight_gradients_nor_their_exchange() -> None:
+def test_adapters_have_neither_weight_gradients_nor_their_exchange() -> None:
     found = parts(with_options(adapters=True))
     assert found["dp_comm_exposed_s"] == 0
     assert found["compute_s"] < 0.75 * parts()["compute_s"]

@@ -24,11 +24,11 @@ Install = Callable[..., None]
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Let transformer-engine be installed, and import or not."""
 
-    def pretend(*, imports: bool = True) -> None:
+    def set_installed(*, imports: bool = True) -> None:
         monkeypatch.setattr(trial_program, "installed", lambda module, requirement="": True)
         monkeypatch.setattr(trial_program, "_imports", lambda modules: imports)
 
-    return pretend
+    return set_installed
 
 
 def platform(device_type: str, **train: Any) -> Platform:
@@ -44,7 +44,7 @@ def test_layers_are_those_of_transformer_engine_where_it_imports(install: Instal
     assert WORKLOAD.installation_notes(found) == ()
 
 
-def test_layers_are_megatrons_own_where_it_does_not_and_a_note_says_so(install: Install) -> None:
+def test_layers_are_megatrons_own_otherwise_with_a_note(install: Install) -> None:
     assert WORKLOAD.as_installed(platform("cuda")).task.spec.train.implementation is None
     install(imports=False)
     found = WORKLOAD.as_installed(platform("cuda"))
@@ -75,7 +75,7 @@ def test_a_cpu_a_given_implementation_and_a_command_stay(install: Install, devic
         {"settings": {"use_precision_aware_optimizer": True}},
     ],
 )
-def test_what_needs_it_runs_where_it_is_installed(install: Install, train: Any) -> None:
+def test_settings_that_need_transformer_engine_run_where_it_is_installed(install: Install, train: Any) -> None:
     spec = small.task(**train).spec
     with pytest.raises(SpecError):
         WORKLOAD.ready(spec)

@@ -192,7 +192,7 @@ def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
-def test_containers_see_where_links_of_a_model_lead_and_all_variables(tmp_path: Path) -> None:
+def test_containers_mount_the_targets_of_links_and_get_all_variables(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()

@@ -23,7 +23,7 @@ GIB = 2**30
 LARGE = replace(DENSE, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, kv_channels=128)
 
 
-def usual(engine: Engine, task: Task) -> dict[str, KnobValue]:
+def baseline(engine: Engine, task: Task) -> dict[str, KnobValue]:
     """The baseline: what the rule of thumb takes of the usual space."""
     arguments = replace(task, spec=replace(task.spec, space=engine.usual_space(task)))
     space = build(engine.axes(arguments), engine.rules(arguments), engine.merges(arguments))
@@ -54,13 +54,13 @@ def test_a_flag_of_the_engine_is_not_searched(engine: Engine) -> None:
 def test_with_a_space_other_knobs_have_the_engines_defaults(engine: Engine) -> None:
     task = serving(engine.name, devices=4, space={"enable_prefix_caching": (True, False)})
     assert [axis.knob for axis in engine.axes(task) if len(axis.values) > 1] == ["enable_prefix_caching"]
-    assert usual(engine, task) == engine.defaults(task)
+    assert baseline(engine, task) == engine.defaults(task)
 
 
 @ALL
 def test_on_cores_the_engines_defaults_are_the_baseline(engine: Engine) -> None:
     task = serving(engine.name, devices=4, on_cores=True, default_space=True)
-    assert usual(engine, task) == engine.defaults(task)
+    assert baseline(engine, task) == engine.defaults(task)
 
 
 @pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda each: each.name)
@@ -77,11 +77,11 @@ def test_the_baseline_uses_all_devices_and_has_room_for_the_cache(
     engine: Engine, model: Model, memory: int, objective: str, instances: int, tensor: int
 ) -> None:
     task = serving(engine.name, devices=8, model=model, memory=memory, default_space=True)
-    found = usual(engine, replace(task, spec=replace(task.spec, objective=objective)))
+    found = baseline(engine, replace(task, spec=replace(task.spec, objective=objective)))
     assert (found["instances"], found["tensor_model_parallel_size"]) == (instances, tensor)
     assert found["pipeline_model_parallel_size"] == 1
 
 
 def test_the_baseline_takes_the_layouts_that_the_space_lists() -> None:
     task = serving("vllm", devices=8, space={"instances": (1, 2), "tensor_model_parallel_size": (2, 4)})
-    assert (usual(VLLM, task)["instances"], usual(VLLM, task)["tensor_model_parallel_size"]) == (2, 4)
+    assert (baseline(VLLM, task)["instances"], baseline(VLLM, task)["tensor_model_parallel_size"]) == (2, 4)

@@ -336,7 +336,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     assert figure(found, "e2e_s.p50") == figure(found, "ttft_s.p50")
 
 
-def together(on: Task, *kinds: tuple[int, int]) -> Predictions:
+def predict_kinds(on: Task, *kinds: tuple[int, int]) -> Predictions:
     """One candidate: so many instances of so many tensor ranks, each kind beside the others."""
     counts, tensor = np.array(kinds).T
     several = settings(tensor=tensor, instances=np.full(tensor.size, counts.sum()))
@@ -347,7 +347,7 @@ STEADY = task(replace(LOAD, concurrency=48, num_prompts=None))
 
 
 def test_equal_kinds_of_instances_are_plain_replicas() -> None:
-    found, alike = together(STEADY, (1, 2), (2, 2)), predicted(STEADY, tensor=2, instances=3)
+    found, alike = predict_kinds(STEADY, (1, 2), (2, 2)), predicted(STEADY, tensor=2, instances=3)
     for name in ("output_tokens_per_s", "ttft_s.p50", "tpot_s.p99", "kv_cache_tokens", "kv_cache_gib"):
         assert figure(found, name)[0] == pytest.approx(figure(alike, name)[0], rel=0.02), name
 
@@ -355,7 +355,7 @@ def test_equal_kinds_of_instances_are_plain_replicas() -> None:
 def test_unequal_instances_give_the_sum_of_their_shares() -> None:
     few = task(replace(LOAD, concurrency=16, num_prompts=None))
     wide, narrow = (figure(predicted(few, tensor=size))[0] for size in (4, 2))
-    found = together(STEADY, (1, 4), (2, 2))
+    found = predict_kinds(STEADY, (1, 4), (2, 2))
     assert figure(found)[0] == pytest.approx(wide + 2 * narrow, rel=0.03)
     assert figure(found, "output_tokens_per_s_per_device")[0] == pytest.approx(figure(found)[0] / 8)
     fast, slow = (figure(predicted(few, tensor=size), "tpot_s.p50")[0] for size in (4, 2))
@@ -366,25 +366,25 @@ def test_a_burst_is_split_evenly_and_the_slowest_instance_ends_it() -> None:
     burst = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=96))
     third = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=32))
     slowest = 32 / figure(predicted(third, tensor=1), "requests_per_s")[0]
-    assert 96 / figure(together(burst, (1, 4), (2, 1)), "requests_per_s")[0] == pytest.approx(slowest, rel=0.02)
+    assert 96 / figure(predict_kinds(burst, (1, 4), (2, 1)), "requests_per_s")[0] == pytest.approx(slowest, rel=0.02)
 
 
 def test_a_faster_instance_is_sent_more_of_a_load_that_ends() -> None:
     ending = task(replace(LOAD, concurrency=48, num_prompts=480))
-    found, endless = together(ending, (1, 4), (2, 1)), together(STEADY, (1, 4), (2, 1))
+    found, endless = predict_kinds(ending, (1, 4), (2, 1)), predict_kinds(STEADY, (1, 4), (2, 1))
     assert figure(found)[0] == pytest.approx(figure(endless)[0], rel=0.15)
 
 
 def test_one_client_reaches_unequal_instances_in_turn() -> None:
     single = task(replace(LOAD, concurrency=1, num_prompts=30))
     times = [figure(predicted(single, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
-    assert figure(together(single, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
+    assert figure(predict_kinds(single, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
 
 
 def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None:
     small = replace(STEADY, spec=replace(STEADY.spec, model=replace(DENSE, num_layers=240)))
-    assert together(small, (2, 4)).fits[0]
-    assert not together(small, (1, 4), (4, 1)).fits[0]
+    assert predict_kinds(small, (2, 4)).fits[0]
+    assert not predict_kinds(small, (1, 4), (4, 1)).fits[0]
 
 
 def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.Mon
     assert ranked.step_time_s == pytest.approx(full.step_time_s, rel=0.2)
 
 
-def test_parts_of_a_requests_time_add_up_and_report_what_it_is_spent_on() -> None:
+def test_parts_of_a_requests_time_add_up() -> None:
     crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
     found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
     full = sum(found[f"time.{part}"] for part in PARTS)

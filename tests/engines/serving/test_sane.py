@@ -86,7 +86,7 @@ def test_longer_prompts_never_shorten_the_time_to_first_token(context: Candidate
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_a_rate_beyond_what_can_be_served_saturates(context: Candidates) -> None:
+def test_throughput_saturates_at_rates_that_cannot_be_served(context: Candidates) -> None:
     loads = [
         Load(input_len=context.prompt, output_len=context.output, request_rate=rate, num_prompts=300) for rate in RATES
     ]

@@ -47,8 +47,8 @@ class Instance:
 
     def iterate(self, lengths: Sequence[tuple[int, int]]) -> list[int]:
         """Compute an iteration and return the requests that end."""
-        lane, begun = self.price.lane, self.next
-        while self.waiting and self.waiting[0][0] <= begun and len(self.prompts) + len(self.running) < lane.running:
+        lane, start = self.price.lane, self.next
+        while self.waiting and self.waiting[0][0] <= start and len(self.prompts) + len(self.running) < lane.running:
             request = self.waiting.pop(0)[1]
             self.prompts.append([request, lengths[request][0]])
         left, tokens, longest, pairs, through = lane.budget - len(self.running), 0.0, 0.0, 0.0, []
@@ -59,9 +59,9 @@ class Instance:
             through += [piece[0]] if not piece[1] else []
         self.prompts = [piece for piece in self.prompts if piece[1]]
         sequences, context = len(self.running), sum(each[1] for each in self.running)
-        took = self.price.mixed(sequences, tokens, longest, pairs, len(through)) if tokens else 0.0
-        took = took or self.price.decode(sequences)
-        self.now = begun + took + (self.price.cached(sequences) * context if sequences else 0.0)
+        duration = self.price.mixed(sequences, tokens, longest, pairs, len(through)) if tokens else 0.0
+        duration = duration or self.price.decode(sequences)
+        self.now = start + duration + (self.price.cached(sequences) * context if sequences else 0.0)
         self.running = [[request, held + 1, result + 1] for request, held, result in self.running]
         self.running += [[request, lengths[request][0] + 1, 1] for request in through]
         over = [request for request, _, result in self.running if result >= lengths[request][1]]
@@ -76,11 +76,11 @@ def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]
     come = (
         load.arrivals.tolist() if load.arrivals is not None else [0.0] * min(load.load.concurrency or 1, len(lengths))
     )
-    begun, ended, first = {}, {}, 0
+    start, ended, first = {}, {}, 0
     while len(ended) < len(lengths):
         server = min(servers, key=lambda each: each.next)
         if first < len(come) and come[first] <= server.next:
-            begun[first] = come[first]
+            start[first] = come[first]
             min(servers, key=lambda each: (each.in_flight, each.sent)).take(first, come[first])
             first += 1
             continue
@@ -89,7 +89,7 @@ def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]
             if load.arrivals is None and len(come) < len(lengths):
                 come.append(server.now)
     answers = sum(output for _, output in lengths)
-    return answers / max(ended.values()), float(np.mean([ended[each] - begun[each] for each in ended]))
+    return answers / max(ended.values()), float(np.mean([ended[each] - start[each] for each in ended]))
 
 
 @pytest.mark.parametrize(

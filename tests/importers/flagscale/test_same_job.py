@@ -122,7 +122,7 @@ def test_a_candidate_has_the_arguments_that_flagscale_recorded(name: str, tmp_pa
     check(request, json.loads(RECORDED.read_text(encoding="utf-8"))[name], run)
 
 
-def ask(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def run_flagscale(python: str, root: Path, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return FlagScale's answers, from a process that sees no others: its scripts end processes by name."""
     command = [python, str(HERE / "flagscale_runner.py")]
     if shutil.which("unshare") and subprocess.run(["unshare", "--pid", "--fork", "true"], check=False).returncode == 0:
@@ -157,7 +157,7 @@ def test_a_candidate_has_the_arguments_of_flagscales_own_runner(wheel: Path, tmp
         case(wheel / "examples" / name.split("/")[0] / "conf", name.split("/")[1].split()[0], (*overrides, *DATA), 4)
         for name, overrides in EXAMPLES.items()
     ]
-    answers = ask(f"{ENVIRONMENT}/bin/python", wheel, [*own, *examples])
+    answers = run_flagscale(f"{ENVIRONMENT}/bin/python", wheel, [*own, *examples])
     if os.environ.get("RECORD"):
         record = dict(zip(OWN, answers, strict=False))
         RECORDED.write_text(json.dumps(without_places(record, wheel)) + "\n", encoding="utf-8")

@@ -197,7 +197,9 @@ def test_precision_and_settings_are_those_of_the_tree_on_any_number_of_nodes() -
 )
 def test_no_recomputed_layers_are_no_recomputation(overrides: tuple[str, ...], baseline: dict[str, Any]) -> None:
     arguments = ("recompute_granularity=full", *overrides)
-    found = tree("train_dense", *(f"++train.system.{each}" for each in arguments), f"{SPACE}.recompute_num_layers=[0,4]")
+    found = tree(
+        "train_dense", *(f"++train.system.{each}" for each in arguments), f"{SPACE}.recompute_num_layers=[0,4]"
+    )
     parse_spec(found.data, file="x", base=Path(), engines=ENGINES)
     assert baseline.items() <= found.data["auto_tuner"]["baseline"].items()
     assert "recompute_num_layers" not in found.data["auto_tuner"]["baseline"] or "recompute_num_layers" in baseline

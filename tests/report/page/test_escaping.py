@@ -16,55 +16,59 @@ from flagcore.report.page.run import RunData, tail, text_file
 from tests.report.page.conftest import HOSTILE, Runs
 from tests.report.page.reading import read
 
-EVIL = (
+MALICIOUS = (
     "</script></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"' --> ]]> & a|b ``` {{ 7*7 }} <a href='#x'>"
 )
 
 
-def evil_page() -> Page:
-    rows = [[EVIL, 1.0]]
+def malicious_page() -> Page:
+    rows = [[MALICIOUS, 1.0]]
     chart = Chart(
-        title=EVIL,
-        summary=EVIL,
-        traces=({"type": "bar", "x": [1.0], "y": [EVIL], "name": EVIL},),
-        layout={"height": 100, "title": {"text": EVIL}},
-        table=table(EVIL, [EVIL, "n"], rows),
+        title=MALICIOUS,
+        summary=MALICIOUS,
+        traces=({"type": "bar", "x": [1.0], "y": [MALICIOUS], "name": MALICIOUS},),
+        layout={"height": 100, "title": {"text": MALICIOUS}},
+        table=table(MALICIOUS, [MALICIOUS, "n"], rows),
     )
-    folded = Collapsed(anchor="trial-0", title=EVIL, blocks=(Code(EVIL, EVIL), Text(EVIL)))
-    section = Section(anchor="summary", title=EVIL, blocks=(Text(EVIL), chart, table(EVIL, [EVIL, "n"], rows), folded))
-    return Page(title=EVIL, subtitle=EVIL, sections=(section,))
+    folded = Collapsed(anchor="trial-0", title=MALICIOUS, blocks=(Code(MALICIOUS, MALICIOUS), Text(MALICIOUS)))
+    section = Section(
+        anchor="summary",
+        title=MALICIOUS,
+        blocks=(Text(MALICIOUS), chart, table(MALICIOUS, [MALICIOUS, "n"], rows), folded),
+    )
+    return Page(title=MALICIOUS, subtitle=MALICIOUS, sections=(section,))
 
 
 def test_text_of_every_kind_stays_text_in_html() -> None:
-    page = read(as_html(evil_page()))
+    page = read(as_html(malicious_page()))
     assert len(list(page.root.every("script"))) == 3  # the charts' data, the library and the page's own
     assert not list(page.root.every("img"))
-    assert all(each.text == EVIL for each in page.root.every("h1", "h2", "h3", "pre"))
-    assert next(page.root.every("title")).text == EVIL
+    assert all(each.text == MALICIOUS for each in page.root.every("h1", "h2", "h3", "pre"))
+    assert next(page.root.every("title")).text == MALICIOUS
     assert not [name for each in page.root.every() for name in each.attributes if name.startswith("on")]
-    assert page.charts[0]["traces"][0]["y"] == [label(EVIL)]
+    assert page.charts[0]["traces"][0]["y"] == [label(MALICIOUS)]
 
 
 def test_data_of_charts_cannot_end_their_script() -> None:
-    html = as_html(evil_page())
+    html = as_html(malicious_page())
     data = html.split('<script type="application/json" id="charts">')[1].split("</script>")[0]
-    assert json.loads(data)[0]["layout"]["title"]["text"] == label(EVIL, 60)
+    assert json.loads(data)[0]["layout"]["title"]["text"] == label(MALICIOUS, 60)
     assert not re.search(r"[<>&]", data)
 
 
 def test_labels_of_charts_hold_no_tag_but_line_breaks() -> None:
-    assert set(re.findall(r"<[^>]*>", label(EVIL))) <= {"<br>"}
+    assert set(re.findall(r"<[^>]*>", label(MALICIOUS))) <= {"<br>"}
     assert label("a<b>&") == "a&lt;b&gt;&amp;"
     assert label("pruned: does_the_work_of_a_measured_one").count("<br>") == 1
 
 
 def test_text_stays_text_in_markdown() -> None:
-    text = as_markdown(evil_page())
+    text = as_markdown(malicious_page())
     outside = re.sub(r"^(`{3,})text\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
     assert "`````" not in outside
     assert not re.search(r"(?<!\\)<", outside)
     assert all(line.count("|") - line.count("\\|") == 3 for line in outside.splitlines() if line.startswith("|"))
-    assert f"````text\n{EVIL}\n````" in text
+    assert f"````text\n{MALICIOUS}\n````" in text
 
 
 def test_a_log_with_html_is_escaped(runs: Runs) -> None:

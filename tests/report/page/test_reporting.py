@@ -90,8 +90,8 @@ def test_trials_that_ended_after_the_result_are_reported(copied: Callable[[str],
     finished = runs("resumed").result
     assert len(page.rows("trials", "All trials")) == len(finished["trials"]) + len(finished["repeats"])
     assert page.facts("summary")["Speedup over the baseline"].value == finished["gain"]
-    books = api.explain(folder)
-    assert (books.counts.measured, books.ended_because) == (finished["counts"]["measured"], None)
+    explained = api.explain(folder)
+    assert (explained.counts.measured, explained.ended_because) == (finished["counts"]["measured"], None)
     assert api.load_run(folder).stopped_because is None
     assert api.load_run(runs("resumed").folder).stopped_because == finished["stopped_because"]
 

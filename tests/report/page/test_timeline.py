@@ -21,7 +21,7 @@ from flagcore.report.page.timeline import KINDS, MAX_PASSES, fewest, pipeline
 from tests import small
 from tests.physics.planned_orders import PLANNED, simulate
 
-PLAYED = [schedule for schedule in SCHEDULES if schedule not in PLANNED]
+EXECUTABLE = [schedule for schedule in SCHEDULES if schedule not in PLANNED]
 
 PASSES = Passes(
     schedule="interleaved",
@@ -158,7 +158,7 @@ def drawn_of(chart: Chart) -> list[tuple[str, str, float, float, str]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", PLAYED)
+@pytest.mark.parametrize("schedule", EXECUTABLE)
 def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> None:
     passes = named(schedule)
     (chart,) = section_of(passes).blocks

@@ -116,8 +116,8 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
     """Return the bytes that a stage sends to the host for each micro-batch, and fetches back."""
     kinds = Kinds.of(train, layout)
     dense, moe = kinds.on(train, stage)
-    whole = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
-    return stage.dense * (whole[0].stored - dense.stored) + stage.moe * (whole[-1].stored - moe.stored)
+    layer_counts = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
+    return stage.dense * (layer_counts[0].stored - dense.stored) + stage.moe * (layer_counts[-1].stored - moe.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
     above = np.where(stage.last > 0, at_loss, above)
     waiting = _waiting(train, stage, kinds)
-    rest = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
-    return StageActivations(dense, moe, inputs, one * stage.in_flight + rest, above)
+    end_bytes = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
+    return StageActivations(dense, moe, inputs, one * stage.in_flight + end_bytes, above)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,11 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     placement = Placement.of(layout, costs)
     memories = stages_in_use(train, layout, costs, stages(train.model, layout, train.options, placement.starts))
     if len(costs.groups) == 1:
-        need = np.stack([each.memory.peak for each in memories])
+        needed = np.stack([each.memory.peak for each in memories])
     else:
         share = np.stack([each.used for each in memories]) / np.stack([each.capacity for each in memories])
-        need = np.where(np.isnan(share), 1.0, share)
-    return pick(np.argmax(need, axis=0), memories)
+        needed = np.where(np.isnan(share), 1.0, share)
+    return pick(np.argmax(needed, axis=0), memories)
 
 
 def stages_in_use(train: Training, layout: Layout, costs: Costs, requested_stages: Sequence[Stage]) -> list[InUse]:

@@ -183,15 +183,15 @@ def _of_uneven(model: Model, layout: Layout, part: Part, index: FloatArray, flig
     """
     size, virtual, layers = layout.pipeline, layout.virtual, part.layers
     rounds = np.floor(flight / size)
-    rest = (flight - rounds * size) * virtual
+    remaining = (flight - rounds * size) * virtual
     each = np.floor(layers / virtual)
-    spread = rest * each + np.minimum(rest, (layers - each * virtual) * size)
+    spread = remaining * each + np.minimum(remaining, (layers - each * virtual) * size)
     before = virtual - 1.0
     left = np.clip(layers - layers_before_last(model, layout), 0.0, layers)
-    here = np.minimum(rest, before * size)
-    filled = here * (layers - left) / before + (rest - here) * left
-    held = rounds * size * layers + np.where(part.last > 0, filled, spread)
-    return held / layers
+    current = np.minimum(remaining, before * size)
+    filled = current * (layers - left) / before + (remaining - current) * left
+    held_layers = rounds * size * layers + np.where(part.last > 0, filled, spread)
+    return held_layers / layers
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
@@ -199,8 +199,8 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     first, last = (index == 0).astype(np.float64), (index == end).astype(np.float64)
     middle = chunk * layout.virtual
     head = np.where(layout.first_layers > 0, layout.first_layers, middle - options.account_for_embedding)
-    rest = model.num_layers - head - middle * np.maximum(end - 1.0, 0.0)
-    tail = np.where(layout.last_layers > 0, layout.last_layers, np.maximum(rest, 0.0))
+    middle_layers = model.num_layers - head - middle * np.maximum(end - 1.0, 0.0)
+    tail = np.where(layout.last_layers > 0, layout.last_layers, np.maximum(middle_layers, 0.0))
     layers = np.where(first > 0, head, np.where(last > 0, tail, middle))
     layers = np.where(end > 0, layers, float(model.num_layers))
     dense = layers

@@ -133,10 +133,10 @@ class Messages:
         ]
         between = costs.between.seconds("send", payload, pair, stride)
         has_several = np.maximum.reduce(counts) > 1.0
-        usual = np.where(has_several, np.maximum.reduce(inside_group), between)
+        default = np.where(has_several, np.maximum.reduce(inside_group), between)
         if SCHEDULES[train.options.schedule or "interleaved"].parts == 2:
-            return cls(np.maximum(usual, between))
-        return cls(usual, np.maximum(between - usual, 0.0))
+            return cls(np.maximum(default, between))
+        return cls(default, np.maximum(between - default, 0.0))
 
     def mean(self, layout: Layout, placement: Placement) -> FloatArray:
         if self.longer is None:

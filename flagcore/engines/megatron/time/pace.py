@@ -75,11 +75,13 @@ class Pace:
         layer_weights = _weights(train, rows, layers=1.0) if has_experts else dense_weights
         head_weights = _weights(train, rows, last=1.0, mtp=depths) - depths * layer_weights  # without its layers
         accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
-        once, twice = (costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0))
+        one_pass, two_passes = (
+            costs.kernels.memory_seconds(accumulation * times * layer_weights) for times in (8.0, 16.0)
+        )
         is_trained = 0.0 if train.options.adapters else 1.0
 
         def passes(block: Block | StageTime, weights: FloatArray) -> _Passes:
-            gradients = is_trained * (block.weight + (twice - once) * weights / (8.0 * layer_weights))
+            gradients = is_trained * (block.weight + (two_passes - one_pass) * weights / (8.0 * layer_weights))
             forward, backward = block.forward, block.backward
             return _Passes(forward.total, forward.launches, backward.total + gradients, backward.launches)
 
@@ -92,7 +94,7 @@ class Pace:
             leading_layer=layers(parts.dense, dense_weights),
             embedding=passes(parts.embedding, embedding)[index],
             head=passes(parts.head, head_weights)[index],
-            once_s=is_trained * (2.0 * once - twice)[index],
+            once_s=is_trained * (2.0 * one_pass - two_passes)[index],
             recomputed_layers=np.where(layout.uniform > 0, np.inf, layout.block * layout.virtual),
         )
         host = costs.kernels.launch_seconds() * LAUNCH_SHARE[train.options.cuda_graph]

@@ -42,7 +42,7 @@ def pipeline_time(
     overlapped = overlapped_passes(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
-        some = layout[rows]
+        subset = layout[rows]
         numbers = _representatives(int(length), [stage.index[rows] for stage in found])
 
         def of(values: list[FloatArray], rows: IntArray = rows, numbers: list[IntArray] = numbers) -> FloatArray:
@@ -63,7 +63,7 @@ def pipeline_time(
             weight_share=train.weight_share,
             paired=of(overlapped) if overlapped else None,
         )
-        total[rows] = makespan(name, stage_times, some.microbatches, some.virtual)
+        total[rows] = makespan(name, stage_times, subset.microbatches, subset.virtual)
     return total, np.where(layout.pipeline > 1.0, mean_message, 0.0)
 
 

@@ -76,11 +76,11 @@ def _timed_step(
     schedule_end = clock()
     built.optimizer.step()
     end = clock()
-    schedule, once = schedule_end - clear_end - finish.seconds, clear_end - start + finish.seconds
+    schedule, outside_schedule = schedule_end - clear_end - finish.seconds, clear_end - start + finish.seconds
     return {
-        "compute_s": schedule * job.num_microbatches / len(batches) + once,
+        "compute_s": schedule * job.num_microbatches / len(batches) + outside_schedule,
         "schedule_s": schedule,
-        "once_s": once,
+        "once_s": outside_schedule,
         "optimizer_s": end - schedule_end,
     }
 

@@ -51,8 +51,8 @@ def _hosts(hardware: Hardware, knobs: tuple[str, ...], span: bool) -> tuple[Rule
 
     def misplaced(c: Columns) -> BoolArray:
         width = np.maximum(np.prod([c[knob] for knob in knobs[1:]], axis=0), 1)
-        whole = width // hardware.per_host
-        large = ((width % hardware.per_host != 0) | (c[INSTANCES] * whole > hardware.hosts)) if span else True
+        hosts_each = width // hardware.per_host
+        large = ((width % hardware.per_host != 0) | (c[INSTANCES] * hosts_each > hardware.hosts)) if span else True
         small = c[INSTANCES] > hardware.hosts * (hardware.per_host // width)
         return np.where(width > hardware.per_host, large, small)
 
@@ -89,12 +89,12 @@ def _attention_and_experts(task: Task) -> tuple[Rule, ...]:
 
 def context_rule(task: Task, knob: str) -> Rule:
     """Return the rule that the context fits the longest request, because engines silently truncate longer answers."""
-    need = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads)
     return Rule(
         name="context_length",
         knobs=(knob,),
-        message=f"{knob} must be at least the tokens of the longest request, {need}",
-        broken=lambda c: (c[knob] > 0) & (c[knob] < need),
+        message=f"{knob} must be at least the tokens of the longest request, {needed}",
+        broken=lambda c: (c[knob] > 0) & (c[knob] < needed),
     )
 
 

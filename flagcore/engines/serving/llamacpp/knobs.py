@@ -210,31 +210,31 @@ def _trained_context(spec: Spec) -> int | None:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return llama.cpp's effective settings for candidates; a slot is a sequence, a logical batch an iteration."""
-    get = PROGRAM.columns(task, columns)
+    values = PROGRAM.columns(task, columns)
     hardware, total = Hardware.of(task), total_context(task)
-    slots, batch = or_default(get[PARALLEL], AUTO_SLOTS), or_default(get[N_BATCH], BATCH)
-    context = or_default(get[CONTEXT], slot_context(task, None))
+    slots, batch = or_default(values[PARALLEL], AUTO_SLOTS), or_default(values[N_BATCH], BATCH)
+    context = or_default(values[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
     if trained := _trained_context(task.spec):  # shared by all slots if their number is not set
-        is_trained_context = (get[PARALLEL] == 0) & (get[CONTEXT] == 0) & (total == 0)
+        is_trained_context = (values[PARALLEL] == 0) & (values[CONTEXT] == 0) & (total == 0)
         context, pool = np.where(is_trained_context, trained, context), np.where(is_trained_context, trained, pool)
-    element = np.array([KV_BYTES["f16"], *KV_BYTES.values()])[get[KV]]
-    devices = get[TP] * get[PP]
+    element = np.array([KV_BYTES["f16"], *KV_BYTES.values()])[values[KV]]
+    devices = values[TP] * values[PP]
     if hardware.on_cores:
-        share = hardware.share(get[INSTANCES], columns)
-        devices = np.where(get[THREADS] > 0, np.minimum(get[THREADS], share), share)
+        share = hardware.share(values[INSTANCES], columns)
+        devices = np.where(values[THREADS] > 0, np.minimum(values[THREADS], share), share)
     return Settings.of(
         task,
-        get,
+        values,
         devices=devices,
         max_running=slots,
         max_batched_tokens=batch,
-        pass_tokens=np.minimum(or_default(get[N_UBATCH], UBATCH), batch),
-        context_len=slot_share(get, total) if total else context,
+        pass_tokens=np.minimum(or_default(values[N_UBATCH], UBATCH), batch),
+        context_len=slot_share(values, total) if total else context,
         graphs=np.ones_like(devices),
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
-        on_device=_on_device(task, get[LAYERS]),
+        on_device=_on_device(task, values[LAYERS]),
     )
 
 

@@ -226,12 +226,12 @@ def _batch_rules() -> tuple[Rule, ...]:
 
 
 def _slot_context(task: Task, total: int) -> Rule:
-    need = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads)
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),
-        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {need} per slot, the longest request",
-        broken=lambda c: own.slot_share(c, total) < need,
+        message=f"ctx-size = {total} over {PARALLEL} slots must be at least {needed} per slot, the longest request",
+        broken=lambda c: own.slot_share(c, total) < needed,
     )
 
 

@@ -108,20 +108,20 @@ def default_batch(task: Task) -> int:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return LMDeploy's effective settings for candidates."""
-    get = PROGRAM.columns(task, columns)
-    pytorch = get[BACKEND] == PYTORCH
-    prefill = or_default(get[PREFILL], DEFAULT_PREFILL)
-    batch = or_default(get[BATCH], default_batch(task))
+    values = PROGRAM.columns(task, columns)
+    pytorch = values[BACKEND] == PYTORCH
+    prefill = or_default(values[PREFILL], DEFAULT_PREFILL)
+    batch = or_default(values[BATCH], default_batch(task))
     return Settings.of(
         task,
-        get,
-        max_running=np.maximum(batch // get[DP].clip(1), 1),
+        values,
+        max_running=np.maximum(batch // values[DP].clip(1), 1),
         max_batched_tokens=prefill,
-        pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(get[PER_ITERATION], 1 << 40), prefill)),
-        block_size=or_default(get[BLOCK], DEFAULT_BLOCK),
-        graphs=(pytorch & (get[EAGER] == 0)).astype(np.int64),
-        cache_bytes=_cache_bytes(task, get, prefill + 2 * batch),
-        cache_element_bytes=np.array([KV_BYTES["none"], *KV_BYTES.values()])[get[KV]],
+        pass_tokens=np.where(pytorch, prefill, np.minimum(or_default(values[PER_ITERATION], 1 << 40), prefill)),
+        block_size=or_default(values[BLOCK], DEFAULT_BLOCK),
+        graphs=(pytorch & (values[EAGER] == 0)).astype(np.int64),
+        cache_bytes=_cache_bytes(task, values, prefill + 2 * batch),
+        cache_element_bytes=np.array([KV_BYTES["none"], *KV_BYTES.values()])[values[KV]],
     )
 
 

@@ -24,21 +24,21 @@ def highest_load(
 
     `keeps` is called for one load after the other, first for `start`. `whole`: loads are whole numbers.
     """
-    kept, broken, factor, load = 0.0, math.inf, GROWTH, min(max(start, least), most)
+    passed, failed, factor, load = 0.0, math.inf, GROWTH, min(max(start, least), most)
     while True:
-        load = min(max(float(round(load)), kept + 1), broken - 1) if whole else load
+        load = min(max(float(round(load)), passed + 1), failed - 1) if whole else load
         if keeps(load):
-            kept = load
+            passed = load
         else:
-            broken = load
-        if kept and broken < math.inf:
-            load = math.sqrt(kept * broken)
-            ended = broken <= max(kept * RESOLUTION, kept + whole)
+            failed = load
+        if passed and failed < math.inf:
+            load = math.sqrt(passed * failed)
+            ended = failed <= max(passed * RESOLUTION, passed + whole)
         else:
-            load = min(kept * factor, most) if kept else max(broken / factor, least)
-            factor, ended = min(factor * factor, MAX_GROWTH), kept == most or broken == least
+            load = min(passed * factor, most) if passed else max(failed / factor, least)
+            factor, ended = min(factor * factor, MAX_GROWTH), passed == most or failed == least
         if ended:
-            return kept or None
+            return passed or None
 
 
 class LimitCheck:

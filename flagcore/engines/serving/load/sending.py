@@ -229,9 +229,9 @@ class Meter:
         `others_cores` is the mean number of cores that unrelated processes use.
         """
         wall = max(time.perf_counter() - self._start, 1e-9)
-        own = time.process_time() - self._own_cpu
+        own_cpu = time.process_time() - self._own_cpu
         others = (_busy_s() - self._busy) - (_process_tree_s() - self._tree)
-        return {"client_cpu_s": own, "client_cpu_share": own / wall, "others_cores": max(0.0, others / wall)}
+        return {"client_cpu_s": own_cpu, "client_cpu_share": own_cpu / wall, "others_cores": max(0.0, others / wall)}
 
 
 def _busy_s() -> float:
@@ -243,9 +243,9 @@ def _busy_s() -> float:
 
 def _process_tree_s() -> float:
     """Return the core seconds of this process and its descendants, including ended ones."""
-    own = psutil.Process()
+    client = psutil.Process()
     total = 0.0
-    for process in (own, *own.children(recursive=True)):
+    for process in (client, *client.children(recursive=True)):
         try:
             times = process.cpu_times()
         except psutil.Error:

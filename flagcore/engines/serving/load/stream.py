@@ -61,8 +61,8 @@ class Stream:
         if not self.done:
             if (rest := self._rest.strip()).startswith(b"{"):
                 self._raise_unstreamed(rest)
-            how = "unfinished" if usage is None else "without [DONE]"
-            raise RequestFailed(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
+            problem = "unfinished" if usage is None else "without [DONE]"
+            raise RequestFailed(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {problem}")
         if usage is None:
             raise RequestFailed(ProblemKind.NO_USAGE, "the stream ended without token counts")
         if self._finish not in _FINISH_REASONS:

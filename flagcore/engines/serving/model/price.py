@@ -89,8 +89,8 @@ class Price:
         if count < 3 or growth <= 0.0:
             return 0.5 * count * (first + last)
         host_bound = max(0, ceil(count - 1 - (last - first) / growth - 1e-6))  # iterations bound by the host
-        rest = count - host_bound
-        return host_bound * first + rest * last - growth * (rest * (rest - 1) / 2.0)
+        remaining = count - host_bound
+        return host_bound * first + remaining * last - growth * (remaining * (remaining - 1) / 2.0)
 
 
 def _interpolate(table: list[float], tokens: float) -> float:

@@ -155,11 +155,13 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
     chunk = chunk_sizes(task, columns)
     prefill = or_default(columns[PREFILL], PREFILL_TOKENS)
-    aside = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + 2.0 * graph
-    aside = aside + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
+    reserved_mib = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + 2.0 * graph
+    reserved_mib = (
+        reserved_mib + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
+    )
     if mib > 60 * 1024:
-        aside = np.maximum(aside, 10 * 1024)
-    return np.round((mib - aside) / mib, 3)
+        reserved_mib = np.maximum(reserved_mib, 10 * 1024)
+    return np.round((mib - reserved_mib) / mib, 3)
 
 
 def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
@@ -171,25 +173,25 @@ def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return SGLang's effective settings for candidates; attention DP groups share chunks and requests."""
-    get, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
-    chunk = chunk_sizes(task, get)
-    tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), or_default(get[PREFILL], PREFILL_TOKENS))
-    ranks = get[TP] * get[PP] * get[DP]
-    devices = hardware.share(get[INSTANCES], columns) if hardware.on_cores else ranks
-    element = np.array([2.0, *KV_BYTES.values()])[get[KV]]
-    share = knobs.shares(get[MEMORY], memory_share(task, get))
+    chunk = chunk_sizes(task, values)
+    tokens = np.where(chunk > 0, np.maximum(chunk // values[DP], 1), or_default(values[PREFILL], PREFILL_TOKENS))
+    ranks = values[TP] * values[PP] * values[DP]
+    devices = hardware.share(values[INSTANCES], columns) if hardware.on_cores else ranks
+    element = np.array([2.0, *KV_BYTES.values()])[values[KV]]
+    share = knobs.shares(values[MEMORY], memory_share(task, values))
     return Settings.of(
         task,
-        get,
+        values,
         devices=devices,
-        max_running=np.where(get[RUNNING] > 0, np.maximum(get[RUNNING] // get[DP], 1), MIN_RUNNING),
+        max_running=np.where(values[RUNNING] > 0, np.maximum(values[RUNNING] // values[DP], 1), MIN_RUNNING),
         max_batched_tokens=tokens,
-        block_size=or_default(get[PAGE], 1),
+        block_size=or_default(values[PAGE], 1),
         chunked=(chunk > 0).astype(np.int64),
-        graphs=((get[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
+        graphs=((values[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
         memory_fraction=np.full(ranks.shape, np.nan) if hardware.on_cores else share,
-        cache_bytes=_cache_bytes(task, other_args, get, devices, element),
+        cache_bytes=_cache_bytes(task, other_args, values, devices, element),
         cache_element_bytes=element,
     )
 

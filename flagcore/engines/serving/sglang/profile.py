@@ -123,7 +123,7 @@ def _data(info: Mapping[str, Any]) -> int:
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of SGLang for legal candidates."""
     experts = task.spec.model.num_moe_experts or 1
-    need = longest_request(task.spec.serve.loads)
+    needed = longest_request(task.spec.serve.loads)
     return (
         *split_rules(task, data=True, span=True),
         Rule(
@@ -141,9 +141,9 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="whole_prompts",
             knobs=(CHUNK, PREFILL),
-            message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must be at least {need}, the tokens of the "
+            message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must be at least {needed}, the tokens of the "
             "longest request",
-            broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < need),
+            broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < needed),
         ),
         context_rule(task, own.CONTEXT),
         *_pages(task),

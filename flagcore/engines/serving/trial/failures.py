@@ -54,9 +54,9 @@ def log_text(file: Path, begin: int = 0) -> str:
         with open_regular(file) as log:
             log.seek(begin)
             text = log.read(HEAD_BYTES)
-            rest = os.fstat(log.fileno()).st_size - begin - HEAD_BYTES
-            if rest > 0:
-                log.seek(begin + HEAD_BYTES + max(0, rest - TAIL_BYTES))
+            skipped = os.fstat(log.fileno()).st_size - begin - HEAD_BYTES
+            if skipped > 0:
+                log.seek(begin + HEAD_BYTES + max(0, skipped - TAIL_BYTES))
                 text += b"\n" + log.read(TAIL_BYTES)
             return text.decode("utf-8", errors="replace")
     except OSError:

@@ -40,8 +40,8 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
         start_all(list(servers.values()), job.directory, engine.health, deadline)
         while True:
             _report(folder, servers)
-            until = time.monotonic() + PERIOD_SECONDS
-            while time.monotonic() < until:
+            next_report = time.monotonic() + PERIOD_SECONDS
+            while time.monotonic() < next_report:
                 check_all_alive(list(servers.values()), "during the load")
                 time.sleep(CHECK_SECONDS)
     except TrialFailure as failure:
@@ -54,13 +54,13 @@ def main(folder: Path, number: int, ports: Sequence[str]) -> int:
 def servers_of(job: Job, engine: Engine, folder: Path, number: int, ports: Sequence[str]) -> dict[int, Server]:
     """Return the servers of a host, by the number of their instance."""
     patterns, found = (*engine.program.failures, *job.patterns), dict[int, Server]()
-    mine = dict(enumerate(sorted(os.sched_getaffinity(0))))
+    cores_by_number = dict(enumerate(sorted(os.sched_getaffinity(0))))
     for place, each in enumerate(job.instances):
         filled = each.at_head(job.hosts[each.host], ports[each.host])
         for part, argv in enumerate((filled.argv, *filled.further)):
             if each.host + part == number:
                 name, log = f"instance {place} on {job.hosts[number]}", folder / log_name(place, part)
-                cores = tuple(mine[core] for core in filled.cores if core in mine)
+                cores = tuple(cores_by_number[core] for core in filled.cores if core in cores_by_number)
                 own = replace(filled, argv=argv, further=(), cores=cores)
                 found[place] = Server(name, own, log, patterns, serves=part == 0)
     return found
@@ -72,9 +72,9 @@ def _report(folder: Path, servers: Mapping[int, Server], failure: TrialFailure |
         for number, each in servers.items()
         if each.serves
     }
-    why = {"state": failure.state.value, "reason": failure.args[0]} if failure else {}
+    problem = {"state": failure.state.value, "reason": failure.args[0]} if failure else {}
     new = folder / f"{REPORT}.new"
-    new.write_text(json.dumps({"servers": data, "failure": why}), encoding="utf-8")
+    new.write_text(json.dumps({"servers": data, "failure": problem}), encoding="utf-8")
     os.replace(new, folder / REPORT)
 
 

@@ -101,9 +101,9 @@ def _read_back(job: Job, engine: Engine, servers: Sequence[Served]) -> dict[str,
                 reason = f"{server.name} runs {knob} = {value} instead of {set_value}"
                 raise TrialFailure(TrialState.INVALID, reason)
         reported.append(values)
-    together = {knob: value for values in reported for knob, value in values.items()}
+    combined = {knob: value for values in reported for knob, value in values.items()}
     return {
-        knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in reported)
+        knob: value for knob, value in combined.items() if all(values.get(knob, value) == value for values in reported)
     }
 
 
@@ -143,8 +143,8 @@ class _LoadRunner:
         The highest runs `repeats` times. If it then exceeds a limit, the next lower one is repeated, and so on. If no
         load keeps the limits, the only point is the lowest load that was tried.
         """
-        base, whole, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
-        most = float((base.concurrency if whole else base.request_rate) or 1)
+        base, is_concurrency, points = self.job.loads[0], key == "concurrency", dict[float, dict[str, Any]]()
+        maximum = float((base.concurrency if is_concurrency else base.request_rate) or 1)
         tried: dict[float, bool] = {}
         longest_s = 0.0
 
@@ -167,7 +167,9 @@ class _LoadRunner:
             longest_s = max(longest_s, time.monotonic() - began)
             return tried[value]
 
-        highest_load(run, self.job.start, least=1.0 if whole else LEAST_RATE, most=most, whole=whole)
+        highest_load(
+            run, self.job.start, least=1.0 if is_concurrency else LEAST_RATE, most=maximum, whole=is_concurrency
+        )
         for value in sorted((value for value, kept in tried.items() if kept), reverse=True):
             repeated = [run(value, stop=False) for _ in range(self.job.repeats - 1)]
             if not repeated or repeated[-1]:

@@ -129,10 +129,10 @@ class VllmProgram(Program):
 
     def parse(self, spec: Spec) -> EngineArgs:
         for name in self.split(spec).others:
-            since, instead = REMOVED.get(name, (NEWEST, ""))
-            if instead and self.release(spec) >= since:
-                problem = f"was removed in vLLM {since[0]}.{since[1]}"
-                raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=instead)
+            removed_in, replacement = REMOVED.get(name, (NEWEST, ""))
+            if replacement and self.release(spec) >= removed_in:
+                problem = f"was removed in vLLM {removed_in[0]}.{removed_in[1]}"
+                raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=replacement)
         return super().parse(spec)
 
 
@@ -186,30 +186,30 @@ def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> F
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return vLLM's effective settings for candidates."""
-    get, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
+    values, other_args = PROGRAM.columns(task, columns), PROGRAM.parse(task.spec).others
     hardware = Hardware.of(task)
-    tokens, seqs = limits(task, get)
-    ranks = get[TP] * get[PP] * get[DP]
-    share = hardware.share(get[INSTANCES], columns)
-    cores = np.where(get[THREADS] > 0, np.minimum(get[THREADS] * ranks, share), share)
+    tokens, seqs = limits(task, values)
+    ranks = values[TP] * values[PP] * values[DP]
+    share = hardware.share(values[INSTANCES], columns)
+    cores = np.where(values[THREADS] > 0, np.minimum(values[THREADS] * ranks, share), share)
     devices = cores if hardware.on_cores else ranks
     default_block = GPU_BLOCK
     if hardware.on_cores:
         default_block = MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
-    cache_bytes = _cache_bytes(task, other_args, get, ranks, devices)
+    cache_bytes = _cache_bytes(task, other_args, values, ranks, devices)
     default_share = 0.92 if PROGRAM.release(task.spec) >= (0, 21, 0) else 0.9
     return Settings.of(
         task,
-        get,
+        values,
         devices=devices,
         max_running=seqs,
         max_batched_tokens=tokens,
-        block_size=or_default(get[BLOCK], default_block),
-        chunked=get[CHUNKED],
-        graphs=((get[EAGER] == 0) & (get[GRAPHS] != 1)).astype(np.int64),
-        memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(get[MEMORY], default_share), np.nan),
+        block_size=or_default(values[BLOCK], default_block),
+        chunked=values[CHUNKED],
+        graphs=((values[EAGER] == 0) & (values[GRAPHS] != 1)).astype(np.int64),
+        memory_fraction=np.where(np.isnan(cache_bytes), knobs.shares(values[MEMORY], default_share), np.nan),
         cache_bytes=cache_bytes,
-        cache_element_bytes=np.array([2.0, *KV_BYTES.values()])[get[KV]],
+        cache_element_bytes=np.array([2.0, *KV_BYTES.values()])[values[KV]],
     )
 
 

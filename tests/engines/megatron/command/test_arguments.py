@@ -107,7 +107,7 @@ def test_commands_are_read_as_argparse_reads_them(command: str, capsys: pytest.C
         assert table.effective(words) == {name: value for name, value in parsed.items() if value is not None}
 
 
-def test_what_a_command_sets_is_what_the_real_program_prints() -> None:
+def test_a_command_sets_the_values_that_the_real_program_prints() -> None:
     printed = dict(re.findall(r"(\w+) \.+ (.+)", PRINTED))
     found = release_table("0.15.0+flagscale").effective(TINY)
     assert {name: str(value) for name, value in found.items()} == printed
@@ -140,7 +140,7 @@ def test_a_problem_names_flag_value_and_place(command: str, flag: str, value: st
         ("0.12", "--cuda-graph-impl", "0.15.0"),
     ],
 )
-def test_the_fix_of_an_unknown_flag_is_what_was_meant(release: str, flag: str, fix: str) -> None:
+def test_the_fix_of_an_unknown_flag_is_the_nearest_flag(release: str, flag: str, fix: str) -> None:
     (problem,) = release_table(release).parse([flag, "1"])[1]
     assert fix in problem.fix
 

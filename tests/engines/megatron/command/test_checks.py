@@ -28,7 +28,7 @@ def refused(words: str, folder: Path, **changes: Any) -> list[tuple[str, object]
     return [(problem.key, problem.value) for problem in error.value.problems]
 
 
-def test_all_that_can_only_fail_is_refused_at_once(tmp_path: Path) -> None:
+def test_commands_that_can_only_fail_are_refused_before_any_trial(tmp_path: Path) -> None:
     words = f"{LAUNCH} --no-such-flag 3 --bf16 false --micro-batch-size two"
     values = [value for _, value in refused(words, tmp_path)]
     assert values == ["--no-such-flag 3", "--bf16 false", "--micro-batch-size two"]
@@ -107,19 +107,19 @@ def test_contradiction_of_the_spec_is_a_warning(arguments: str, words: str, tmp_
     assert any(words in line for line in WORKLOAD.spec_warnings(found))
 
 
-def test_command_as_the_spec_says_only_warns_of_its_knobs(tmp_path: Path) -> None:
+def test_command_that_agrees_with_the_spec_only_warns_of_its_knobs(tmp_path: Path) -> None:
     (line,) = WORKLOAD.spec_warnings(spec(f"{LAUNCH} --bf16", tmp_path))
     assert "--micro-batch-size" in line
 
 
-def test_program_that_cannot_be_read_is_a_warning_of_its_trials_alone(tmp_path: Path) -> None:
+def test_program_that_cannot_be_read_is_only_a_warning(tmp_path: Path) -> None:
     task = dataclasses.replace(small.task(), spec=spec("make train", tmp_path))
     assert WORKLOAD.spec_warnings(task.spec) == []
     (line,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))
     assert "train.command" in line
 
 
-def test_environment_that_a_script_would_load_is_pointed_out(tmp_path: Path) -> None:
+def test_environment_that_a_script_would_load_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"mkdir -p a\nmodule load cuda\n{LAUNCH}")
     task = dataclasses.replace(small.task(), spec=spec("bash run.sh", tmp_path))
     (text,) = WORKLOAD.command_changes(small.platform(task), small.candidate(data_parallel_size=4))

@@ -88,7 +88,7 @@ def test_a_setting_that_the_release_lacks_is_an_error() -> None:
     assert problems(None, expected) == []
 
 
-def test_the_fix_names_releases_or_values_that_there_are() -> None:
+def test_the_fix_names_available_releases_or_values() -> None:
     for name, value, fix in (("cuda_graph_scope", "attn,mlp", "full"), ("delay_wgrad_compute", True, "0.13.0")):
         spec = small.task().spec
         with pytest.raises(SpecErrors) as caught:

@@ -91,7 +91,7 @@ def content(folder: Path) -> dict[str, str]:
     return {str(file): hashlib.sha1(file.read_bytes()).hexdigest() for file in files}
 
 
-def test_eight_candidates_are_measured_and_the_books_balance(tuned: tuple[api.Outcome, Any, Any]) -> None:
+def test_eight_candidates_are_measured_and_the_counts_add_up(tuned: tuple[api.Outcome, Any, Any]) -> None:
     outcome = tuned[0]
     states = [(trial["state"], trial["reason"]) for trial in outcome.data["trials"]]
     assert all(state in ("measured", "stopped") for state, _ in states), states
@@ -120,7 +120,7 @@ def test_each_trial_has_its_changes(tuned: tuple[api.Outcome, Any, Any]) -> None
     assert any(words.startswith("mkdir -p") for words in record["skipped"])
 
 
-def test_best_trains_on_with_all_of_the_user(tuned: tuple[api.Outcome, Any, Any], job: Path) -> None:
+def test_best_trains_with_all_arguments_of_the_user(tuned: tuple[api.Outcome, Any, Any], job: Path) -> None:
     script = tuned[0].run_dir / "best.sh"
     text = script.read_text()
     assert "best bash run.sh" in text

@@ -57,7 +57,7 @@ def test_without_a_tree_the_installed_package_counts(tmp_path: Path) -> None:
     assert find_release(str(tmp_path), "train.py", None, "") == version("megatron-core")
 
 
-def test_another_interpreter_is_queried_and_an_unusable_one_tells_nothing(tmp_path: Path) -> None:
+def test_another_interpreter_is_queried_and_an_unusable_one_gives_no_release(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -68,6 +68,6 @@ def test_another_interpreter_is_queried_and_an_unusable_one_tells_nothing(tmp_pa
     assert find_release(str(tmp_path), "train.py", str(tmp_path / "missing"), "") is None
 
 
-def test_a_tree_that_names_no_release_is_passed_over(tmp_path: Path) -> None:
+def test_a_tree_that_names_no_release_is_skipped(tmp_path: Path) -> None:
     (tree(tmp_path, "0.14.0") / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
     assert find_release(str(tmp_path), "pretrain_gpt.py", str(tmp_path / "missing"), "") is None

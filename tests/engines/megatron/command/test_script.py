@@ -62,7 +62,7 @@ def test_launch_is_found_however_a_script_writes_it(name: str, tmp_path: Path) -
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "run.sh", tmp_path / "pretrain_gpt.py"])
 
 
-def test_words_are_expanded_as_the_script_would(tmp_path: Path) -> None:
+def test_words_are_expanded_as_in_the_script(tmp_path: Path) -> None:
     text = """\
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 COUNT=$(ls "$ROOT" | grep -c run.sh)
@@ -104,7 +104,7 @@ ls data | xargs rm
 """
 
 
-def test_nothing_of_the_user_is_written_and_all_that_is_left_out_is_listed(tmp_path: Path) -> None:
+def test_no_file_of_the_user_is_written_and_skipped_commands_are_listed(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "file").write_text("mine")
@@ -201,7 +201,7 @@ def test_modules_and_environments_are_loaded(tmp_path: Path) -> None:
     assert found.skipped == ()
 
 
-def test_why_a_script_ends_is_told(tmp_path: Path) -> None:
+def test_the_reason_why_a_script_ends_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="set DATA first"):
         read(f'[ -n "$DATA" ] || {{ echo "set DATA first"; exit 1; }}\n{LAUNCH}', tmp_path)
 

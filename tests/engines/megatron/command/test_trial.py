@@ -87,7 +87,7 @@ HARMFUL = (
 )
 
 
-def test_trial_reads_and_writes_nothing_of_the_user() -> None:
+def test_trial_drops_arguments_that_load_save_or_report() -> None:
     found = trial_of(HARMFUL)
     assert found.keys() == trial_of("").keys()
     assert found["data_cache_path"] == "/run/data-cache"
@@ -125,7 +125,7 @@ def test_candidates_knobs_replace_those_of_the_command(tmp_path: Path) -> None:
     assert effective(launch(words, tmp_path, candidate=sharded).argv)["use_distributed_optimizer"] is True
 
 
-def test_real_job_has_all_of_the_user_and_the_knobs(tmp_path: Path) -> None:
+def test_real_job_keeps_the_users_arguments_and_has_the_knobs(tmp_path: Path) -> None:
     words = f"{LAUNCH} {SAMPLES} {HARMFUL} --sequence-parallel --tensor-model-parallel-size 4"
     planned = launch(words, tmp_path, for_real=True)
     user = TABLE.effective((*MODEL.split(), *SAMPLES.split(), *HARMFUL.split()))
@@ -176,7 +176,7 @@ def test_best_runs_the_script_which_computes_when_it_starts(form: str, tmp_path:
 
 
 @pytest.mark.parametrize("form", ["exec torchrun", "./torchrun", "sh child.sh"])
-def test_best_of_a_script_that_cannot_be_steered_is_what_it_starts(form: str, tmp_path: Path) -> None:
+def test_best_of_a_script_with_other_steps_is_the_command_that_it_starts(form: str, tmp_path: Path) -> None:
     (tmp_path / "child.sh").write_text('torchrun "$@"')
     planned, words = started(f"mkdir -p made\n{form} pretrain_gpt.py {MODEL}", tmp_path)
     assert not planned.own_script
@@ -239,7 +239,7 @@ def test_torchruns_options_are_those_of_a_trial(options: str, expected: str) -> 
     assert torchrun(options) == expected.replace("=P", "={master_port}").replace(":P", ":{master_port}").split()
 
 
-def test_meeting_place_of_several_nodes_stays_the_users() -> None:
+def test_rendezvous_of_several_nodes_stays_the_users() -> None:
     options = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr host --master_port 7"
     assert torchrun(options, nodes=2) == options.split()
 

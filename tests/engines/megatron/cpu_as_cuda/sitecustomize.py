@@ -15,7 +15,7 @@ import typing
 
 DEVICES = 8
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace")
-LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
+LIKE_FUNCTIONS = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 
 
 def is_cuda(device):
@@ -70,7 +70,7 @@ class Nothing:
 
 def torch_(torch):
     cpu = torch.device("cpu")
-    for name in (*FACTORIES, *LIKE):
+    for name in (*FACTORIES, *LIKE_FUNCTIONS):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     to, kind = torch.Tensor.to, torch.Tensor.type
 

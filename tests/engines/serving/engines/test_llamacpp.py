@@ -219,7 +219,7 @@ def test_layers_on_the_device_are_reported_unless_all_are_there() -> None:
     assert "n_gpu_layers" not in every
 
 
-def test_a_server_that_reports_little_is_believed() -> None:
+def test_a_server_that_reports_few_values_is_accepted() -> None:
     assert ENGINE.effective(lambda path: PROPS, "nothing") == {"parallel": 4, "context_len": 512}
 
 
@@ -235,7 +235,7 @@ def test_the_settings_are_what_llama_cpp_makes_of_them() -> None:
     assert ENGINE.settings(task, row(ENGINE, task, threads=1)).devices.item() == 1
 
 
-def test_the_default_takes_as_many_cards_as_the_weights_need() -> None:
+def test_the_default_uses_the_cards_that_the_weights_need() -> None:
     small = serving("llamacpp", memory=10**6)
     assert ENGINE.defaults(small)["pipeline_model_parallel_size"] == 1
     large = replace(DENSE, num_layers=64, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64)

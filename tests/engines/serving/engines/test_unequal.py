@@ -73,7 +73,7 @@ def test_an_invalid_unequal_split_is_reported(given: object) -> None:
 
 
 @ENGINES
-def test_more_cards_than_there_are_are_illegal(engine: Engine) -> None:
+def test_more_cards_than_available_are_illegal(engine: Engine) -> None:
     task = cards(engine, 4, space={SIZES: ("4+2",)})
     assert "cards_of_sizes" in broken(engine, task, **{SIZES: "4+2"})
     assert broken(engine, task, **{SIZES: "2+1"}) == []

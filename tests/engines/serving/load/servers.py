@@ -46,7 +46,7 @@ class Wire:
         if self.chunked:
             await self.raw(b"0\r\n\r\n")
 
-    def cut(self) -> None:
+    def close_connection(self) -> None:
         self.writer.transport.abort()
 
 

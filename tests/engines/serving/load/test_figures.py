@@ -66,7 +66,7 @@ def test_latency_that_no_request_has_is_left_out() -> None:
     assert figures["ttft_s.p50"] == 1.0
 
 
-def test_one_token_does_not_pull_the_time_per_token_down() -> None:
+def test_one_token_does_not_lower_the_time_per_token() -> None:
     assert figures_of([answer(gaps=()), answer()], None)["tpot_s.mean"] == 1.0
 
 

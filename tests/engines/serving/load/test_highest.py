@@ -23,11 +23,11 @@ def answer(seconds: float, *, tpot_s: float | None = 0.01) -> Answer:
 def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
     tried: list[float] = []
 
-    def keeps(load: float) -> bool:
+    def meets_limit(load: float) -> bool:
         tried.append(load)
         return load <= true
 
-    found = highest_load(keeps, start, least=0.001, most=10_000)
+    found = highest_load(meets_limit, start, least=0.001, most=10_000)
     assert found is not None
     assert true / RESOLUTION <= found <= true
     assert len(set(tried)) == len(tried) <= 20
@@ -39,11 +39,11 @@ def test_it_is_found_within_its_resolution(start: float, true: float) -> None:
 def test_clients_are_whole_numbers(true: int) -> None:
     tried: list[float] = []
 
-    def keeps(load: float) -> bool:
+    def meets_limit(load: float) -> bool:
         tried.append(load)
         return load <= true
 
-    found = highest_load(keeps, 5.0, least=1, most=128, whole=True)
+    found = highest_load(meets_limit, 5.0, least=1, most=128, whole=True)
     assert found is not None
     assert true / RESOLUTION - 1 < found <= true
     assert len(set(tried)) == len(tried)
@@ -51,10 +51,10 @@ def test_clients_are_whole_numbers(true: int) -> None:
 
 
 @pytest.mark.parametrize(("keeps", "found"), [(True, 64.0), (False, None)])
-def test_the_range_is_not_left(keeps: bool, found: float | None) -> None:
+def test_the_range_is_not_left(meets_limit: bool, found: float | None) -> None:
     tried: list[float] = []
-    assert highest_load(lambda load: tried.append(load) or keeps, 8.0, least=1, most=64, whole=True) == found
-    assert (min(tried), max(tried)) == ((8.0, 64.0) if keeps else (1.0, 8.0))
+    assert highest_load(lambda load: tried.append(load) or meets_limit, 8.0, least=1, most=64, whole=True) == found
+    assert (min(tried), max(tried)) == ((8.0, 64.0) if meets_limit else (1.0, 8.0))
 
 
 @pytest.mark.parametrize("figure", ["ttft_s.mean", "ttft_s.p50", "ttft_s.p90", "ttft_s.p99"])

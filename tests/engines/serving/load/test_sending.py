@@ -161,7 +161,7 @@ def test_load_that_cannot_be_sent_reports_which_key_is_missing(load: Load, key: 
     assert error.value.key == key
 
 
-def test_more_connections_than_files_may_be_open_are_allowed_for() -> None:
+def test_the_limit_of_open_files_is_raised_for_more_connections() -> None:
     arrived = 0
 
     async def waits_for_all(asked: Asked, wire: Wire) -> None:

@@ -85,7 +85,7 @@ def test_token_counts_in_a_trace_are_used_and_not_estimated(tmp_path: Path) -> N
     assert trace.notes == ()
 
 
-def test_load_takes_lengths_and_times_of_its_trace_as_far_as_it_sends(tmp_path: Path) -> None:
+def test_load_takes_lengths_and_times_of_the_requests_that_it_sends(tmp_path: Path) -> None:
     request = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
     assert request.input_len.tolist() == [1110, 710]
     assert request.arrive_s is not None

@@ -25,7 +25,9 @@ def test_lengths_are_fixed_unless_a_range_is_given() -> None:
 
 
 def test_range_ratio_draws_from_a_share_of_the_length_to_the_length() -> None:
-    request = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.25, prefix_len=5))
+    request = traffic(
+        Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.25, prefix_len=5)
+    )
     assert (request.input_len.min(), request.input_len.max()) == (30, 105)
     assert (request.output_len.min(), request.output_len.max()) == (2, 10)
     assert request.input_len.mean() == pytest.approx(5 + 62.5, rel=0.02)
@@ -82,13 +84,13 @@ def test_single_request_comes_at_once() -> None:
     assert traffic(Load(num_prompts=1, request_rate=2.0)).arrive_s.tolist() == [0.0]  # type: ignore[union-attr]
 
 
-def drawn(asked: Traffic, seed: int = 0, prefix_len: int = 0, vocab_size: int = 10_000) -> list[list[int]]:
+def prompts_of(asked: Traffic, seed: int = 0, prefix_len: int = 0, vocab_size: int = 10_000) -> list[list[int]]:
     return [ids.tolist() for ids in prompts(asked, prefix_len=prefix_len, vocab_size=vocab_size, seed=(3, seed))]
 
 
 def test_prompts_have_their_lengths_and_no_id_from_the_ends_of_the_vocabulary() -> None:
     request = traffic(Load(input_len=500, num_prompts=20, concurrency=1, range_ratio=0.1))
-    found = drawn(request)
+    found = prompts_of(request)
     assert [len(ids) for ids in found] == request.input_len.tolist()
     everything = {one for ids in found for one in ids}
     assert min(everything) >= 1000
@@ -96,20 +98,20 @@ def test_prompts_have_their_lengths_and_no_id_from_the_ends_of_the_vocabulary() 
 
 
 def test_prompts_share_their_prefix_and_nothing_else() -> None:
-    found = drawn(traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1)), prefix_len=30)
+    found = prompts_of(traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1)), prefix_len=30)
     assert len({tuple(ids[:30]) for ids in found}) == 1
     assert len({tuple(ids[30:40]) for ids in found}) == 20
 
 
 def test_prompts_of_another_seed_share_no_prefix() -> None:
     request = traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1))
-    starts = [{tuple(ids[:8]) for ids in drawn(request, seed, prefix_len=30)} for seed in (0, 1)]
+    starts = [{tuple(ids[:8]) for ids in prompts_of(request, seed, prefix_len=30)} for seed in (0, 1)]
     assert not starts[0] & starts[1]
 
 
 def test_warm_up_has_the_prefix_of_the_load_and_different_prompts() -> None:
     request = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
-    found = drawn(request, prefix_len=30)
+    found = prompts_of(request, prefix_len=30)
     first = warm_up(request, 5)
     drawn_first = prompts(first, prefix_len=30, vocab_size=10_000, seed=(3, 0), warm_up=True)
     warm = [ids.tolist() for ids in drawn_first]
@@ -126,7 +128,7 @@ def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
         arrive_s=None,
         blocks=((1, 2), (1, 3), (2,)),
     )
-    one, two, three = drawn(request)
+    one, two, three = prompts_of(request)
     assert one[:512] == two[:512]
     assert one[512:600] != two[512:600]
     assert three[:488] == one[512:1000]
@@ -135,4 +137,4 @@ def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
 
 def test_vocabulary_that_is_too_small_is_an_error() -> None:
     with pytest.raises(SpecError, match="too small"):
-        drawn(traffic(Load(num_prompts=1, concurrency=1)), vocab_size=2)
+        prompts_of(traffic(Load(num_prompts=1, concurrency=1)), vocab_size=2)

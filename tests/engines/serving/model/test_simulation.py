@@ -20,7 +20,7 @@ LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0)
 OVER = replace(UNFITTED, request=5e-3, entry=1e-3)
 
 
-def priced(lane: Lane = LANE, **over: Any) -> Price:
+def price_of(lane: Lane = LANE, **over: Any) -> Price:
     return Price(times(), 0, lane, replace(OVER, **over))
 
 
@@ -102,7 +102,7 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
     lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]))
     lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
     arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
-    price = priced(lane, mixes=mixes)
+    price = price_of(lane, mixes=mixes)
     expected = token_by_token(price, lengths, arrivals, 6)
     for result, requested in zip(ends(simulate(price, lengths, arrivals, 6)), expected, strict=True):
         assert result == pytest.approx(requested, rel=1e-9)
@@ -123,28 +123,28 @@ def test_parallel_chunks_of_a_long_prompt_take_as_long_as_sequential_ones(
 
 
 def test_one_request_waits_for_the_front_end_and_its_prompt_and_then_an_iteration_a_token() -> None:
-    price = priced()
+    price = price_of()
     (request,) = simulate(price, [(1000, 3)], None, 1).requests
     prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
     assert request.first == pytest.approx(6e-3 + prompt)
     assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
 
 
-def test_requests_that_come_together_share_the_front_end_and_are_seen_together() -> None:
-    one, two, later = simulate(priced(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).requests
+def test_requests_that_arrive_together_share_the_front_end_and_are_scheduled_together() -> None:
+    one, two, later = simulate(price_of(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).requests
     assert one.first == two.first
     assert later.first - later.arrival < one.first
 
 
 def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
-    price = priced(replace(LANE, running=2.0))
+    price = price_of(replace(LANE, running=2.0))
     outcome = simulate(price, [(100, 20)] * 4, [0.0] * 4, 4)
     assert outcome.requests[2].first > outcome.requests[0].end
 
 
 def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() -> None:
     full, pieces = (
-        simulate(priced(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
+        simulate(price_of(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
         for budget in (8192.0, 256.0)
     )
     assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in full.gaps)
@@ -152,13 +152,17 @@ def test_prompts_larger_than_the_budget_are_chunked_and_mixed_with_decoding() ->
 
 
 def test_without_mixed_batches_decoding_waits_for_prefill() -> None:
-    combined, separate = (simulate(priced(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False))
+    combined, separate = (
+        simulate(price_of(mixes=mixes), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False)
+    )
     assert separate.requests[0].end > combined.requests[0].end
 
 
 def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
     lengths = [(200, 300)] * 8
-    large, small = (simulate(priced(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0))
+    large, small = (
+        simulate(price_of(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0)
+    )
     assert large.preemptions == 0
     assert small.preemptions > 0
     assert all(request.made == 300 and request.end > request.first for request in small.requests)
@@ -166,27 +170,28 @@ def test_a_small_cache_preempts_sequences_and_all_are_answered() -> None:
 
 
 def test_an_engine_that_reserves_output_tokens_never_preempts() -> None:
-    price = priced(replace(LANE, cache_tokens=2000.0), reserve=1.0)
+    price = price_of(replace(LANE, cache_tokens=2000.0), reserve=1.0)
     assert simulate(price, [(200, 300)] * 8, [0.0] * 8, 8).preemptions == 0
 
 
 def test_an_engine_that_polls_rarely_delays_requests() -> None:
-    often, rarely = (simulate(priced(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
+    often, rarely = (simulate(price_of(receive=receive), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40))
     assert rarely.requests[1].first > often.requests[1].first
 
 
 def test_a_shared_prefix_is_not_computed_again() -> None:
     plain, shared = (
-        simulate(priced(replace(LANE, shared_prefix=prefix)), [(1000, 2)] * 8, [0.0] * 8, 8) for prefix in (0.0, 900.0)
+        simulate(price_of(replace(LANE, shared_prefix=prefix)), [(1000, 2)] * 8, [0.0] * 8, 8)
+        for prefix in (0.0, 900.0)
     )
     assert shared.duration < 0.7 * plain.duration
 
 
 def test_gaps_are_all_tokens_after_the_first() -> None:
-    outcome = simulate(priced(), [(100, 30)] * 5, None, 2)
+    outcome = simulate(price_of(), [(100, 30)] * 5, None, 2)
     assert sum(count for _, count in outcome.gaps) == 5 * 29
 
 
 def test_equal_requests_give_equal_times() -> None:
     lengths = [(300, 50)] * 20
-    assert ends(simulate(priced(), lengths, None, 4)) == ends(simulate(priced(), lengths, None, 4))
+    assert ends(simulate(price_of(), lengths, None, 4)) == ends(simulate(price_of(), lengths, None, 4))

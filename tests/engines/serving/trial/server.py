@@ -100,7 +100,7 @@ def serve() -> None:
     ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 
 
-def listen_as_stranger() -> None:
+def listen_in_other_process() -> None:
     """Leave a process that is no child of this one on the port, and return when it listens."""
     read, write = os.pipe()
     if os.fork() == 0:
@@ -124,10 +124,10 @@ if BEHAVIOUR == "crashes":
 if BEHAVIOUR == "out_of_memory":
     sys.exit("ggml_backend_cuda_buffer_type_alloc_buffer: cudaMalloc failed: out of memory\nfailed to load model")
 if BEHAVIOUR == "port_taken" and first:
-    listen_as_stranger()
+    listen_in_other_process()
     sys.exit("couldn't bind HTTP server socket")
 if BEHAVIOUR == "stale":
-    listen_as_stranger()
+    listen_in_other_process()
     time.sleep(60)
 if BEHAVIOUR == "has_children" and os.fork() == 0:
     os.setsid()

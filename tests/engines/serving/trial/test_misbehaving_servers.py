@@ -84,14 +84,14 @@ def test_a_server_whose_port_was_taken_is_started_on_another_one(tmp_path: Path)
     done = trials.run(trials.platform(tmp_path, "port_taken"), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
     assert len(trials.servers(tmp_path)) == 2
-    assert len({each["port"] for each in trials.asked(tmp_path)}) == 1
+    assert len({each["port"] for each in trials.requests_sent(tmp_path)}) == 1
 
 
 def test_prompts_are_unique_so_that_no_prefix_cache_holds_them(tmp_path: Path) -> None:
     points = (trials.LOAD, dataclasses.replace(trials.LOAD, concurrency=2))
     done = trials.run(trials.platform(tmp_path, "well", loads=points, repeats=3), tmp_path)
     assert done.state is TrialState.MEASURED, done.reason
-    prompts = [tuple(each["prompt"]) for each in trials.asked(tmp_path)]
+    prompts = [tuple(each["prompt"]) for each in trials.requests_sent(tmp_path)]
     assert len(set(prompts)) == len(prompts) > 2 * 3 * 8
 
 
@@ -101,7 +101,7 @@ def test_prompts_are_the_same_for_each_candidate(tmp_path: Path) -> None:
         folder = tmp_path / str(slots)
         folder.mkdir()
         assert trials.run(trials.platform(folder, "well"), folder, parallel=slots).measurement
-        sent.append(sorted(each["prompt"] for each in trials.asked(folder)))
+        sent.append(sorted(each["prompt"] for each in trials.requests_sent(folder)))
     assert sent[0] == sent[1]
 
 
@@ -122,7 +122,7 @@ def test_requests_go_to_all_instances_each_on_separate_cores(tmp_path: Path) -> 
     first, second = trials.servers(tmp_path)
     assert len(first["cores"]) == len(second["cores"]) == 1
     assert first["cores"] != second["cores"]
-    assert len({each["port"] for each in trials.asked(tmp_path)}) == 2
+    assert len({each["port"] for each in trials.requests_sent(tmp_path)}) == 2
 
 
 def test_user_variables_override_engine_variables(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_instances_on_two_hosts_answer_one_client(tmp_path: Path) -> None:
     assert done.measurement.figures["output_tokens_per_s_per_device"] == pytest.approx(
         done.measurement.figures["output_tokens_per_s"] / 3
     )
-    assert len({each["port"] for each in trials.asked(tmp_path)}) == 3
+    assert len({each["port"] for each in trials.requests_sent(tmp_path)}) == 3
     reports = [tmp_path / "trial" / "servers.json", tmp_path / "trial" / "hosts" / HOSTS[1] / "servers.json"]
     assert [list(json.loads(file.read_text())["servers"]) for file in reports] == [["0", "1"], ["2"]]
     assert (done.measurement.device_used_bytes or 0) > 0

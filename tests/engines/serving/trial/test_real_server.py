@@ -59,7 +59,9 @@ def test_two_instances_answer_all_requests_and_run_the_requested_settings(weight
     assert done.state is TrialState.MEASURED, done.reason
     assert done.measurement is not None
     completed = done.measurement.effective
-    assert {knob: completed[knob] for knob in request if knob in completed} == {k: v for k, v in request.items() if k != "instances"}
+    assert {knob: completed[knob] for knob in request if knob in completed} == {
+        k: v for k, v in request.items() if k != "instances"
+    }
     assert completed["flash_attention"] == "on"
     assert len(done.measurement.step_times_s) == 2
     assert done.measurement.versions["llamacpp"]

@@ -31,7 +31,9 @@ def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **arguments
     weights = folder / "weights.gguf"
     weights.touch()
     command = {"command": (sys.executable, str(SERVER), behaviour), "directory": str(folder)}
-    task = serving("llamacpp", devices=2, on_cores=True, weights=str(weights), **{"loads": (LOAD,), **command, **arguments})
+    task = serving(
+        "llamacpp", devices=2, on_cores=True, weights=str(weights), **{"loads": (LOAD,), **command, **arguments}
+    )
     spec = dataclasses.replace(task.spec, control=Control(max_time_per_task=seconds), objective="output_tokens_per_s")
     task = dataclasses.replace(task, spec=spec)
     support = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
@@ -58,7 +60,7 @@ def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
     return measure(running, where, LLAMACPP, trial, result, None)
 
 
-def asked(folder: Path) -> list[dict[str, Any]]:
+def requests_sent(folder: Path) -> list[dict[str, Any]]:
     """What the servers were asked, in order."""
     return [json.loads(line) for line in (folder / "asked.jsonl").read_text().splitlines()]
 

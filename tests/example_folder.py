@@ -33,7 +33,7 @@ ALSO = ("train-cpu", "node")
 
 
 def build(folder: Path) -> Path:
-    """Make the workshop in an empty folder, and tune `own.yaml` there."""
+    """Make the example folder in an empty folder, and tune `own.yaml` there."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     for block in shown_files(BLOCKS):
         assert block.file is not None

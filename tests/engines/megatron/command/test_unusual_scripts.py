@@ -67,7 +67,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_odd_job_is_measured(name: str, tmp_path: Path) -> None:
+def test_unusual_job_is_measured(name: str, tmp_path: Path) -> None:
     arguments, options = MEASURED[name]
     trial = tune(tmp_path, arguments, options, precision="fp16" if name == "fp16" else "bf16")
     assert (trial.state.value, trial.reason) == ("measured", None)
